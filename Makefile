@@ -1,0 +1,58 @@
+# `make` alone sets up .venv; `make help` lists the rest.
+# Overridable: PYTHON (the interpreter), VENV (where it goes), ARGS (what a command gets, `make test ARGS="-k order"`).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.stamp
+DOCS_STAMP := $(VENV)/.stamp-docs
+
+.PHONY: venv test test-long lint docs demo bench clean help
+.DEFAULT_GOAL := venv
+
+venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Other packages pull Pillow in, so Pillow-SIMD goes over it as the last step; where it does not build, Pillow serves.
+$(STAMP): pyproject.toml constraints-dev.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,test,integration,lint,demo,bench]'
+	@if $(PIP) install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd > $(VENV)/pillow-simd.log 2>&1; \
+	then echo "Images are decoded by Pillow-SIMD."; \
+	else echo "Pillow-SIMD did not build (see $(VENV)/pillow-simd.log): images are decoded by Pillow."; fi
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[docs]'
+	@touch $@
+
+test: ARGS ?= -m "not slow"
+test: $(STAMP)  ## the tests, without the slow ones
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(STAMP)  ## all tests
+	AIOFEED_EXAMPLES=20000 $(BIN)/python -m pytest --timeout 600 $(ARGS)
+
+lint: $(STAMP)  ## ruff, mypy --strict, and the floors
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+docs: $(DOCS_STAMP)  ## the documentation, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+demo: $(STAMP)  ## a training run on generated images
+	$(BIN)/python examples/demo.py $(ARGS)
+
+bench: $(STAMP)  ## the benchmarks: ratios, and a picture
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove the environment and all that was built
+	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'

@@ -1,0 +1,108 @@
+"""aiofeed: feeds PyTorch training. Reads, decodes and copies the next batches while the present one is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiofeed import testing
+    from aiofeed.bridge import prefetch
+    from aiofeed.config import Limits
+    from aiofeed.counters import FeedStatistics
+    from aiofeed.decoders.image import DecodeImage
+    from aiofeed.errors import (
+        BatchFailedError,
+        CollateError,
+        DecodeError,
+        DeviceCopyError,
+        FeedError,
+        IteratorClosedError,
+        ReadError,
+        SampleError,
+        StateError,
+        TooManyFailures,
+        WorkerDiedError,
+    )
+    from aiofeed.feeder import Feeder
+    from aiofeed.sources.dataset import FromDataset
+    from aiofeed.sources.files import Files
+    from aiofeed.sources.folder import ImageFolder
+    from aiofeed.types import Decoder, Source
+
+# Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
+_HOMES = {
+    # the one object, and the bridge alone
+    "Feeder": "aiofeed.feeder",
+    "prefetch": "aiofeed.bridge",
+    # sources and decoders
+    "ImageFolder": "aiofeed.sources.folder",
+    "Files": "aiofeed.sources.files",
+    "FromDataset": "aiofeed.sources.dataset",
+    "DecodeImage": "aiofeed.decoders.image",
+    "Source": "aiofeed.types",
+    "Decoder": "aiofeed.types",
+    # what may be used, and what was
+    "Limits": "aiofeed.config",
+    "FeedStatistics": "aiofeed.counters",
+    # errors
+    "FeedError": "aiofeed.errors",
+    "SampleError": "aiofeed.errors",
+    "ReadError": "aiofeed.errors",
+    "DecodeError": "aiofeed.errors",
+    "CollateError": "aiofeed.errors",
+    "BatchFailedError": "aiofeed.errors",
+    "TooManyFailures": "aiofeed.errors",
+    "DeviceCopyError": "aiofeed.errors",
+    "StateError": "aiofeed.errors",
+    "IteratorClosedError": "aiofeed.errors",
+    "WorkerDiedError": "aiofeed.errors",
+}
+
+__all__ = [  # noqa: RUF022 - grouped as above
+    "Feeder",
+    "prefetch",
+    "ImageFolder",
+    "Files",
+    "FromDataset",
+    "DecodeImage",
+    "Source",
+    "Decoder",
+    "Limits",
+    "FeedStatistics",
+    "FeedError",
+    "SampleError",
+    "ReadError",
+    "DecodeError",
+    "CollateError",
+    "BatchFailedError",
+    "TooManyFailures",
+    "DeviceCopyError",
+    "StateError",
+    "IteratorClosedError",
+    "WorkerDiedError",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name == "testing":
+        return import_module("aiofeed.testing")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'aiofeed' has no attribute {name!r}")
+    try:
+        module = import_module(_HOMES[name])
+    except ModuleNotFoundError as error:
+        if error.name == "PIL":
+            raise ImportError(
+                f"aiofeed.{name} needs Pillow or Pillow-SIMD: pip install 'aiofeed[simd]' or 'aiofeed[pillow]'"
+            ) from error
+        raise
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

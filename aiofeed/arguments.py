@@ -1,0 +1,107 @@
+"""What a user hands over, checked and adopted: every refusal says what was given and what to write instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
+from aiofeed.types import Source
+
+_DATALOADER_ARGUMENTS: Mapping[str, str] = {
+    "num_workers": "reading and decoding run in threads here; Limits(decode_threads=...) bounds them, and a Dataset "
+    "that is thread-safe goes in as FromDataset(dataset, threads={value})",
+    "pin_memory": "memory is pinned wherever device= is an accelerator",
+    "pin_memory_device": "pass device=",
+    "prefetch_factor": "pass limits=Limits(prefetch_batches={value})",
+    "persistent_workers": "threads live as long as the feeder does",
+    "worker_init_fn": "there are no worker processes; random numbers come per sample through the decoder's `rng`",
+    "multiprocessing_context": "there are no worker processes",
+    "batch_sampler": "pass sampler= and batch_size=",
+    "timeout": "a source's read can use asyncio.timeout",
+    "generator": "pass seed=",
+    "dataset": "it is the first argument",
+}
+
+
+def refuse_dataloader_arguments(unknown: Mapping[str, object]) -> None:
+    """``TypeError`` for an argument that ``Feeder`` does not have, naming what stands in its place."""
+    for name, value in unknown.items():
+        if name in _DATALOADER_ARGUMENTS:
+            instead = _DATALOADER_ARGUMENTS[name].format(value=value)
+            raise TypeError(f"Feeder has no argument {name!r} ({name}={value!r}): {instead}")
+        raise TypeError(f"Feeder has no argument {name!r}")
+
+
+def adopt_source(source: Any) -> Source[Any] | FromDataset:
+    """The source itself, or a torch ``Dataset`` wrapped as one."""
+    if isinstance(source, FromDataset):
+        return source
+    if is_iterable_dataset(source):
+        FromDataset(source)  # raises, and says what to do
+    if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
+        missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
+        if missing:
+            raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
+        return source  # type: ignore[no-any-return]
+    if isinstance(source, str | bytes):
+        raise TypeError(
+            f"a source is an object, got the string {source!r}; did you mean aiofeed.ImageFolder({source!r})?"
+        )
+    if is_map_dataset(source):
+        return FromDataset(source)
+    if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
+        raise TypeError(
+            "a DataLoader gives batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
+        )
+    raise TypeError(
+        f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
+    )
+
+
+def adopt_decoder(source: Source[Any] | FromDataset, decode: Any) -> Callable[..., Any] | None:
+    """The decoder, where the source needs one."""
+    if isinstance(source, FromDataset):
+        if decode is not None:
+            raise TypeError("a Dataset's items come decoded, so decode= makes no sense: do it in the dataset")
+        return None
+    if decode is None:
+        raise TypeError(
+            f"{type(source).__name__} gives bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
+            f"or any callable bytes -> tensor (decode=lambda data: data passes on what read() gave)"
+        )
+    if not callable(decode):
+        raise TypeError(f"decode must be callable, got {decode!r}")
+    if isinstance(decode, type):
+        raise TypeError(f"decode must be an object that decodes, got the class {decode.__name__}; call it first")
+    return decode  # type: ignore[no-any-return]
+
+
+def an_int(what: str, value: object) -> int:
+    """``value`` where it is an int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, got {value!r}")
+    return value
+
+
+def a_seed(value: object) -> int:
+    """``value`` where it is a seed that every epoch's generator takes."""
+    seed = an_int("seed", value)
+    if not -(1 << 62) <= seed < 1 << 62:
+        raise ValueError(f"seed must be between -2**62 and 2**62 - 1, got {seed}")
+    return seed
+
+
+def a_callable(what: str, value: Any) -> Any:
+    """``value`` where it is callable or ``None``."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{what} must be callable, got {value!r}")
+    return value
+
+
+def a_bool(what: str, value: object) -> bool:
+    """``value`` where it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, got {value!r}")
+    return value

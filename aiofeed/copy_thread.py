@@ -1,0 +1,146 @@
+"""The thread that issues copies: a batch goes to the device as soon as it is finished and there is room there.
+
+It is a thread, and not the consumer's ``next``: where load and step are balanced, batch n + 1 is finished during
+step n, and a copy that waits for ``next`` is a copy that nothing hides. It is not the engine's loop either, because
+an allocation on the device or a ``transform`` can block.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+from aiofeed import trace
+from aiofeed.errors import DeviceCopyError
+from aiofeed.handoff import Handoff
+from aiofeed.items import Closed, Ended, Failed, Item, Ready
+from aiofeed.staging import Lease
+
+if TYPE_CHECKING:
+    from aiofeed.copier import Copier
+    from aiofeed.device import Event
+
+T = TypeVar("T")
+
+# Copies that may be queued on the side stream before the oldest is waited for: one runs, one follows without a gap.
+_OUTSTANDING = 2
+
+
+class CopyThread:
+    """Moves items from one handoff to another, copying batches to the device on the way.
+
+    Args:
+        copier: issues the copies.
+        incoming: finished batches in host memory.
+        outgoing: batches on the device, or on their way.
+        room: how many may be on the device before the consumer takes one.
+        issued: called with each batch that has left the host's queue.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        incoming: Handoff[Item],
+        outgoing: Handoff[Item],
+        *,
+        room: int,
+        issued: Callable[[Ready], None],
+    ) -> None:
+        self._copier = copier
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._issued = issued
+        # Anything but True ends the thread; the collector's weak references do, say.
+        self._room: SimpleQueue[object] = SimpleQueue()
+        for _ in range(room):
+            self._room.put(True)
+        self._copying: deque[tuple[Event, Lease | None]] = deque()
+        self._thread = threading.Thread(target=self._main, name="aiofeed-copy", daemon=True)
+        self._thread.start()
+
+    def taken(self) -> None:
+        """The consumer has taken a batch: there is room for one more."""
+        self._room.put(True)
+
+    def watch(self, owner: object) -> None:
+        """End, when the room is used up, if ``owner`` is dropped."""
+        self._watched = weakref.ref(owner, self._room.put)
+
+    def stop(self) -> None:
+        """Signal the thread to end. Never blocks."""
+        self._room.put(False)
+        self._incoming.put(Closed())
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end, up to ``timeout_s``; whether it has."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            self._copier.backend.enter_thread()
+            while self._wait_for_room() and self._copy_next():
+                pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it rather than wait
+            self._outgoing.put(Failed(_as_copy_error(error)))
+        finally:
+            while self._copying:
+                self._give_back_oldest()
+            self._copier.release()
+
+    def _wait_for_room(self) -> bool:
+        return self._get(self._room.get_nowait, self._room.get) is True
+
+    def _copy_next(self) -> bool:
+        item = self._get(self._incoming.get_nowait, self._incoming.get)
+        if isinstance(item, Ended):
+            # Epochs may follow one another; the end of one takes no room.
+            self._room.put(True)
+            self._outgoing.put(item)
+            return True
+        if not isinstance(item, Ready):
+            if not isinstance(item, Closed):
+                self._outgoing.put(item)
+            return False
+        started = time.perf_counter()
+        in_flight = self._copier.issue(item.batch)
+        self._copying.append((in_flight.copied, item.lease))
+        ended = time.perf_counter()
+        item.counters.copy_s += ended - started
+        if trace.listeners:
+            trace.emit("copy", started, ended, item.number)
+        self._outgoing.put(replace(item, batch=in_flight, lease=None))
+        self._issued(item)
+        while len(self._copying) > _OUTSTANDING:
+            self._give_back_oldest()
+        return True
+
+    def _get(self, get_nowait: Callable[[], T], get: Callable[[], T]) -> T:
+        """The next of a queue; while there is none, slots whose copies complete are given back."""
+        while self._copying:
+            try:
+                return get_nowait()
+            except Empty:
+                self._give_back_oldest()
+        return get()
+
+    def _give_back_oldest(self) -> None:
+        copied, lease = self._copying.popleft()
+        copied.synchronize()
+        if lease is not None:
+            lease.give_back()
+
+
+def _as_copy_error(error: BaseException) -> DeviceCopyError:
+    if isinstance(error, DeviceCopyError):
+        return error
+    wrapped = DeviceCopyError(f"copying to the device failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,328 @@
+"""The seam to a device: streams, events, copies and page-locked memory. Imports without torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+Stream: TypeAlias = Any
+"""A queue of work on a device, first in first out. Only the backend that made it looks inside."""
+
+
+class Event(Protocol):
+    """A mark in a stream: complete once everything queued before it is."""
+
+    def query(self) -> bool:
+        """Whether it is complete. Does not block."""
+        ...
+
+    def synchronize(self) -> Any:
+        """Block the calling thread until it is complete."""
+        ...
+
+
+@runtime_checkable
+class DeviceBackend(Protocol):
+    """What aiofeed asks of a device. ``device=`` takes any object that has these."""
+
+    name: str
+    """How errors and reports name the device: ``"cuda:0"``."""
+    device: torch.device
+    """What tensors on it give as their ``device``."""
+
+    def enter_thread(self) -> None:
+        """Make the device current in the calling thread: current device and current stream are thread-local."""
+        ...
+
+    def side_stream(self) -> Stream:
+        """The stream of copies: one per device for the whole process, because each stream has its own memory pool."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream to which the calling thread's work on this device goes."""
+        ...
+
+    def on(self, stream: Stream, /) -> AbstractContextManager[None]:
+        """Make a stream current in the calling thread, and restore what was current at exit. Nests."""
+        ...
+
+    def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """Queue a copy to the device on the current stream; dtype and, where dense, strides are kept.
+
+        A tensor that is there already comes back itself. The host's memory is read when the copy runs: it must be
+        kept, and kept unchanged, until an event recorded after the copy is complete.
+        """
+        ...
+
+    def record(self, stream: Stream, /) -> Event:
+        """An event after everything queued on a stream so far."""
+        ...
+
+    def wait(self, stream: Stream, event: Event, /) -> None:
+        """Let later work on a stream wait for an event. The host does not wait."""
+        ...
+
+    def hold(self, tensor: torch.Tensor, stream: Stream, /) -> None:
+        """Keep a tensor's memory, once it is dropped, until the work that is queued on a stream by then is done.
+
+        Nothing happens for tensors that are not on this device.
+        """
+        ...
+
+    def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
+        """Page-locked host memory, uint8 [nbytes], contents undefined.
+
+        Raises:
+            RuntimeError: memory cannot be pinned here.
+        """
+        ...
+
+    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
+        """Whether a host tensor is in page-locked memory."""
+        ...
+
+
+# Streams are for good. A stream made per epoch would leave a pool of device memory behind each time.
+_side_streams: dict[torch.device, Stream] = {}
+_side_streams_lock = threading.Lock()
+
+
+class TorchBackend:
+    """An accelerator as torch sees it. Made by ``resolve_device``.
+
+    Args:
+        device: with an index, e.g. ``torch.device("cuda", 0)``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device = device
+        self.name = str(device)
+        self._new_stream: Callable[[], Any] = lambda: torch.Stream(device)
+        self._new_event: Callable[[], Any] = lambda: torch.Event(device)
+        self._current: Callable[[], Any] = lambda: torch.accelerator.current_stream(device)
+        if device.type == "cuda":
+            # torch.Event cannot wait without spinning, which would take a core from the decoders while a copy runs;
+            # CUDA's own can, and it records CUDA's own streams only.
+            cuda: Any = torch.cuda  # in part without types
+            self._new_stream = lambda: cuda.Stream(device)
+            self._new_event = lambda: cuda.Event(blocking=True)
+            self._current = lambda: torch.cuda.current_stream(device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def enter_thread(self) -> None:
+        """Make the device current in the calling thread."""
+        _set_device_index(self.device.index)
+
+    def side_stream(self) -> Stream:
+        """The process-wide stream of copies; the current stream where the device has only one."""
+        with _side_streams_lock:
+            if self.device not in _side_streams:
+                # Metal has one stream, and copies and work take turns on it.
+                one_stream = self.device.type == "mps"
+                _side_streams[self.device] = self._current() if one_stream else self._new_stream()
+            return _side_streams[self.device]
+
+    def current_stream(self) -> Stream:
+        """The calling thread's current stream of this device."""
+        return self._current()
+
+    @contextmanager
+    def on(self, stream: Stream, /) -> Iterator[None]:
+        """Make a stream current. Setting it by hand nests, which torch's own context manager long did not."""
+        import torch
+
+        index = _device_index()
+        before = self._current()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            # set_stream also makes the stream's device current, so the index is restored last.
+            torch.accelerator.set_stream(before)
+            _set_device_index(index)
+
+    def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """Queue a copy on the current stream."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def record(self, stream: Stream, /) -> Event:
+        """An event after everything queued on a stream so far."""
+        event = self._new_event()
+        event.record(stream)
+        return cast("Event", event)
+
+    def wait(self, stream: Stream, event: Event, /) -> None:
+        """Let later work on a stream wait for an event."""
+        stream.wait_event(event)
+
+    def hold(self, tensor: torch.Tensor, stream: Stream, /) -> None:
+        """``record_stream``, for every part of a sparse tensor too."""
+        if tensor.device != self.device or self.device.type == "mps":  # Metal has one stream, and no record_stream.
+            return
+        for part in _strided_parts(tensor):
+            part.record_stream(stream)
+
+    def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
+        """Memory from torch's own pinned allocator, which is the only one whose copies torch knows to be safe."""
+        import torch
+
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if nbytes and not tensor.is_pinned():
+            raise RuntimeError(f"torch gave pageable memory where {nbytes} pinned bytes were asked for")
+        return tensor.numpy()
+
+    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
+        """Whether torch knows the tensor's memory as page-locked."""
+        return tensor.is_pinned()
+
+
+def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    import torch
+
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = [tensor.crow_indices(), tensor.col_indices()] if by_row else [tensor.ccol_indices(), tensor.row_indices()]
+    return [*indices, tensor.values()]
+
+
+def _device_index() -> int:
+    from torch import accelerator
+
+    # torch 2.6 has only the older names, which later versions deprecate.
+    get = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
+    return int(get())
+
+
+def _set_device_index(index: int) -> None:
+    from torch import accelerator
+
+    (getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx)(index)
+
+
+def resolve_device(device: object) -> DeviceBackend | None:
+    """The backend of a device; ``None`` for host tensors.
+
+    Args:
+        device: ``None`` or "cpu" for host tensors, "auto" for the accelerator if there is one, "cuda", "cuda:1", an
+            index, a ``torch.device``, or an object with the methods of ``DeviceBackend``.
+
+    Raises:
+        TypeError: ``device`` is nothing of the kind.
+        ValueError: there is no such device; the message says what there is, and why.
+    """
+    if device is None or (isinstance(device, str) and device == "cpu"):
+        return None
+    if isinstance(device, DeviceBackend) and not isinstance(device, type):
+        return device
+    if isinstance(device, list | tuple):
+        raise TypeError(f"device={device!r}: one feeder feeds one device; make one feeder per device")
+    import torch
+
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise TypeError(
+            f"device={device!r}: expected None, 'auto', 'cpu', 'cuda', 'cuda:1', an index, a torch.device or a device "
+            f"backend, not {type(device).__name__}"
+        )
+    kind = _accelerator_type()
+    if device == "auto":
+        return None if kind is None else TorchBackend(torch.device(kind, _default_index(kind)))
+    wanted_type, index = _parse(device, kind)
+    if wanted_type == "cpu":
+        return None
+    if wanted_type is None or wanted_type != kind:
+        raise ValueError(f"device={device!r}: {_why_absent(wanted_type, kind)}")
+    count = torch.accelerator.device_count()
+    if index is None:
+        index = _default_index(kind)
+    if not 0 <= index < count:
+        raise ValueError(f"device={device!r}: there is no index {index}; {_present(kind, count)}{_hidden_by(kind)}")
+    return TorchBackend(torch.device(wanted_type, index))
+
+
+def _accelerator_type() -> str | None:
+    import torch
+
+    # A build of torch has an accelerator even where the machine has none, so the machine is asked first.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None else accelerator.type
+
+
+def _default_index(kind: str) -> int:
+    import torch
+
+    # Asking starts CUDA, and a process that has started it can no longer fork; before that, the index is 0.
+    untyped = cast("Any", torch)
+    return 0 if kind == "cuda" and not untyped.cuda.is_initialized() else _device_index()
+
+
+def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | None, int | None]:
+    import torch
+
+    if isinstance(device, int):
+        return kind, device
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is no device that torch knows: expected None, 'auto', 'cpu', 'cuda', 'cuda:1' or the "
+            f"like ({str(error).splitlines()[0]})"
+        ) from error
+    return parsed.type, parsed.index
+
+
+_WAY_OUT = 'device=None gives host tensors, device="auto" takes what there is'
+
+
+def _why_absent(wanted: str | None, kind: str | None) -> str:
+    import torch
+
+    if kind is not None:
+        return f"{_present(kind, torch.accelerator.device_count())}; {_WAY_OUT}"
+    if wanted not in (None, "cuda"):
+        return f"torch {torch.__version__} sees no such device; {_WAY_OUT}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"this torch ({torch.__version__}) is a build without CUDA, so it sees no accelerator; install a CUDA "
+            f"build (https://pytorch.org/get-started/locally); {_WAY_OUT}"
+        )
+    if hidden := _hidden_by("cuda"):
+        return f"torch sees no accelerator{hidden}; {_WAY_OUT}"
+    return f"torch {torch.__version__} sees no accelerator: {_driver_error()}; {_WAY_OUT}"
+
+
+def _driver_error() -> str:
+    import torch
+
+    start: Callable[[], object] = torch.cuda.init
+    try:
+        start()
+    except Exception as error:  # noqa: BLE001 - the reason is what was asked for, in whatever type the driver gives it
+        return str(error).strip().split(". ")[0].splitlines()[0].rstrip(".")
+    return "the driver reports no device"
+
+
+def _present(kind: str, count: int) -> str:
+    names = ", ".join(f"{kind}:{index}" for index in range(count))
+    return f"present: {names}" if names else f"no {kind} device is present"
+
+
+def _hidden_by(kind: str) -> str:
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if kind == "cuda" else ():
+        if variable in os.environ:
+            return f" ({variable}={os.environ[variable]!r} limits what is visible)"
+    return ""

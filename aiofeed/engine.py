@@ -1,0 +1,331 @@
+"""The engine of one epoch: plan, assemble, deliver. The only place that knows of tasks and of cancellation.
+
+One coroutine plans. It alone waits for limited resources, in order: room for another batch, bytes, reads. Each chunk
+of a batch is a task of its own: read, wait until the batch is among those that may be decoded, decode. A batch that
+is complete leaves in its turn. Since whoever waits for room waits in order, and room comes back from what stands
+before it, nothing can deadlock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiofeed import trace
+from aiofeed.budget import Budget
+from aiofeed.collate import Assembly
+from aiofeed.config import ResolvedLimits
+from aiofeed.counters import Counters
+from aiofeed.errors import CollateError, FeedError
+from aiofeed.executor import ThreadPool
+from aiofeed.fetch import Fetcher, Outcome, StopFlag
+from aiofeed.handoff import Handoff
+from aiofeed.items import Ended, Failed, Item, Ready
+from aiofeed.staging import Lease, Memory
+from aiofeed.stream import EpochBegins, EpochEnds, Step
+from aiofeed.types import BatchPlan
+
+AssemblyFactory = Callable[[int, Lease], Assembly]
+
+
+@dataclass(eq=False)
+class _Batch:
+    plan: BatchPlan
+    counters: Counters
+    reserved: int
+    unread: int = 0
+    unaccounted: int = 0
+    undecoded: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    encoded_bytes: int = 0
+    lease: Lease | None = None
+    assembly: Assembly | None = None
+    errors: list[tuple[int, FeedError]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Any = None
+    complete: bool = False
+
+
+class Engine:
+    """Turns batch plans into finished batches, on the running loop.
+
+    Args:
+        steps: what to assemble, in order, and where epochs begin and end.
+        batch_size: samples of a full batch.
+        fetcher: reads and decodes chunks.
+        new_assembly: makes the place where a batch is put together.
+        wrap: turns a batch of ``ArrayLeaf`` into what is handed over. It runs in the decode thread, where what it
+            touches is in the cache: in the consumer, just back from its step, the same takes ten times as long.
+        memory: where its memory comes from.
+        executor: the decode threads.
+        handoff: where finished batches go.
+        limits: what may be in flight.
+        budget: bytes in flight.
+        in_order: hand batches out in order; otherwise whichever of an epoch is finished.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[Step],
+        *,
+        batch_size: int,
+        fetcher: Fetcher,
+        new_assembly: AssemblyFactory,
+        wrap: Callable[[Any], Any],
+        memory: Memory,
+        executor: ThreadPool,
+        handoff: Handoff[Item],
+        limits: ResolvedLimits,
+        budget: Budget,
+        in_order: bool,
+    ) -> None:
+        self._steps = steps
+        self._fetcher = fetcher
+        self._new_assembly = new_assembly
+        self._wrap = wrap
+        self._memory = memory
+        self._executor = executor
+        self._handoff = handoff
+        self._limits = limits
+        self._most_batches = limits.batches_in_flight(batch_size)
+        self._budget = budget
+        self._in_order = in_order
+        self._counters = Counters()
+        self._stop = StopFlag()
+        self._room = asyncio.Event()
+        # Admitted and not yet delivered, in order, with the ends of epochs between them.
+        self._line: deque[_Batch | EpochEnds] = deque()
+        # Of those: how many batches, and how many may be decoded. Then how many were delivered and are not yet taken.
+        self._assembling = self._opened = self._waiting = 0
+        self._reading = 0
+        self._failed = False
+        self._full_since: float | None = None
+        self.chunk_size = 0
+
+    async def run(self) -> None:
+        """Assemble every plan; ends when all are delivered, one has failed, or the task is cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._plan(group)
+        except BaseExceptionGroup as errors:
+            # A bug, of ours or in a fetcher: the consumer must hear of it rather than wait.
+            self._deliver_failure(errors.exceptions[0])
+        except Exception as error:  # noqa: BLE001 - a source whose plans or keys fail, say; the consumer must hear of it
+            self._deliver_failure(error)
+        finally:
+            self._stop.stopped = True
+
+    def _deliver_failure(self, error: BaseException, number: int | None = None) -> None:
+        if not self._failed:
+            self._failed = True
+            self._handoff.put(Failed(error, number))
+
+    async def _plan(self, group: asyncio.TaskGroup) -> None:
+        for step in self._steps:
+            if isinstance(step, EpochBegins):
+                self._counters = step.counters
+            elif isinstance(step, EpochEnds):
+                self._line.append(step)
+                self._deliver()
+            else:
+                samples = len(step.indices)
+                await self._until(partial(self._has_room, samples))
+                if self._failed:
+                    return
+                batch = _Batch(step, self._counters, self._budget.reserve(samples))
+                self._line.append(batch)
+                self._assembling += 1
+                self._open_gates()
+                await self._start_chunks(group, batch, samples)
+
+    async def _start_chunks(self, group: asyncio.TaskGroup, batch: _Batch, samples: int) -> None:
+        size = min(self._fetcher.chunk_size(samples, self._limits), self._limits.read_concurrency)
+        self.chunk_size = size
+        lanes = self._fetcher.lanes(self._limits.decode_threads)
+        if lanes != self._executor.lanes:
+            self._executor.widen(lanes)
+        starts = range(0, samples, size)
+        batch.unread = batch.unaccounted = batch.undecoded = len(starts)
+        for start in starts:
+            stop = min(start + size, samples)
+            await self._until(partial(self._may_read, stop - start))
+            self._reading += stop - start
+            group.create_task(self._chunk(batch, start, stop))
+
+    def _has_room(self, samples: int) -> bool:
+        if self._failed:
+            return True
+        if self._assembling + self._waiting >= self._most_batches:
+            return False
+        # In order, the first batch goes alone until its size is known. Out of order it may be the one that is slow, and
+        # must not hold up the others.
+        return self._budget.admits(samples) or not (self._in_order or self._budget.known)
+
+    def _may_read(self, samples: int) -> bool:
+        return self._failed or self._reading + samples <= self._limits.read_concurrency
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._room.clear()
+            await self._room.wait()
+
+    async def _chunk(self, batch: _Batch, start: int, stop: int) -> None:
+        started = time.perf_counter()
+        try:
+            encoded, nbytes = await self._fetcher.read(batch.plan.indices[start:stop])
+        finally:
+            self._reading -= stop - start
+            self._room.set()
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            return  # the source swallowed it; the gate below would never be opened
+        ended = time.perf_counter()
+        batch.counters.read_s += ended - started
+        batch.counters.bytes_read += nbytes
+        batch.unread -= 1
+        if not self._in_order:
+            self._open_gates()
+        batch.encoded_bytes += nbytes
+        if trace.listeners:
+            trace.emit("read", started, ended, batch.plan.number)
+        # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the loop.
+        # Once the decode thread has work, it wants the GIL, and they would wait for it half a millisecond.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if not batch.gate.is_set():
+            await batch.gate.wait()
+        work = partial(self._decode, batch, start, encoded)
+        del encoded
+        outcome = await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        self._count(batch, outcome)
+
+    def _decode(self, batch: _Batch, start: int, encoded: list[Any]) -> Outcome:
+        """Decode a chunk, and put the batch together where it was the last; runs in a decode thread."""
+        # Memory is taken by the first chunk that is really decoded, not by those that wait for a thread.
+        with batch.lock:
+            if batch.assembly is None:
+                batch.lease = self._memory.lease()
+                batch.assembly = self._new_assembly(len(batch.plan.indices), batch.lease)
+            assembly = batch.assembly
+        outcome = self._fetcher.decode(batch.plan, start, encoded, assembly, self._stop)
+        with batch.lock:
+            batch.errors += outcome.errors
+            batch.undecoded -= 1
+            last = batch.undecoded == 0
+        if last and not batch.errors and not self._stop.stopped:
+            started = time.perf_counter()
+            try:
+                batch.result = self._wrap(assembly.finish(_Keys(batch.plan, self._fetcher)))
+            except CollateError as error:
+                batch.errors.append((0, error))
+            outcome.collate_s = time.perf_counter() - started
+        return outcome
+
+    def _count(self, batch: _Batch, outcome: Outcome) -> None:
+        batch.counters.read_s += outcome.read_s
+        batch.counters.bytes_read += outcome.nbytes
+        batch.encoded_bytes += outcome.nbytes
+        batch.counters.decode_s += outcome.decode_s
+        batch.counters.collate_s += outcome.collate_s
+        batch.unaccounted -= 1
+        if batch.unaccounted == 0:
+            assert batch.assembly is not None
+            actual = batch.encoded_bytes + batch.assembly.nbytes
+            batch.reserved = self._budget.correct(batch.reserved, actual, len(batch.plan.indices))
+            batch.complete = True
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand over what may leave: the batches whose turn it is, and the ends of epochs behind their last batch."""
+        while not self._failed:
+            if self._line and isinstance(self._line[0], EpochEnds):
+                self._line.popleft()
+                self._handoff.put(Ended())
+                self._open_gates()
+            elif (batch := self._next_complete()) is not None:
+                self._line.remove(batch)
+                self._assembling -= 1
+                self._opened -= 1
+                self._hand_over(batch)
+            else:
+                break
+        if self._waiting >= self._limits.prefetch_batches and self._full_since is None:
+            self._full_since = time.perf_counter()
+        self._room.set()
+
+    def _next_complete(self) -> _Batch | None:
+        for entry in self._line:
+            if isinstance(entry, EpochEnds):
+                return None
+            if entry.complete:
+                return entry
+            if self._in_order:
+                return None
+        return None
+
+    def _hand_over(self, batch: _Batch) -> None:
+        if batch.errors:
+            # The earliest in the batch, so that the same files fail the same way every time.
+            error = min(batch.errors, key=lambda entry: entry[0])[1]
+            batch.counters.failures += len(batch.errors)
+            self._deliver_failure(error, batch.plan.number)
+            return
+        self._waiting += 1
+        self._handoff.put(
+            Ready(
+                batch.plan.number,
+                len(batch.plan.indices),
+                batch.result,
+                batch.lease,
+                batch.reserved,
+                self.taken,
+                batch.counters,
+            )
+        )
+
+    def taken(self, item: Ready) -> None:
+        """A batch has left the queue; called on the loop."""
+        self._waiting -= 1
+        self._budget.release(item.reserved)
+        if self._full_since is not None:
+            # A pause between epochs is nobody's: an epoch is idle no earlier than it was asked for.
+            since = max(self._full_since, item.counters.asked_at)
+            item.counters.idle_s += max(time.perf_counter() - since, 0.0)
+            self._full_since = None
+        self._open_gates()
+        self._room.set()
+
+    def _open_gates(self) -> None:
+        """Let batches be decoded, as many as may be finished and waiting.
+
+        In order: the first of the line. Otherwise those that have been read, of the first epoch alone: one of the
+        next cannot be handed out before that has ended, and would keep its place from those that can.
+        """
+        for entry in self._line:
+            if self._opened + self._waiting >= self._limits.prefetch_batches:
+                return
+            if isinstance(entry, EpochEnds):
+                if not self._in_order:
+                    return
+            elif not entry.gate.is_set() and (self._in_order or entry.unread == 0):
+                entry.gate.set()
+                self._opened += 1
+
+
+class _Keys(Sequence[str]):
+    """The names of a batch's samples, asked for only where an error needs them."""
+
+    def __init__(self, plan: BatchPlan, fetcher: Fetcher) -> None:
+        self._plan = plan
+        self._fetcher = fetcher
+
+    def __len__(self) -> int:
+        return len(self._plan.indices)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._fetcher.key(self._plan.indices[position])

@@ -1,0 +1,156 @@
+"""Threads of our own: daemons that grow on demand, stop when told, and are never waited for without a bound.
+
+A ``ThreadPoolExecutor``'s threads are joined at interpreter exit, so that one stuck read holds up the exit for as
+long as it is stuck; these are not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """An executor of daemon threads, started as work arrives.
+
+    It is a ``ThreadPoolExecutor`` in name only (a loop's default executor has to be one) and shares none of its
+    machinery. Jobs must not submit to their own pool and wait: reading and decoding have one each.
+
+    Args:
+        name: threads are called ``aiofeed-<name>-<number>``.
+        max_threads: the most there may be.
+        lanes: how many jobs may run at a time; others wait. It can be changed as the pool runs.
+    """
+
+    def __init__(self, name: str, max_threads: int, lanes: int | None = None) -> None:
+        self.name = name
+        self.max_threads = max_threads
+        self._lanes = max_threads if lanes is None else lanes
+        self._ready: SimpleQueue[_Work | None] = SimpleQueue()
+        self._backlog: deque[_Work] = deque()
+        self._own_threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._running = 0
+        self._stopped = False
+        # Wall-clock and CPU seconds of the jobs, the older ones fading.
+        self._wall_s = self._cpu_s = 0.0
+
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """The threads that were started."""
+        return tuple(self._own_threads)
+
+    @property
+    def lanes(self) -> int:
+        """How many jobs may run at a time."""
+        return self._lanes
+
+    @property
+    def running(self) -> int:
+        """Jobs that have a lane."""
+        return self._running
+
+    @property
+    def backlog(self) -> int:
+        """Jobs that wait for a lane."""
+        return len(self._backlog)
+
+    @property
+    def waiting_share(self) -> float:
+        """The part of its time that a job spends off the processor: near 1 for slow storage."""
+        return 1.0 - self._cpu_s / self._wall_s if self._wall_s else 0.0
+
+    def widen(self, lanes: int) -> None:
+        """Let so many jobs run at a time, within ``max_threads``; takes effect at once, or as jobs end."""
+        with self._lock:
+            self._lanes = max(1, min(lanes, self.max_threads))
+            self._dispatch()
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Queue a call; its result or exception arrives in the future."""
+        future: Future[R] = Future()
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError(f"the thread pool {self.name!r} has been stopped")
+            self._backlog.append((future, fn, args, kwargs))
+            self._dispatch()
+        return future
+
+    def _dispatch(self) -> None:
+        while self._backlog and self._running < self._lanes:
+            self._running += 1
+            self._ready.put(self._backlog.popleft())
+            if self._running > len(self._own_threads):
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        name = f"aiofeed-{self.name}-{len(self._own_threads)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        self._own_threads.append(thread)
+
+    def _run(self) -> None:
+        while (work := self._ready.get()) is not None:
+            future, fn, args, kwargs = work
+            if future.set_running_or_notify_cancel():
+                wall, cpu = time.perf_counter(), time.thread_time()
+                try:
+                    result = fn(*args, **kwargs)
+                except BaseException as error:  # noqa: BLE001 - whatever it was belongs to whoever awaits the future
+                    self._done(wall, cpu)
+                    future.set_exception(error)
+                else:
+                    self._done(wall, cpu)
+                    future.set_result(result)
+                    del result
+            else:
+                self._done(0.0, 0.0)
+            del work, future, fn, args, kwargs
+
+    def _done(self, wall: float, cpu: float) -> None:
+        with self._lock:
+            self._running -= 1
+            if wall:
+                self._wall_s = self._wall_s * 0.9 + time.perf_counter() - wall
+                self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu
+            self._dispatch()
+
+    def stop(self) -> None:
+        """Cancel what has not started and let the threads go; never blocks."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            cancelled = [work[0] for work in self._backlog]
+            self._backlog.clear()
+        try:
+            while (work := self._ready.get_nowait()) is not None:
+                cancelled.append(work[0])
+        except Empty:
+            pass
+        for future in cancelled:
+            future.cancel()
+        for _ in self._own_threads:
+            self._ready.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end, up to ``timeout_s``; whether they all did."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._own_threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._own_threads)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """The executor protocol's name for ``stop``; a loop calls it when it closes. Never blocks."""
+        self.stop()

@@ -1,0 +1,54 @@
+"""What passes through a handoff: a finished batch, a failure, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from aiofeed.counters import Counters
+from aiofeed.staging import Lease
+
+
+@dataclass(eq=False)
+class Ready:
+    """A finished batch.
+
+    Args:
+        number: its position among this rank's batches of the epoch.
+        samples: how many samples it has, 0 where nobody counted.
+        batch: a tree of ``ArrayLeaf``, tensors and whatever else; behind the copier, what the copier made of it.
+        lease: the memory to give back once it has been copied from.
+        reserved: bytes to release once it has left the queue.
+        release: called with the item then, on the engine's loop.
+        counters: of its epoch.
+    """
+
+    number: int
+    samples: int
+    batch: Any
+    lease: Lease | None = None
+    reserved: int = 0
+    release: Callable[[Ready], None] | None = None
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(frozen=True, eq=False)
+class Failed:
+    """An error to raise at the consumer's line; nothing comes after it."""
+
+    error: BaseException
+    number: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """There are no more batches of this epoch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Closed:
+    """The iterator was closed while somebody waited at it."""
+
+
+Item: TypeAlias = Ready | Failed | Ended | Closed

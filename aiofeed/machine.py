@@ -1,0 +1,61 @@
+"""What this process may use of the machine: cores and memory, by affinity and cgroup rather than by hardware."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNKNOWN_MEMORY = 8 << 30
+
+
+def cpus() -> int:
+    """Cores this process may keep busy: its affinity, cut by the cgroup's quota (v2, then v1)."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        count = os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, min(count, int(quota + 0.5))) if quota is not None else count
+
+
+def free_memory() -> int:
+    """Bytes that can be taken without swapping, by the kernel's estimate and the cgroup's limit."""
+    available = _meminfo_available()
+    limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def _cpu_quota() -> float | None:
+    text = _read(_CGROUP / "cpu.max")
+    if text:
+        quota, _, period = text.partition(" ")
+        return None if quota == "max" else int(quota) / int(period or 100_000)
+    quota_us, period_us = _read_int(_CGROUP / "cpu/cpu.cfs_quota_us"), _read_int(_CGROUP / "cpu/cpu.cfs_period_us")
+    if quota_us is None or period_us is None or quota_us <= 0 or period_us <= 0:
+        return None
+    return quota_us / period_us
+
+
+def _meminfo_available() -> int:
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return _UNKNOWN_MEMORY
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None

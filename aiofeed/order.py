@@ -1,0 +1,191 @@
+"""Which sample comes when: a pure function of (seed, epoch, rank, world size), index in, position out.
+
+An epoch is one list of positions, 0 to n - 1, followed by as much of its own head as makes it even (padding). Rank r
+of R takes positions r, r + R, r + 2R, ... as torch's ``DistributedSampler`` does, and cuts them into batches. A
+permutation says which index stands at a position. After a resume the same formula is applied to what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiofeed.types import BatchPlan
+
+Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every bit of the result depends on every bit given."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """What (seed, epoch) come to: 64 bits that the samples' own numbers derive from."""
+    return mix64(mix64(seed & _MASK) ^ (epoch & _MASK))
+
+
+def sample_seed(of_epoch: int, position: int) -> int:
+    """A sample's own 63-bit number, from its epoch's and its position in the epoch's global order."""
+    return mix64(of_epoch ^ mix64(position)) >> 1
+
+
+class Permutation(Protocol):
+    """Which index stands at a position of the epoch."""
+
+    def __call__(self, positions: Int64) -> Int64:
+        """The indices at ``positions``, each from 0 to n - 1."""
+        ...
+
+
+class Sequential:
+    """Unshuffled: the index is the position."""
+
+    def __call__(self, positions: Int64) -> Int64:
+        """The positions themselves."""
+        return positions
+
+
+class Listed:
+    """A stored list of indices: a shuffled epoch, or what a sampler gave."""
+
+    def __init__(self, indices: Int64) -> None:
+        self.indices = indices
+
+    def __call__(self, positions: Int64) -> Int64:
+        """Look the positions up."""
+        return self.indices[positions]
+
+
+def shuffled(n: int, seed: int, epoch: int) -> Listed:
+    """``torch.randperm(n)`` from a generator seeded with ``seed + epoch``, as ``DistributedSampler`` shuffles."""
+    import torch
+
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    return Listed(torch.randperm(n, generator=generator).numpy())
+
+
+class Keyed:
+    """A permutation computed per position, nothing stored: a Feistel network, walked until it lands below n.
+
+    Six rounds over the smallest even number of bits that holds n - 1; cycle walking (Black and Rogaway 2002) needs
+    under four steps on average, since the domain is below 4 n.
+    """
+
+    _ROUNDS = 6
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        self._n = np.uint64(n)
+        self._half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        key = epoch_seed(seed, epoch)
+        self._keys = [np.uint64(mix64(key + number)) for number in range(1, self._ROUNDS + 1)]
+
+    def __call__(self, positions: Int64) -> Int64:
+        """The indices at ``positions``."""
+        found = self._encrypt(positions.astype(np.uint64))
+        outside = np.flatnonzero(found >= self._n)
+        while outside.size:
+            found[outside] = self._encrypt(found[outside])
+            outside = outside[found[outside] >= self._n]
+        return found.astype(np.int64)
+
+    def _encrypt(self, value: UInt64) -> UInt64:
+        left, right = value >> self._half, value & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix_array(right ^ key) & self._mask)
+        return (left << self._half) | right
+
+
+def _mix_array(value: UInt64) -> UInt64:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stripe:
+    """One rank's part of what is left of an epoch, in batches.
+
+    Args:
+        length: samples of the epoch, n.
+        batch_size: samples per batch and rank.
+        rank: which part, 0 to ``world_size - 1``.
+        world_size: how many parts.
+        consumed: positions that were handed out before, over all ranks; 0 at the start of an epoch.
+        drop_last: leave out what does not fill a batch on every rank.
+        pad: make the ranks even by repeating the head of the list (or, with ``drop_last``, by cutting).
+    """
+
+    length: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    consumed: int = 0
+    drop_last: bool = False
+    pad: bool = True
+
+    @property
+    def samples(self) -> int:
+        """Samples left for this rank, those of a last batch that is dropped not counted."""
+        left = max(self.length - self.consumed, 0)
+        if not self.pad:
+            mine = max(-(-(left - self.rank) // self.world_size), 0)
+        elif self.drop_last:
+            mine = left // self.world_size
+        else:
+            mine = -(-left // self.world_size)
+        return mine - mine % self.batch_size if self.drop_last else mine
+
+    @property
+    def batches(self) -> int:
+        """Batches left for this rank."""
+        return -(-self.samples // self.batch_size)
+
+    def positions(self, batch: int) -> Int64:
+        """Positions of a batch's samples in the epoch's list; from ``length`` on they are padding."""
+        first, last = batch * self.batch_size, min((batch + 1) * self.batch_size, self.samples)
+        return self.consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
+
+    def consumed_after(self, batches: int) -> int:
+        """Positions handed out, over all ranks, once each rank has had ``batches`` more."""
+        return min(self.consumed + min(batches * self.batch_size, self.samples) * self.world_size, self._end)
+
+    @property
+    def _end(self) -> int:
+        return self.consumed + -(-max(self.length - self.consumed, 0) // self.world_size) * self.world_size
+
+
+def plans(
+    stripe: Stripe, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
+) -> Iterator[BatchPlan]:
+    """The batches of a stripe, in order, computed as they are asked for; those numbered in ``skip`` are left out.
+
+    ``permute`` is called once, with the first batch, by whoever asks for it: a list of a hundred million indices
+    takes a second to shuffle, and the caller of ``iter()`` should not wait for it.
+    """
+    if not stripe.batches:
+        return
+    permutation = permute()
+    for number in range(stripe.batches):
+        if number not in skip:
+            positions = stripe.positions(number)
+            indices = permutation(positions % stripe.length)
+            yield BatchPlan(number, _as_list(indices), _as_list(positions), of_epoch)
+
+
+def _as_list(values: Int64) -> Sequence[int]:
+    listed: list[int] = values.tolist()
+    return listed

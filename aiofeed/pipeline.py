@@ -1,0 +1,185 @@
+"""The machinery behind a feeder: threads, memory, source and an engine per pass, put together here alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.budget import Budget
+from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
+from aiofeed.config import ResolvedLimits
+from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
+from aiofeed.engine import Engine
+from aiofeed.errors import as_exception
+from aiofeed.fetch import BytesFetcher, DatasetFetcher, Fetcher, decodes_in_place
+from aiofeed.handoff import Handoff
+from aiofeed.items import Failed, Item
+from aiofeed.runtime import Runtime
+from aiofeed.sources.dataset import FromDataset
+from aiofeed.staging import HostMemory, Lease, PinnedMemory
+from aiofeed.stream import Stream
+from aiofeed.tensors import as_tensors
+from aiofeed.types import Collate, Source
+
+if TYPE_CHECKING:
+    from aiofeed.device import DeviceBackend
+
+# Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
+MOST_READ_THREADS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a feeder is made of; it does not change."""
+
+    source: Source[Any] | FromDataset
+    decode: Callable[..., Any] | None
+    batch_size: int
+    collate_fn: Collate | None
+    backend: DeviceBackend | None
+    transform: Transform | None
+    limits: ResolvedLimits
+    in_order: bool = True
+    length: int | None = None
+
+
+class Pipeline:
+    """Threads that live from one ``iter()`` to ``close``, and what they work with.
+
+    Args:
+        recipe: what to run.
+        after: a pipeline that has to be gone before the source is opened again.
+    """
+
+    def __init__(self, recipe: Recipe, after: Pipeline | None = None) -> None:
+        self._recipe = recipe
+        limits = recipe.limits
+        self.runtime: Runtime = Runtime(
+            read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
+            decode_threads=limits.decode_threads,
+            after=None if after is None or after.runtime.inherited else after.runtime,
+        )
+        self._fetcher = _fetcher(recipe)
+        # One more than may wait or be decoded: the consumer's.
+        keep = limits.prefetch_batches + 1
+        self._memory: HostMemory | PinnedMemory
+        if recipe.backend is None:
+            self._memory = HostMemory(keep)
+        else:
+            self._memory = PinnedMemory(recipe.backend.pin, keep * 4)
+        self._opened = False
+        self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
+        self._finished: Handoff[Item] = Handoff()
+        self._engine: Engine | None = None
+        self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+
+    def start(self, stream: Stream) -> None:
+        """Begin with a stream's epochs; the engine starts at once."""
+        recipe = self._recipe
+        self._engine = Engine(
+            stream,
+            batch_size=recipe.batch_size,
+            fetcher=self._fetcher,
+            new_assembly=self._new_assembly,
+            wrap=as_tensors if recipe.backend is None else _unchanged,
+            memory=self._memory,
+            executor=self.runtime.decode_pool,
+            handoff=self._finished,
+            limits=recipe.limits,
+            budget=self._budget,
+            in_order=recipe.in_order,
+        )
+        self.runtime.start(self._run(self._engine))
+
+    def _deliver(self) -> HostDelivery | DeviceDelivery:
+        backend = self._recipe.backend
+        if backend is None:
+            return HostDelivery(self.runtime, self._finished, transform=self._recipe.transform)
+        from aiofeed.copier import Copier
+
+        return DeviceDelivery(
+            self.runtime,
+            self._finished,
+            Copier(backend, self._recipe.transform),
+            room=self._recipe.limits.device_batches,
+        )
+
+    async def _run(self, engine: Engine) -> None:
+        try:
+            await self._open_source()
+        except BaseException as error:  # the user's coroutine may raise anything; it is raised at the `for` line
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            error.add_note(f"in {type(self._recipe.source).__name__}.open()")
+            self._finished.put(Failed(as_exception(error)))
+            return
+        await engine.run()
+
+    async def _open_source(self) -> None:
+        if self._opened:
+            return
+        source = self._recipe.source
+        if (opener := getattr(source, "open", None)) is not None:
+            await opener()
+        if (closer := getattr(source, "aclose", None)) is not None:
+            self.runtime.at_stop(closer)
+        self._opened = True
+
+    def _new_assembly(self, samples: int, lease: Lease) -> Assembly:
+        recipe = self._recipe
+        if recipe.collate_fn is not None:
+            return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
+        if decodes_in_place(recipe.decode):
+            return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
+        return TreeAssembly(samples, lease)
+
+    def _known_bytes_per_sample(self) -> float:
+        row = getattr(self._recipe.decode, "row", None)
+        if row is None:
+            return 0.0
+        import math
+
+        import numpy as np
+
+        return float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)
+
+    @property
+    def queue_depth(self) -> int:
+        """Finished batches that wait for the consumer."""
+        return len(self.delivery.handoff)
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per executor job, as chosen last."""
+        return self._engine.chunk_size if self._engine is not None else 0
+
+    def reusable(self) -> bool:
+        """Whether another pass can run on the same threads."""
+        return not self.runtime.stopping and not self.runtime.inherited
+
+    def stop(self) -> None:
+        """Signal the threads to end; never blocks."""
+        self.delivery.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end, up to ``timeout_s``; whether they have."""
+        return self.delivery.join(timeout_s)
+
+    async def stopped(self) -> None:
+        """Wait for the threads to end without blocking the caller's loop."""
+        await self.delivery.stopped()
+
+
+def _unchanged(batch: Any) -> Any:
+    """The copier takes a batch as it lies in its slot."""
+    return batch
+
+
+def _fetcher(recipe: Recipe) -> Fetcher:
+    if isinstance(recipe.source, FromDataset):
+        return DatasetFetcher(recipe.source)
+    assert recipe.decode is not None
+    in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
+    return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length)

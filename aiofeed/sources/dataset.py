@@ -1,0 +1,81 @@
+"""A torch map-style ``Dataset`` as a source: its items come decoded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from aiofeed.config import positive_int
+
+ItemT_co = TypeVar("ItemT_co", covariant=True)
+
+
+class MapDataset(Protocol[ItemT_co]):
+    """What is asked of a Dataset: ``__getitem__`` and ``__len__``."""
+
+    def __getitem__(self, index: int, /) -> ItemT_co:
+        """One sample."""
+        ...
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+
+class FromDataset:
+    """A map-style ``Dataset``; ``__getitems__`` is used where it has one.
+
+    A ``Dataset`` was written for worker processes, each with a copy of its own, so it is called by one thread only
+    unless you say that more are safe.
+
+    Args:
+        dataset: anything with ``__getitem__`` and ``__len__``.
+        threads: how many threads may call it at the same time.
+
+    Raises:
+        TypeError: an ``IterableDataset``, or an object without the two methods.
+    """
+
+    def __init__(self, dataset: MapDataset[Any], threads: int = 1) -> None:
+        if is_iterable_dataset(dataset):
+            raise TypeError(
+                f"{type(dataset).__name__} is an IterableDataset: it has no index, so no order, shards or state. "
+                f"Use aiofeed.prefetch(DataLoader(dataset, ...), device=...) for look-ahead and copies alone"
+            )
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")
+        self.dataset = dataset
+        self.threads = positive_int("FromDataset(threads=...)", threads)
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.dataset)
+
+    def __repr__(self) -> str:
+        return f"FromDataset({type(self.dataset).__name__}, threads={self.threads})"
+
+    def key(self, index: int, /) -> str:
+        """The dataset's name and the index: a Dataset has no names of its own."""
+        return f"{type(self.dataset).__name__}[{index}]"
+
+    def items(self, indices: Sequence[int]) -> list[Any]:
+        """The samples, in one call where the dataset has ``__getitems__``."""
+        many: Callable[[list[int]], Sequence[Any]] | None = getattr(self.dataset, "__getitems__", None)
+        if many is None:
+            return [self.dataset[index] for index in indices]
+        found = list(many(list(indices)))
+        if len(found) != len(indices):
+            raise ValueError(f"{type(self.dataset).__name__}.__getitems__ gave {len(found)} of {len(indices)} samples")
+        return found
+
+
+def is_iterable_dataset(value: object) -> bool:
+    """Whether ``value`` is a torch ``IterableDataset``; torch is not imported to find out."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(value, data.IterableDataset)
+
+
+def is_map_dataset(value: object) -> bool:
+    """Whether ``value`` has a Dataset's two methods and none of a Source's."""
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not hasattr(value, "read")

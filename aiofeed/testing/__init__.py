@@ -1,0 +1,6 @@
+"""Stand-ins and checkers, for aiofeed's own tests and for yours. Imports torch."""
+
+from aiofeed.testing.copying import WrongBytesError, check_copier
+from aiofeed.testing.simulated import SimulatedDevice
+
+__all__ = ["SimulatedDevice", "WrongBytesError", "check_copier"]

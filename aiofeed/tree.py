@@ -1,0 +1,82 @@
+"""Nested batches: tuple, list, dict, namedtuple, dataclass; everything else is a leaf."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+Leaf = Callable[[Any], Any]
+
+
+def is_namedtuple(value: object) -> bool:
+    """Whether ``value`` is an instance of a ``NamedTuple`` class."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def is_dataclass_instance(value: object) -> bool:
+    """Whether ``value`` is an instance of a dataclass, and not the class itself."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def map_leaves(function: Leaf, tree: Any) -> Any:
+    """A tree of the same structure with ``function`` applied to each leaf; containers keep their types."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([map_leaves(function, item) for item in tree])
+    if kind is list:
+        return [map_leaves(function, item) for item in tree]
+    if kind is dict:
+        return {name: map_leaves(function, item) for name, item in tree.items()}
+    if is_namedtuple(tree):
+        return kind._make([map_leaves(function, item) for item in tree])
+    if isinstance(tree, Mapping):
+        return like_mapping(tree, {name: map_leaves(function, item) for name, item in tree.items()})
+    if isinstance(tree, list):
+        return like_list(tree, [map_leaves(function, item) for item in tree])
+    if is_dataclass_instance(tree):
+        return _map_dataclass(function, tree)
+    return function(tree)
+
+
+def like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """``items`` in a mapping of the model's type; a plain dict where it cannot be changed."""
+    if isinstance(model, MutableMapping) and type(model) is not dict:
+        # A copy keeps what a subclass carries beside its items (defaultdict's factory, UserDict's attributes).
+        clone = copy.copy(model)
+        clone.update(items)
+        return clone
+    return items
+
+
+def like_list(model: list[Any], items: list[Any]) -> Any:
+    """``items``, as many as the model has, in a list of the model's type."""
+    if type(model) is list:
+        return items
+    clone = copy.copy(model)
+    clone[:] = items
+    return clone
+
+
+def _map_dataclass(function: Leaf, tree: Any) -> Any:
+    # Fields are set past __init__ and __post_init__: they ran when the batch was made.
+    clone = copy.copy(tree)
+    for field in dataclasses.fields(tree):
+        object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name)))
+    return clone
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of a tree, depth first, in the order in which ``map_leaves`` visits them."""
+    if isinstance(tree, tuple | list):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from leaves(item)
+    elif is_dataclass_instance(tree):
+        for field in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, field.name))
+    else:
+        yield tree
