@@ -1,0 +1,78 @@
+"""torch.distributed.checkpoint saves and loads a feeder beside the model: it is a Stateful."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from aiofeed import Feeder, StateError
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterator
+
+SCRIPT = Path(__file__).with_name("train_dcp.py")
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning"),
+]
+
+
+def test_feeder_is_stateful(make_feeder: Callable[..., Feeder[Any]]) -> None:
+    """A feeder has what torch's and torchdata's `Stateful` ask for."""
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    assert isinstance(make_feeder(), Stateful)
+    stateful = pytest.importorskip("torchdata.stateful_dataloader.stateful")
+    assert isinstance(make_feeder(), stateful.Stateful)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 3), ({}, 7), ({}, 9), ({"shuffle": "keyed"}, 3), ({"in_order": False}, 3)]
+)
+def test_saved_feeder_goes_on(
+    make_feeder: Callable[..., Feeder[Any]], tmp_path: Path, options: dict[str, Any], steps: int
+) -> None:
+    """Saved in mid-epoch or at its end and loaded into a new feeder, the rest of two epochs is that of an
+    uninterrupted one; in one process, without a process group."""
+    import torch.distributed.checkpoint as dcp
+
+    whole = list(two_epochs(make_feeder(**options)))
+    feeder = make_feeder(**options)
+    before = list(islice(two_epochs(feeder), steps))
+    dcp.save({"model": {"weight": torch.ones(3)}, "feeder": feeder}, checkpoint_id=tmp_path, no_dist=True)
+
+    again, model = make_feeder(**options), {"weight": torch.zeros(3)}
+    dcp.load({"model": model, "feeder": again}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(model["weight"], torch.ones(3))
+    assert again.state_dict() == feeder.state_dict()
+    assert sorted([*before, *two_epochs(again)]) == sorted(whole)
+
+
+def two_epochs(feeder: Feeder[torch.Tensor]) -> Iterator[tuple[int, list[list[float]]]]:
+    """What is left of two epochs, as plain numbers, each batch with its epoch."""
+    for epoch in feeder.epochs(2):
+        for batch in feeder:
+            yield epoch, batch.tolist()
+
+
+def test_two_ranks_share_a_checkpoint(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Two ranks save together and load together; each goes on with its own part."""
+    process = torchrun(2, SCRIPT, tmp_path)
+    output, _ = process.communicate(timeout=50)
+    assert process.returncode == 0, output
+    assert sorted(line for line in output.splitlines() if line.startswith("rank")) == ["rank 0: equal", "rank 1: equal"]
+
+
+def test_other_data_are_refused(make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
+    """Loading into a feeder over other data is a `StateError` that says what differs."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"feeder": make_feeder()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(StateError, match="length: 26 in the state, 27 here"):
+        dcp.load({"feeder": make_feeder(27)}, checkpoint_id=tmp_path, no_dist=True)

@@ -1,0 +1,72 @@
+"""One rank of what test_torchrun.py launches: trains under DDP, writes down what it sees, and resumes what it finds.
+
+python -m torch.distributed.run --standalone --nproc-per-node=2 train_ddp.py CHECKPOINT RECORDS [--hold-at STEP]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from conftest import Numbers, augment
+from torch.nn.parallel import DistributedDataParallel
+
+from aiofeed import Feeder
+
+SAMPLES = 101
+EPOCHS = 2
+
+
+def write_atomically(path: Path, state: dict[str, Any]) -> None:
+    """The file is the old one or the new one, never half of one."""
+    temporary = path.with_suffix(".part")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", type=Path, help="written by rank 0 after every step, resumed where it exists")
+    parser.add_argument("records", type=Path, help="folder for what each rank sees: step, epoch and batch per line")
+    parser.add_argument("--hold-at", type=int, help="step at which rank 0 stands still before its checkpoint")
+    options = parser.parse_args()
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    feeder = Feeder(Numbers(SAMPLES), decode=augment, batch_size=4, shuffle=True, seed=3)
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, 0.5)
+    model = DistributedDataParallel(linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = 0
+    if options.checkpoint.exists():
+        state = torch.load(options.checkpoint, weights_only=True)
+        linear.load_state_dict(state["model"])
+        feeder.load_state_dict(state["feeder"])
+        step = state["step"]
+
+    with feeder, open(options.records / f"{rank}.jsonl", "w", encoding="utf-8") as records:
+        for epoch in feeder.epochs(EPOCHS):
+            for batch in feeder:
+                step += 1
+                print(json.dumps([step, epoch, batch.tolist()]), file=records, flush=True)
+                optimizer.zero_grad()
+                model(batch / SAMPLES).square().mean().backward()
+                optimizer.step()
+                if rank == 0:
+                    if step == options.hold_at:
+                        print("held", flush=True)
+                        threading.Event().wait()
+                    state = {"model": linear.state_dict(), "feeder": feeder.state_dict(), "step": step}
+                    write_atomically(options.checkpoint, state)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

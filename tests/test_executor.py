@@ -1,0 +1,106 @@
+"""Threads of our own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from aiofeed.executor import ThreadPool
+
+
+def test_threads_start_on_demand_and_end_when_told() -> None:
+    """A pool has no thread before work, no more than its bound under load, none after stop."""
+    pool = ThreadPool("test", 3)
+    assert pool.threads == ()
+    release = threading.Event()
+    futures = [pool.submit(release.wait) for _ in range(8)]
+    assert len(pool.threads) == 3
+    release.set()
+    assert all(future.result(5) for future in futures)
+    pool.stop()
+    assert pool.join(5)
+
+
+def test_a_single_stream_of_jobs_uses_a_single_thread() -> None:
+    """Jobs that follow one another do not start a second thread."""
+    pool = ThreadPool("test", 8)
+    for number in range(50):
+        assert pool.submit(lambda number=number: number).result(5) == number
+    assert len(pool.threads) == 1
+    pool.stop()
+    assert pool.join(5)
+
+
+def test_errors_reach_the_future_and_the_thread_lives_on() -> None:
+    """An exception, SystemExit included, belongs to the future."""
+    pool = ThreadPool("test", 1)
+    for error in (ValueError("v"), SystemExit(3)):
+
+        def fail(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            pool.submit(fail).result(5)
+    assert pool.submit(lambda: 1).result(5) == 1
+    pool.stop()
+    assert pool.join(5)
+
+
+def test_stop_cancels_what_has_not_started_and_does_not_wait() -> None:
+    """stop() returns while a job is stuck; queued jobs are cancelled; join is bounded."""
+    pool = ThreadPool("test", 1)
+    started, release = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        started.set()
+        release.wait()
+
+    running, queued = pool.submit(stuck), pool.submit(int)
+    assert started.wait(5)
+    pool.stop()
+    assert queued.cancelled()
+    assert not pool.join(0.01)
+    with pytest.raises(RuntimeError, match="stopped"):
+        pool.submit(int)
+    release.set()
+    running.result(5)
+    assert pool.join(5)
+
+
+def test_threads_are_daemons() -> None:
+    """The interpreter does not wait for them."""
+    pool = ThreadPool("test", 1)
+    pool.submit(int).result(5)
+    assert all(thread.daemon for thread in pool.threads)
+    pool.shutdown()
+    assert pool.join(5)
+
+
+def test_lanes_bound_what_runs_and_can_be_changed() -> None:
+    """Jobs beyond the lanes wait, and start when lanes are added."""
+    pool = ThreadPool("test", 4, lanes=1)
+    release = threading.Event()
+    futures = [pool.submit(release.wait) for _ in range(6)]
+    assert (pool.running, pool.backlog, len(pool.threads)) == (1, 5, 1)
+    pool.widen(3)
+    assert (pool.running, pool.backlog, len(pool.threads)) == (3, 3, 3)
+    pool.widen(100)
+    assert pool.lanes == 4
+    pool.widen(1)
+    release.set()
+    assert all(future.result(5) for future in futures)
+    pool.stop()
+    assert pool.join(5)
+
+
+def test_waiting_share_tells_waiting_from_work() -> None:
+    """Near 1 for jobs that wait, low for jobs that compute."""
+    pool = ThreadPool("test", 1)
+    pool.submit(threading.Event().wait, 0.05).result(5)
+    assert pool.waiting_share > 0.9
+    for _ in range(30):
+        pool.submit(sum, range(200_000)).result(5)
+    assert pool.waiting_share < 0.9
+    pool.stop()
+    assert pool.join(5)

@@ -1,0 +1,576 @@
+"""Feeder: both faces, epochs, and what a batch is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import aiofeed
+from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, IteratorClosedError, Limits
+
+
+class Numbers:
+    """A source of n samples; sample i is i as text, its target i squared."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def read(self, index: int) -> bytes:
+        return b"%d" % index
+
+    def target(self, index: int) -> int:
+        return index * index
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor([int(data)])
+
+
+def feeder_of(n: int = 10, **options: Any) -> Feeder[Any]:
+    return Feeder(Numbers(n), decode=number, **{"batch_size": 4, **options})
+
+
+def values(batches: Any) -> list[list[int]]:
+    return [x.flatten().tolist() for x, _ in batches]
+
+
+def test_batches_come_in_order_with_the_last_partial() -> None:
+    """Ten samples in fours: two full batches and a half one, targets beside them."""
+    feeder = feeder_of()
+    batches = list(feeder)
+    assert values(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [y.tolist() for _, y in batches] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
+    assert len(feeder) == 3
+    assert all(isinstance(batch, list) for batch in batches)
+
+
+def test_drop_last_leaves_the_partial_batch_out() -> None:
+    """len() is the floor then, and so is what comes."""
+    feeder = feeder_of(drop_last=True)
+    assert values(feeder) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(feeder) == 2
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 5])
+def test_short_and_empty_sources(n: int) -> None:
+    """An empty source gives no batch and no error; len() agrees with what comes."""
+    feeder = feeder_of(n)
+    assert [x for batch in values(feeder) for x in batch] == list(range(n))
+    assert len(feeder) == len(list(feeder)) == -(-n // 4)
+
+
+def test_shuffled_epochs_are_randperm_of_seed_plus_epoch() -> None:
+    """Epochs advance by themselves; each is torch.randperm seeded with seed + epoch; set_epoch goes anywhere."""
+    feeder = feeder_of(n=11, shuffle=True, seed=5)
+    for epoch in (0, 1, 2):
+        wanted = torch.randperm(11, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        assert [x for batch in values(feeder) for x in batch] == wanted
+        assert feeder.epoch == epoch
+    feeder.set_epoch(0)
+    assert sum(values(feeder), []) == torch.randperm(11, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def test_nothing_is_drawn_from_the_global_generators() -> None:
+    """Making and iterating a feeder leaves torch's, numpy's and Python's global random state alone."""
+    import random
+
+    before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+    list(feeder_of(shuffle=True))
+    after = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+    assert before == after
+
+
+async def test_async_iteration_gives_the_same_batches() -> None:
+    """`async for` in a running loop, twice in a row, and `for` in between."""
+    feeder = feeder_of()
+    for _ in range(2):
+        async with feeder:
+            assert len([batch async for batch in feeder]) == 3
+            assert values([batch async for batch in feeder]) == values(list(feeder))
+
+
+async def test_an_async_consumer_that_blocks_its_loop_still_gets_batches() -> None:
+    """The engine lives in a loop of its own: a step that never awaits does not starve it."""
+    read = threading.Event()
+
+    class Watched(Numbers):
+        async def read(self, index: int) -> bytes:
+            if index == 7:
+                read.set()
+            return await super().read(index)
+
+    feeder = Feeder(Watched(12), decode=number, batch_size=4)
+    async with feeder:
+        async for _ in feeder:
+            # A blocking step: the second batch is read meanwhile, or this never returns.
+            assert read.wait(10)
+            break
+
+
+async def test_many_async_consumers_share_a_loop() -> None:
+    """Several feeders iterated by tasks of one loop do not mix."""
+
+    async def consume(n: int) -> list[list[int]]:
+        feeder = feeder_of(n)
+        got = values([batch async for batch in feeder])
+        await feeder.aclose()
+        return got
+
+    results = await asyncio.gather(*[consume(n) for n in range(1, 12)])
+    for n, result in enumerate(results, 1):
+        assert sum(result, []) == list(range(n))
+
+
+def test_iteration_in_a_thread_that_is_not_the_main_one() -> None:
+    """Two threads, two feeders, at the same time."""
+    results: dict[int, list[int]] = {}
+
+    def consume(n: int) -> None:
+        with feeder_of(n) as feeder:
+            for _ in range(3):
+                results[n] = sum(values(feeder), [])
+
+    threads = [threading.Thread(target=consume, args=(n,)) for n in (50, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {50: list(range(50)), 60: list(range(60))}
+
+
+def test_iteration_inside_a_running_loop_without_await() -> None:
+    """A plain `for` inside a coroutine works, as in Jupyter, where a loop is always running."""
+
+    async def cell() -> list[list[int]]:
+        return values(feeder_of())
+
+    assert sum(asyncio.run(cell()), []) == list(range(10))
+
+
+def test_a_second_iterator_closes_the_first() -> None:
+    """The older one raises IteratorClosedError, never StopIteration; the newer one is whole."""
+    feeder = feeder_of(40)
+    first = iter(feeder)
+    next(first)
+    second = iter(feeder)
+    with pytest.raises(IteratorClosedError, match="newer"):
+        next(first)
+    assert len(list(second)) == 10
+    with pytest.raises(IteratorClosedError):
+        next(first)
+
+
+def test_an_ended_iterator_stays_ended() -> None:
+    """next() after the end raises StopIteration again."""
+    iterator = iter(feeder_of())
+    assert len(list(iterator)) == 3
+    assert list(iterator) == []
+
+
+def test_break_and_iterate_again() -> None:
+    """A new iter() after break is a whole new epoch."""
+    feeder = feeder_of(40, shuffle=True)
+    for _ in feeder:
+        break
+    assert feeder.epoch == 0
+    assert sorted(sum(values(feeder), [])) == list(range(40))
+    assert feeder.epoch == 1
+
+
+def test_an_epoch_that_handed_out_nothing_is_not_counted() -> None:
+    """iter() twice in a row, as Lightning calls it, is the same epoch."""
+    feeder = feeder_of(40, shuffle=True)
+    iter(feeder)
+    wanted = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+    assert sum(values(feeder), []) == wanted
+
+
+def test_close_is_idempotent_and_not_terminal() -> None:
+    """Closed twice, before and after use; the next iter() starts anew."""
+    feeder = feeder_of()
+    feeder.close()
+    for _ in range(2):
+        assert len(list(feeder)) == 3
+        feeder.close()
+        feeder.close()
+
+
+def test_close_wakes_a_thread_that_waits() -> None:
+    """A consumer blocked in next() gets IteratorClosedError when another thread closes the feeder."""
+    reading = threading.Event()
+
+    class Stuck(Numbers):
+        async def read(self, index: int) -> bytes:
+            reading.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    feeder = Feeder(Stuck(4), decode=number, batch_size=4)
+    caught: list[BaseException] = []
+
+    def consume() -> None:
+        try:
+            next(iterator)
+        except BaseException as error:
+            caught.append(error)
+
+    iterator = iter(feeder)
+    thread = threading.Thread(target=consume)
+    thread.start()
+    assert reading.wait(10)
+    feeder.close()
+    thread.join(10)
+    assert isinstance(caught[0], IteratorClosedError)
+
+
+def test_a_feeder_without_another_reference_can_be_iterated() -> None:
+    """`for batch in Feeder(...)` keeps the feeder alive as long as it runs."""
+    assert sum(values(iter(feeder_of(30))), []) == list(range(30))
+
+
+def test_kept_batches_are_never_overwritten(jpeg_folder: Path) -> None:
+    """Every batch of several epochs is kept; all stay what they were, and no two share memory."""
+    feeder = Feeder(ImageFolder(jpeg_folder), decode=DecodeImage((128, 128)), batch_size=4)
+    kept, copies = [], []
+    for _ in range(3):
+        for images, _ in feeder:
+            kept.append(images)
+            copies.append(images.clone())
+    assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+    assert len({images.data_ptr() for images in kept}) == len(kept)
+    feeder.close()
+
+
+def test_images_are_channels_last_uint8(jpeg_folder: Path) -> None:
+    """With DecodeImage a batch is [N, 3, H, W] uint8 in channels_last memory, with int64 labels."""
+    folder = ImageFolder(jpeg_folder)
+    feeder = Feeder(folder, decode=DecodeImage((20, 30)), batch_size=8)
+    images, labels = next(iter(feeder))
+    assert images.shape == (8, 3, 20, 30)
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.tolist() == folder.targets[:8]
+    assert labels.dtype == torch.int64
+
+
+def test_images_without_targets_are_the_bare_tensor(jpeg_folder: Path) -> None:
+    """A source without targets gives the images alone."""
+    feeder = Feeder(Files(ImageFolder(jpeg_folder).paths), decode=DecodeImage(24), batch_size=36)
+    [images] = list(feeder)
+    assert images.shape == (36, 3, 24, 24)
+
+
+def test_decode_image_with_collate_fn(jpeg_folder: Path) -> None:
+    """With a collate_fn the decoder gives single samples, and the batch is what the function returns."""
+    feeder = Feeder(
+        ImageFolder(jpeg_folder),
+        decode=DecodeImage(16),
+        batch_size=6,
+        collate_fn=lambda samples: {"x": torch.stack([x for x, _ in samples]).float(), "n": len(samples)},
+    )
+    plain = list(Feeder(ImageFolder(jpeg_folder), decode=DecodeImage(16), batch_size=6))
+    for batch, (images, _) in zip(feeder, plain, strict=True):
+        assert batch["n"] == 6
+        assert torch.equal(batch["x"], images.float())
+
+
+class Several:
+    """Samples of several files: a dict of bytes each."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def key(self, index: int) -> str:
+        return f"pair {index}"
+
+    async def read(self, index: int) -> dict[str, bytes]:
+        return {"image": b"%d" % index, "mask": b"%d" % (index + 100)}
+
+
+def test_a_source_of_several_files_per_sample() -> None:
+    """The decoder gets what read returned; a dict of tensors is collated by key."""
+
+    def decode(data: dict[str, bytes]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(int(content)) for name, content in data.items()}
+
+    [batch] = list(Feeder(Several(), decode=decode, batch_size=5))
+    assert batch["image"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["mask"].tolist() == [100, 101, 102, 103, 104]
+
+
+def test_open_and_aclose_run_on_the_engines_loop() -> None:
+    """A source is opened once before the first read and closed once after the last, on the loop that reads."""
+    events: list[tuple[str, int]] = []
+
+    class Session(Numbers):
+        async def open(self) -> None:
+            events.append(("open", id(asyncio.get_running_loop())))
+
+        async def aclose(self) -> None:
+            events.append(("close", id(asyncio.get_running_loop())))
+
+        async def read(self, index: int) -> bytes:
+            events.append(("read", id(asyncio.get_running_loop())))
+            return await super().read(index)
+
+    feeder = Feeder(Session(4), decode=number, batch_size=2)
+    list(feeder)
+    list(feeder)
+    feeder.close()
+    names = [name for name, _ in events]
+    # The second epoch in a row: the third may have been begun.
+    assert names[0] == "open"
+    assert names[-1] == "close"
+    assert set(names[1:-1]) == {"read"}
+    assert 8 <= len(names) - 2 <= 12
+    assert len({loop for _, loop in events}) == 1
+
+
+def test_a_source_is_never_opened_twice_at_a_time() -> None:
+    """After break, the next epoch opens the source only when the last one has closed it."""
+    state = {"open": 0, "most": 0}
+
+    class Session(Numbers):
+        async def open(self) -> None:
+            state["open"] += 1
+            state["most"] = max(state["most"], state["open"])
+
+        async def aclose(self) -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            state["open"] -= 1
+
+    feeder = Feeder(Session(400), decode=number, batch_size=2)
+    for _ in range(10):
+        for _ in feeder:
+            break
+    feeder.close()
+    assert state == {"open": 0, "most": 1}
+
+
+def test_read_many_is_used_where_there_is_one() -> None:
+    """A source's read_many gets the chunk's indices, and what it returns is decoded."""
+
+    class Many(Numbers):
+        async def read_many(self, indices: list[int]) -> list[bytes]:
+            return [b"%d" % (index + 1000) for index in indices]
+
+    assert sum(values(Feeder(Many(6), decode=number, batch_size=3)), []) == list(range(1000, 1006))
+
+
+def test_a_decoder_gets_the_samples_own_generator() -> None:
+    """A keyword rng is a torch.Generator that depends on seed, epoch and position alone."""
+
+    def noisy(data: bytes, *, rng: torch.Generator) -> torch.Tensor:
+        return torch.rand(3, generator=rng)
+
+    def run(**options: Any) -> list[torch.Tensor]:
+        feeder = Feeder(Numbers(20), decode=noisy, seed=3, **{"batch_size": 4, **options})
+        return [torch.cat([x for x, _ in feeder]) for _ in range(2)]
+
+    one = run(limits=Limits(decode_threads=1))
+    other = run(batch_size=10, limits=Limits(decode_threads=4, read_concurrency=3))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(one[0], one[1])
+    assert len({tuple(row.tolist()) for row in one[0]}) == 20
+
+
+class Squares(Dataset):  # type: ignore[type-arg]
+    """A Dataset as people write them for DataLoader."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.threads.add(threading.current_thread().name)
+        return {"x": torch.full((3,), index), "y": index**2, "name": f"n{index}", "z": np.float32(index)}
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"collate_fn": lambda samples: samples}])
+def test_a_dataset_gives_what_dataloader_gives(options: dict[str, Any]) -> None:
+    """A map-style Dataset in place of a source: the batches are DataLoader's."""
+    wanted = list(DataLoader(Squares(), batch_size=5, **options))
+    got = list(Feeder(Squares(), batch_size=5, **options))
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert str(one) == str(other)
+        assert type(one) is type(other)
+
+
+def test_a_dataset_is_called_by_one_thread_unless_it_says_more() -> None:
+    """One decode thread by default, as many as FromDataset allows otherwise."""
+    dataset = Squares()
+    list(Feeder(dataset, batch_size=5))
+    assert len(dataset.threads) == 1
+    assert Feeder(FromDataset(dataset, threads=3), batch_size=5).statistics().decode_threads == 3
+
+
+def test_getitems_gets_whole_batches() -> None:
+    """__getitems__ is called with a batch's indices, as DataLoader does."""
+    calls: list[list[int]] = []
+
+    class Batched(Squares):
+        def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+            calls.append(indices)
+            return [self[index] for index in indices]
+
+    list(Feeder(Batched(), batch_size=20))
+    assert calls == [list(range(20)), list(range(20, 37))]
+
+
+def test_tensor_dataset_batches_are_lists() -> None:
+    """TensorDataset's tuples become lists, as default_collate makes them."""
+    x, y = torch.rand(10, 3), torch.arange(10)
+    for got, wanted in zip(
+        Feeder(TensorDataset(x, y), batch_size=4), DataLoader(TensorDataset(x, y), batch_size=4), strict=True
+    ):
+        assert isinstance(got, list)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_statistics_add_up() -> None:
+    """Samples, batches and bytes are counted per epoch and in total; str() is one line."""
+    feeder = feeder_of(10)
+    for _ in range(3):
+        list(feeder)
+    epoch, total = feeder.statistics(), feeder.statistics(total=True)
+    assert (epoch.samples, epoch.batches, epoch.bytes_read) == (10, 3, 10)
+    assert (total.samples, total.batches, total.bytes_read) == (30, 9, 30)
+    assert 0 < epoch.first_batch_s <= epoch.wall_s
+    assert epoch.decode_s > 0
+    assert epoch.queue_depth == 0
+    assert epoch.chunk_size >= 1
+    assert "\n" not in str(epoch)
+    assert "10 samples in 3 batches" in str(epoch)
+
+
+def test_transform_runs_on_the_batch() -> None:
+    """On the host, transform= is applied in the consumer's thread; its error passes with a note."""
+    feeder = feeder_of(transform=lambda batch: (batch[0].float() / 2, threading.current_thread()))
+    for x, thread in feeder:
+        assert x.dtype == torch.float32
+        assert thread is threading.current_thread()
+
+    def broken(batch: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    with pytest.raises(ZeroDivisionError, match="oops") as caught:
+        next(iter(feeder_of(transform=broken)))
+    assert "transform= of batch 0" in str(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 2.0}, TypeError, "batch_size must be an int, got 2.0"),
+        ({"num_workers": 4}, TypeError, "num_workers.*threads"),
+        ({"pin_memory": True}, TypeError, "pin_memory.*device="),
+        ({"batch_sampler": []}, TypeError, "batch_sampler.*sampler="),
+        ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
+        ({"wrokers": 3}, TypeError, "no argument 'wrokers'"),
+        ({"seed": "x"}, TypeError, "seed must be an int"),
+        ({"seed": 1 << 70}, ValueError, "seed must be between"),
+        ({"shuffle": 1}, TypeError, "shuffle must be"),
+        ({"decode": None}, TypeError, "decode= is needed.*DecodeImage"),
+        ({"decode": DecodeImage}, TypeError, "the class DecodeImage; call it first"),
+        ({"decode": 3}, TypeError, "decode must be callable"),
+        ({"collate_fn": 3}, TypeError, "collate_fn must be callable"),
+        ({"limits": {"decode_threads": 1}}, TypeError, "limits must be"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    """The message says what was given and what to write instead."""
+    with pytest.raises(error, match=told):
+        Feeder(Numbers(4), **{"decode": number, "batch_size": 2, **options})
+
+
+class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("train/", "did you mean aiofeed.ImageFolder"),
+        (Endless(), r"IterableDataset.*aiofeed\.prefetch"),
+        (DataLoader(Squares()), "pass its dataset"),
+        (3, "a source has __len__, key and async read"),
+    ],
+)
+def test_what_is_no_source_is_refused(source: Any, told: str) -> None:
+    """The message says what a source is, and what to use instead."""
+    with pytest.raises(TypeError, match=told):
+        Feeder(source, decode=number, batch_size=2)
+
+
+def test_a_dataset_takes_no_decoder() -> None:
+    """A Dataset's items come decoded."""
+    with pytest.raises(TypeError, match="come decoded"):
+        Feeder(Squares(), decode=number, batch_size=2)
+
+
+def test_repr_and_len() -> None:
+    """A feeder says what it feeds."""
+    assert "batch_size=4" in repr(feeder_of())
+    assert len(feeder_of()) == 3
+    assert aiofeed.Feeder is Feeder
+
+
+@pytest.mark.parametrize("drop", [False, True], ids=["iterator kept", "iterator dropped"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: bool) -> None:
+    """Who takes len() batches and never asks for the end, as Lightning does, keeps threads and look-ahead."""
+    feeder = feeder_of(40, shuffle=True, in_order=in_order)
+    threads = set()
+    epochs = []
+    for _ in range(5):
+        iterator = iter(feeder)
+        threads.add(feeder._pipeline.runtime)  # type: ignore[union-attr]
+        epochs.append(sorted(x for _ in range(len(feeder)) for x in next(iterator)[0].flatten().tolist()))
+        if drop:
+            del iterator
+    assert epochs == [list(range(40))] * 5
+    assert len(threads) == 1
+    assert feeder.epoch == 4
+    assert feeder._in_a_row == 4
+    feeder.close()
+
+
+def test_the_older_iterator_of_a_counting_consumer_is_over() -> None:
+    """Asked after all, once a newer one was begun, an iterator whose batches were all handed out has ended."""
+    feeder = feeder_of(8)
+    first = iter(feeder)
+    for _ in range(2):
+        next(first)
+    second = iter(feeder)
+    assert list(first) == []
+    assert len(list(second)) == 2
+
+
+def test_an_epoch_is_idle_no_longer_than_it_lasts() -> None:
+    """A pause between epochs, during which the next one is ready, counts for neither."""
+    feeder = feeder_of(40)
+    for _ in range(4):
+        list(feeder)
+        feeder._pipeline.runtime.decode_pool.submit(threading.Event().wait, 0.05).result(5)  # type: ignore[union-attr]
+        statistics = feeder.statistics()
+        assert statistics.idle_s <= statistics.wall_s
+    feeder.close()

@@ -1,0 +1,350 @@
+"""What is left behind by every way of leaving: nothing. (The fixture in conftest.py looks for threads and files.)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
+from aiofeed.testing import SimulatedDevice
+
+# The promise is 0.2 s. A machine that is busy with other things gets this much more.
+GONE_S = 2.0
+
+
+class Slow:
+    """A source whose reads never end where `stuck`, and a decoder that can be held."""
+
+    def __init__(self, n: int = 1000, stuck: bool = False) -> None:
+        self.n = n
+        self.stuck = stuck
+        self.reading = threading.Event()
+        self.cancelled = threading.Event()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def read(self, index: int) -> bytes:
+        self.reading.set()
+        if self.stuck:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        return b"%d" % index
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor(int(data))
+
+
+def ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")]
+
+
+def gone_within(limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    # One by one: until the engine has noticed, it may start another.
+    while (left := ours()) and time.monotonic() < deadline:
+        left[0].join(max(0.0, deadline - time.monotonic()))
+    assert not ours(), ours()
+    return True
+
+
+@pytest.fixture(params=["host", "device"])
+def device(request: pytest.FixtureRequest) -> Any:
+    return SimulatedDevice() if request.param == "device" else None
+
+
+def test_after_break(device: Any) -> None:
+    """The loop is left early: threads are gone although the feeder lives on, and it works again."""
+    feeder = Feeder(Slow(), decode=number, batch_size=4, device=device)
+    for _ in range(3):
+        for _ in feeder:
+            break
+        assert gone_within(GONE_S)
+    assert sum(1 for _ in feeder) == 250
+
+
+def test_after_an_exception_in_the_body(device: Any) -> None:
+    """An exception in the loop's body passes through, and the threads go with it."""
+    feeder = Feeder(Slow(), decode=number, batch_size=4, device=device)
+
+    def train() -> None:
+        for _ in feeder:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert gone_within(GONE_S)
+
+
+def test_after_an_error_of_the_source(device: Any) -> None:
+    """An error raised at the `for` line ends the threads, even while its traceback is kept."""
+    feeder = Feeder(Slow(), decode=lambda data: 1 // (50 - int(data)), batch_size=4, device=device)
+    with pytest.raises(Exception, match="50") as kept:
+        list(feeder)
+    assert gone_within(GONE_S)
+    assert kept.value is not None
+
+
+def test_after_the_last_reference_is_dropped(device: Any) -> None:
+    """Dropped in mid-epoch, at the end of an epoch, and before the first batch."""
+    for steps in (0, 3, 251):
+        feeder = Feeder(Slow(), decode=number, batch_size=4, device=device)
+        iterator = iter(feeder)
+        for _ in range(steps):
+            next(iterator, None)
+        del feeder, iterator
+        gc.collect()
+        assert gone_within(GONE_S)
+
+
+def test_an_idle_feeder_keeps_its_threads_until_closed(device: Any) -> None:
+    """Between epochs the threads wait for the next; close() ends them before it returns."""
+    feeder = Feeder(Slow(40), decode=number, batch_size=4, device=device)
+    list(feeder)
+    assert ours()
+    feeder.close()
+    assert not ours()
+
+
+def test_close_cancels_reads_in_flight() -> None:
+    """Coroutines of the source see CancelledError, and close() returns when they have ended."""
+    source = Slow(stuck=True)
+    feeder = Feeder(source, decode=number, batch_size=4)
+    iterator = iter(feeder)
+    assert source.reading.wait(10)
+    feeder.close()
+    assert source.cancelled.is_set()
+    assert not ours()
+    with pytest.raises(IteratorClosedError, match="closed"):
+        next(iterator)
+
+
+def test_a_read_that_swallows_its_cancellation_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch that was read although nobody wants it any more does not wait for its turn to be decoded."""
+
+    class Stubborn(Slow):
+        async def read(self, index: int) -> bytes:
+            try:
+                return await super().read(index)
+            except asyncio.CancelledError:
+                return b"0"
+
+    source = Stubborn(stuck=True)
+    feeder = Feeder(source, decode=number, batch_size=1, limits=Limits(read_concurrency=8, prefetch_batches=1))
+    iterator = iter(feeder)
+    assert source.reading.wait(10)
+    feeder.close()
+    assert not ours()
+    assert not caplog.records
+    del iterator
+
+
+async def test_batches_that_swallow_their_cancellation_hold_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """An async iterable that yields once more although it was cancelled is not asked again."""
+    waiting = threading.Event()
+
+    async def batches() -> AsyncIterator[int]:
+        yield 0
+        while True:
+            waiting.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            yield 1
+
+    iterator = iter(prefetch(batches()))
+    assert next(iterator) == 0
+    assert waiting.wait(10)
+    await iterator.aclose()
+    assert not ours()
+    assert not caplog.records
+
+
+def test_epochs_without_a_batch_are_not_planned_ahead() -> None:
+    """However many are asked for, close() finds the loop listening."""
+    feeder = Feeder(Slow(0), decode=number, batch_size=4)
+    for _ in feeder.epochs(10**9):
+        assert list(feeder) == []
+        break
+    feeder.close()
+    assert not ours()
+
+
+def test_a_decoder_that_is_stuck_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """break, a new epoch and dropping do not wait for a job that cannot be left."""
+    release, stuck = threading.Event(), threading.Event()
+
+    def decode(data: bytes) -> torch.Tensor:
+        if data == b"9":
+            stuck.set()
+            release.wait()
+        return number(data)
+
+    feeder = Feeder(Slow(40), decode=decode, batch_size=4, limits=Limits(decode_threads=2))
+    iterator = iter(feeder)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    assert stuck.wait(10)
+    started = time.monotonic()
+    iterator.close()
+    again = iter(feeder)
+    assert next(again).tolist() == [0, 1, 2, 3]
+    assert time.monotonic() - started < 5
+    release.set()
+    again.close()
+    assert gone_within(GONE_S)
+
+
+async def test_cancelling_an_async_consumer_at_its_wait() -> None:
+    """A task cancelled in `anext` leaves the iterator usable; aclose ends the threads without blocking the loop."""
+    source = Slow(stuck=True)
+    feeder = Feeder(source, decode=number, batch_size=4)
+    iterator = aiter(feeder)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await anext(iterator)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    ticker = asyncio.create_task(tick())
+    await feeder.aclose()
+    ticker.cancel()
+    assert ticks > 1
+    assert source.cancelled.is_set()
+
+
+async def test_async_break_and_drop() -> None:
+    """`async for` left by break: nothing is left once the iterator is collected."""
+    feeder = Feeder(Slow(), decode=number, batch_size=4)
+    async for _ in feeder:
+        break
+    assert await asyncio.to_thread(gone_within, GONE_S)
+
+
+def test_two_feeders_in_two_threads_of_which_one_is_closed() -> None:
+    """Closing one does not disturb the other."""
+    one = Feeder(Slow(), decode=number, batch_size=4)
+    other = Feeder(Slow(), decode=number, batch_size=4)
+    iterator = iter(one)
+    next(iterator)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(sum(1 for _ in other)))
+    thread.start()
+    one.close()
+    thread.join()
+    assert seen == [250]
+    other.close()
+
+
+def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    prelude = """
+        import asyncio, os, signal, sys, threading, time
+        import torch
+        from aiofeed import Feeder, Limits, IteratorClosedError
+
+        class Numbers:
+            def __len__(self): return 1000
+            def key(self, index): return str(index)
+            async def read(self, index):
+                await asyncio.sleep(0)
+                return b"%d" % index
+
+        def number(data): return torch.tensor(int(data))
+    """
+    script = textwrap.dedent(prelude) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, **options)
+
+
+@pytest.mark.parametrize("state", ["iterating", "idle", "closed", "before the first batch"])
+def test_the_interpreter_ends_in_silence(state: str) -> None:
+    """A script that ends with a live feeder exits with 0 and prints nothing."""
+    ended = run(
+        f"""
+        feeder = Feeder(Numbers(), decode=number, batch_size=4)
+        state = {state!r}
+        iterator = iter(feeder)
+        if state != "before the first batch": next(iterator)
+        if state == "idle": list(iterator)
+        if state == "closed": feeder.close()
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_the_interpreter_does_not_wait_for_a_stuck_decoder() -> None:
+    """A decoder that sleeps for a minute does not hold up the exit."""
+    ended = run(
+        """
+        def stuck(data): time.sleep(60)
+        feeder = Feeder(Numbers(), decode=stuck, batch_size=4)
+        iterator = iter(feeder)
+        while not any(t.name.startswith("aiofeed-decode") for t in threading.enumerate()): time.sleep(0.001)
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_ctrl_c_breaks_the_wait() -> None:
+    """SIGINT while the main thread waits for a batch: KeyboardInterrupt, one traceback, prompt exit."""
+    ended = run(
+        """
+        class Stuck(Numbers):
+            async def read(self, index):
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                await asyncio.Event().wait()
+        for batch in Feeder(Stuck(), decode=number, batch_size=1, limits=Limits(read_concurrency=1)): pass
+        """
+    )
+    assert ended.stderr.count("Traceback") == 1
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
+def test_a_forked_child_gets_a_feeder_of_its_own() -> None:
+    """After a fork the inherited iterator says so, and the feeder works anew; the parent goes on undisturbed."""
+    ended = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore")
+        feeder = Feeder(Numbers(), decode=number, batch_size=4)
+        iterator = iter(feeder)
+        first = next(iterator)
+        child = os.fork()
+        if child == 0:
+            try:
+                next(iterator)
+            except IteratorClosedError as error:
+                assert "parent" in str(error)
+            else:
+                os._exit(3)
+            count = sum(1 for _ in feeder)
+            feeder.close()
+            os._exit(0 if count == 250 else 4)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0, status
+        print(1 + sum(1 for _ in iterator))
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "250\n", "")

@@ -1,0 +1,960 @@
+"""State: what it says, what a load does, what is refused; samplers and shards."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from aiofeed import Feeder, Files, Limits, ReadError, StateError
+
+SECONDS = 10
+
+
+class Numbers:
+    """A source of n samples; sample i is i. Reads of the indices in ``broken`` fail; ``read_ever`` notes the others."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.broken: set[int] = set()
+        self.read_ever: list[int] = []
+        self.last_was_read = threading.Event()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def read(self, index: int) -> bytes:
+        if index in self.broken:
+            raise OSError("unreadable")
+        self.read_ever.append(index)
+        if index == self.n - 1:
+            self.last_was_read.set()
+        return b"%d" % index
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor(int(data))
+
+
+MakeFeeder = Callable[..., Feeder[Any]]
+
+
+@pytest.fixture
+def make() -> Iterator[MakeFeeder]:
+    """`make(n, **options)`: a feeder of n numbers in twos (or of a source), closed after the test."""
+    made: list[Feeder[Any]] = []
+
+    def new(source: Any = 10, **options: Any) -> Feeder[Any]:
+        source = Numbers(source) if isinstance(source, int) else source
+        made.append(Feeder(source, decode=number, **{"batch_size": 2, "shard": None, **options}))
+        return made[-1]
+
+    yield new
+    for feeder in made:
+        feeder.close()
+
+
+def values(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def flat(batches: Any) -> list[int]:
+    return [value for batch in values(batches) for value in batch]
+
+
+def taken(feeder: Feeder[Any], count: int) -> list[list[int]]:
+    """The next `count` batches of a new epoch, which is then left."""
+    iterator = iter(feeder)
+    return [next(iterator).tolist() for _ in range(count)]
+
+
+def stands(feeder: Feeder[Any]) -> tuple[int, int]:
+    state = feeder.state_dict()
+    return state["epoch"], state["position"]
+
+
+def shuffled(n: int, epoch: int, seed: int = 0) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+# --- what a state says (R1, R2, R4) -----------------------------------------------------------------------------------
+
+
+def test_only_batches_that_were_handed_out_count(make: MakeFeeder) -> None:
+    """With all of the epoch read ahead, the state stands after the one batch that was taken."""
+    source = Numbers(6)
+    feeder = make(source, limits=Limits(prefetch_batches=4))
+    iterator = iter(feeder)
+    next(iterator)
+    assert source.last_was_read.wait(SECONDS)
+    assert stands(feeder) == (0, 2)
+    next(iterator)
+    assert stands(feeder) == (0, 4)
+
+
+def test_before_the_first_batch_it_is_the_start_of_the_coming_epoch(make: MakeFeeder) -> None:
+    """New, begun without a batch, or after set_epoch: nothing has been handed out of that epoch."""
+    feeder = make()
+    assert stands(feeder) == (0, 0)
+    iter(feeder)
+    assert stands(feeder) == (0, 0)
+    feeder.close()
+    feeder.set_epoch(3)
+    assert stands(feeder) == (3, 0)
+
+
+@pytest.mark.parametrize("leave", ["break", "close", "iter", "set_epoch"])
+def test_the_position_reached_stays_until_the_next_batch(make: MakeFeeder, leave: str) -> None:
+    """After break, close, a new iter() or set_epoch the state is the same, until another batch is handed out."""
+    feeder = make()
+    taken(feeder, 2)
+    if leave == "close":
+        feeder.close()
+    elif leave == "set_epoch":
+        feeder.set_epoch(1)
+    assert stands(feeder) == (0, 4)
+    iterator = iter(feeder)
+    assert stands(feeder) == (0, 4)
+    next(iterator)
+    assert stands(feeder) == (1, 2)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5, 9])
+def test_after_an_error_it_points_at_the_failed_batch(make: MakeFeeder, bad: int) -> None:
+    """A resume begins with the batch that failed."""
+    source = Numbers(10)
+    source.broken.add(bad)
+    feeder = make(source)
+    got = []
+    with pytest.raises(ReadError):
+        got.extend(iter(feeder))
+    assert stands(feeder) == (0, bad // 2 * 2)
+    state = feeder.state_dict()
+    source.broken.clear()
+    feeder.load_state_dict(state)
+    assert values(feeder)[0] == [bad // 2 * 2, bad // 2 * 2 + 1]
+
+
+def test_after_an_error_in_the_first_batch_it_is_that_epoch(make: MakeFeeder) -> None:
+    """An epoch left early, and the next failing at once: the state is the start of the one that failed."""
+    source = Numbers(10)
+    feeder = make(source)
+    taken(feeder, 2)
+    source.broken.update(range(10))
+    with pytest.raises(ReadError):
+        next(iter(feeder))
+    assert stands(feeder) == (1, 0)
+
+
+@pytest.mark.parametrize("seen_the_end", [True, False])
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [({}, 5), ({"batch_size": 4}, 3), ({"batch_size": 4, "drop_last": True}, 2), ({"in_order": False}, 5)],
+)
+def test_after_the_last_batch_it_is_the_next_epoch(
+    make: MakeFeeder, options: dict[str, Any], batches: int, seen_the_end: bool
+) -> None:
+    """Whether or not StopIteration was seen; with drop_last once less than a batch is left."""
+    feeder = make(shuffle=True, **options)
+    iterator = iter(feeder)
+    for _ in range(batches):
+        assert stands(feeder)[0] == 0
+        next(iterator)
+    if seen_the_end:
+        assert next(iterator, None) is None
+    state = feeder.state_dict()
+    assert (state["epoch"], state["position"], state["handed_out"]) == (1, 0, [])
+    other = make(shuffle=True, **options)
+    other.load_state_dict(state)
+    assert len(values(other)) == batches
+    assert other.epoch == 1
+
+
+def test_with_drop_last_a_global_batch_counts(make: MakeFeeder) -> None:
+    """Ten samples, two ranks, batches of two: after two batches two are left, too few for both ranks."""
+    feeder = make(drop_last=True, shard=(0, 2))
+    assert taken(feeder, 2) == [[0, 2], [4, 6]]
+    assert stands(feeder) == (1, 0)
+
+
+def test_an_error_of_transform_is_one_too(make: MakeFeeder) -> None:
+    """The batch that transform= failed on was not handed out."""
+    broken: list[int] = []
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        if batch[0] in broken:
+            raise ZeroDivisionError
+        return batch
+
+    feeder = make(transform=transform)
+    taken(feeder, 2)
+    broken.append(0)
+    with pytest.raises(ZeroDivisionError):
+        next(iter(feeder))
+    assert stands(feeder) == (1, 0)
+    broken[:] = [2]
+    with pytest.raises(ZeroDivisionError):
+        list(feeder)
+    assert stands(feeder) == (1, 2)
+
+
+def test_it_is_a_value_that_does_not_change(make: MakeFeeder) -> None:
+    """A state that was kept stays what it was when more batches are taken."""
+    feeder = make(in_order=False)
+    iterator = iter(feeder)
+    next(iterator)
+    state = feeder.state_dict()
+    kept = json.loads(json.dumps(state))
+    next(iterator)
+    assert state == kept != feeder.state_dict()
+
+
+def test_every_rank_says_the_same(make: MakeFeeder) -> None:
+    """With in_order=True any rank's state serves all, but for the rank it names."""
+    feeders = [make(30, shard=(rank, 3)) for rank in range(3)]
+    for feeder in feeders:
+        taken(feeder, 2)
+    states = [{**feeder.state_dict(), "rank": None} for feeder in feeders]
+    assert states[0] == states[1] == states[2]
+    assert states[0]["position"] == 12
+
+
+# --- what a load does (R3, R5) ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun_in_vain", [0, 1, 3])
+def test_a_load_counts_once(make: MakeFeeder, begun_in_vain: int) -> None:
+    """The next epoch goes on there, also when iter() is called several times before a batch is taken; then no more."""
+    feeder = make(shuffle=True)
+    taken(feeder, 3)
+    feeder.load_state_dict(feeder.state_dict())
+    for _ in range(begun_in_vain):
+        iter(feeder)
+    assert flat(feeder) == shuffled(10, 0)[6:]
+    assert flat(feeder) == shuffled(10, 1)
+    assert flat(feeder) == shuffled(10, 2)
+
+
+def test_a_load_waits_while_an_older_iterator_goes_on(make: MakeFeeder) -> None:
+    """Batches of an iterator begun before the load neither use it up nor show in the state."""
+    feeder = make()
+    taken(feeder, 1)
+    state = feeder.state_dict()
+    iterator = iter(feeder)
+    feeder.load_state_dict(state)
+    assert next(iterator).tolist() == [0, 1]
+    assert next(iterator).tolist() == [2, 3]
+    assert stands(feeder) == (0, 2)
+    assert flat(feeder) == list(range(2, 10))
+
+
+def test_a_load_survives_close_and_error(make: MakeFeeder) -> None:
+    """Until a batch of it was handed out, a load stands."""
+    source = Numbers(10)
+    feeder = make(source)
+    taken(feeder, 2)
+    feeder.load_state_dict(feeder.state_dict())
+    feeder.close()
+    source.broken.add(4)
+    with pytest.raises(ReadError):
+        next(iter(feeder))
+    source.broken.clear()
+    assert flat(feeder) == list(range(4, 10))
+
+
+def test_the_state_after_a_load_is_the_loaded_one(make: MakeFeeder) -> None:
+    """Before iter(), and after iter() until a batch is taken; also in the middle of another epoch."""
+    other = make(shuffle=True)
+    taken(other, 2)
+    state = other.state_dict()
+    feeder = make(shuffle=True)
+    feeder.load_state_dict(state)
+    assert feeder.state_dict() == state
+    iter(feeder)
+    assert feeder.state_dict() == state
+    list(feeder)
+    taken(feeder, 1)
+    feeder.load_state_dict(state)
+    assert feeder.state_dict() == state
+    assert feeder.epoch == 0
+
+
+def test_break_then_iter_is_a_new_epoch(make: MakeFeeder) -> None:
+    """To go on where it stopped, one uses the same iterator or load_state_dict."""
+    feeder = make(shuffle=True)
+    iterator = iter(feeder)
+    first = [next(iterator).tolist() for _ in range(2)]
+    assert flat(iter(iterator)) == shuffled(10, 0)[4:]
+    assert sum(first, []) == shuffled(10, 0)[:4]
+    taken(feeder, 2)
+    assert flat(feeder) == shuffled(10, 2)
+
+
+def test_len_does_not_change_after_a_resume(make: MakeFeeder) -> None:
+    """len() is that of a whole epoch."""
+    feeder = make()
+    taken(feeder, 3)
+    feeder.load_state_dict(feeder.state_dict())
+    assert len(feeder) == 5
+    assert len(list(feeder)) == 2
+    assert len(feeder) == 5
+
+
+# --- set_epoch (R12) --------------------------------------------------------------------------------------------------
+
+
+def test_set_epoch_equal_to_a_loaded_epoch_keeps_the_position(make: MakeFeeder) -> None:
+    """As trainers call it before every epoch, the one that is resumed too."""
+    feeder = make(shuffle=True)
+    list(feeder)
+    taken(feeder, 2)
+    feeder.load_state_dict(feeder.state_dict())
+    feeder.set_epoch(1)
+    assert stands(feeder) == (1, 4)
+    assert flat(feeder) == shuffled(10, 1)[4:]
+
+
+def test_any_other_set_epoch_discards_a_loaded_position(make: MakeFeeder) -> None:
+    """The whole of that epoch, and the state says so at once."""
+    feeder = make(shuffle=True)
+    taken(feeder, 2)
+    feeder.load_state_dict(feeder.state_dict())
+    feeder.set_epoch(4)
+    assert stands(feeder) == (4, 0)
+    assert feeder.epoch == 4
+    assert flat(feeder) == shuffled(10, 4)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_set_epoch_counts_at_the_next_iter(make: MakeFeeder, before: int) -> None:
+    """An iterator that is under way goes on in its own epoch, before its first batch too."""
+    feeder = make(shuffle=True)
+    iterator = iter(feeder)
+    got = [next(iterator).tolist() for _ in range(before)]
+    feeder.set_epoch(7)
+    assert feeder.epoch == 0
+    assert sum(got, []) + flat(iterator) == shuffled(10, 0)
+    assert flat(feeder) == shuffled(10, 7)
+    assert flat(feeder) == shuffled(10, 8)
+
+
+def test_set_epoch_to_the_epoch_just_begun_changes_nothing(make: MakeFeeder) -> None:
+    """A trainer that calls iter() first and set_epoch after it trains no epoch twice."""
+    feeder = make(shuffle=True)
+    iterator = iter(feeder)
+    feeder.set_epoch(0)
+    assert flat(iterator) == shuffled(10, 0)
+    assert flat(feeder) == shuffled(10, 1)
+
+
+# --- what a state is (R6, R7) -----------------------------------------------------------------------------------------
+
+
+def through_json(state: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("travel", [through_json, through_torch])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"shuffle": "keyed", "seed": -3},
+        {"in_order": False},
+        {"sampler": SubsetRandomSampler(range(10), generator=torch.Generator().manual_seed(5))},
+    ],
+)
+def test_a_state_survives_json_and_safe_torch_load(
+    make: MakeFeeder, travel: Callable[[Any], Any], options: dict[str, Any]
+) -> None:
+    """It comes back equal, is small, and resumes."""
+    feeder = make(**options)
+    iterator = iter(feeder)
+    next(iterator)
+    state = feeder.state_dict()
+    rest = sorted(values(iterator))
+    assert travel(state) == state
+    assert len(json.dumps(state)) < 500 + 2 * len(state["sampler"])
+    feeder.load_state_dict(travel(state))
+    assert sorted(values(feeder)) == rest
+
+
+def test_the_state_names_what_it_belongs_to(make: MakeFeeder) -> None:
+    """Version, seed, epoch, position, batch size, ranks, shuffle, drop_last, length and fingerprint."""
+    state = make(seed=3, shuffle=True, drop_last=True, shard=(1, 2)).state_dict()
+    wanted = {"version": 1, "seed": 3, "epoch": 0, "position": 0, "batch_size": 2, "rank": 1, "world_size": 2}
+    wanted |= {"shuffle": True, "drop_last": True, "length": 10}
+    assert {name: state[name] for name in wanted} == wanted
+    assert state["fingerprint"]
+
+
+class Others(Numbers):
+    """As long, of another type."""
+
+
+class Renamed(Numbers):
+    """As long, of the same type by name, with other keys."""
+
+    __qualname__ = "Numbers"
+
+    def key(self, index: int) -> str:
+        return f"digit {index}"
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        ({"seed": 1}, {"seed": 2}, "seed: 1 in the state, 2 here"),
+        ({"shuffle": True}, {"shuffle": "keyed"}, "shuffle: True in the state, 'keyed' here"),
+        ({"drop_last": True}, {}, "drop_last: True in the state, False here"),
+        ({"pad": False}, {}, "pad: False in the state, True here"),
+        ({}, {"source": 11}, "length: 10 in the state, 11 here"),
+        ({}, {"source": Others(10)}, "fingerprint of the source: '[0-9a-f]+' in the state, '[0-9a-f]+' here"),
+        ({}, {"source": Renamed(10)}, "fingerprint of the source: '[0-9a-f]+' in the state, '[0-9a-f]+' here"),
+        ({"sampler": [1, 2]}, {}, "sampler: one in the state"),
+        ({}, {"sampler": [1, 2]}, "sampler: none in the state"),
+    ],
+)
+def test_a_mismatch_is_refused_with_both_values(
+    make: MakeFeeder, saved: dict[str, Any], here: dict[str, Any], told: str
+) -> None:
+    """The message says exactly what differs, and nothing was loaded."""
+    state = make(**saved).state_dict()
+    feeder = make(**here)
+    before = feeder.state_dict()
+    with pytest.raises(StateError, match=told):
+        feeder.load_state_dict(state)
+    assert feeder.state_dict() == before
+
+
+def test_all_that_differs_is_named_at_once(make: MakeFeeder) -> None:
+    """Not the first difference only."""
+    state = make(seed=1, shuffle=True).state_dict()
+    with pytest.raises(StateError, match=r"seed: 1 .*shuffle: True .*length: 10 "):
+        make(12).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"version": 99}, "version 99; this aiofeed reads version 1"),
+        ({"epoch": "x"}, "damaged"),
+        ({"position": -1}, "damaged.*position -1"),
+        ({"handed_out": [-4]}, "damaged.*handed_out"),
+        ({"handed_out": None}, "damaged"),
+        ({"shuffle": "sometimes"}, "damaged.*sometimes"),
+    ],
+)
+def test_a_damaged_state_is_refused(make: MakeFeeder, change: dict[str, Any], told: str) -> None:
+    """Every value is checked."""
+    feeder = make()
+    with pytest.raises(StateError, match=told):
+        feeder.load_state_dict({**feeder.state_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    ("state", "told"), [([], "a dict, got list"), ({"model": 1}, r"the keys \['model'\]"), ({}, "no state of a feeder")]
+)
+def test_what_is_no_state_is_refused(make: MakeFeeder, state: Any, told: str) -> None:
+    """The message says what it is instead."""
+    with pytest.raises(StateError, match=told):
+        make().load_state_dict(state)
+
+
+def test_a_missing_value_is_named(make: MakeFeeder) -> None:
+    """Each of them."""
+    feeder = make()
+    state = feeder.state_dict()
+    for name in state:
+        with pytest.raises(StateError, match=name if name != "version" else "no state"):
+            feeder.load_state_dict({key: value for key, value in state.items() if key != name})
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(2, 2), (5, 1), (3, 3), (1, 4)])
+def test_world_size_and_batch_size_may_change(make: MakeFeeder, batch_size: int, world_size: int) -> None:
+    """What was handed out is not seen again in that epoch, and what was not is; padding repeats the head."""
+    first = make(30, shuffle=True)
+    seen = sum(taken(first, 4), [])
+    rest: list[int] = []
+    for rank in range(world_size):
+        feeder = make(30, shuffle=True, batch_size=batch_size, shard=(rank, world_size))
+        feeder.load_state_dict(first.state_dict())
+        rest += flat(feeder)
+    padding = -(30 - len(seen)) % world_size
+    assert sorted(rest) == sorted([*(set(range(30)) - set(seen)), *seen[:padding]])
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def files(root: Path, names: list[str]) -> Files:
+    for number, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"%d" % number)
+    return Files([root / name for name in names])
+
+
+@pytest.mark.parametrize("names", [["a/1", "a/2", "b/1"], ["a/1", "a/2"], ["a/1"]])
+def test_a_folder_may_move(make: MakeFeeder, tmp_path: Path, names: list[str]) -> None:
+    """The same files elsewhere are the same data, be it one file."""
+    state = make(files(tmp_path / "here", names)).state_dict()
+    make(files(tmp_path / "quite" / "elsewhere", names)).load_state_dict(state)
+
+
+def test_other_files_are_another_source(make: MakeFeeder, tmp_path: Path) -> None:
+    """As many, one name different."""
+    state = make(files(tmp_path / "one", ["a/1", "a/2", "b/1"])).state_dict()
+    with pytest.raises(StateError, match="fingerprint of the source"):
+        make(files(tmp_path / "two", ["a/1", "a/3", "b/1"])).load_state_dict(state)
+
+
+def test_at_most_1024_keys_are_asked_for(make: MakeFeeder) -> None:
+    """A source of millions is told apart in a millisecond, and only once."""
+    asked: list[int] = []
+
+    class Asked(Numbers):
+        def key(self, index: int) -> str:
+            asked.append(index)
+            return super().key(index)
+
+    feeder = make(Asked(5_000_000))
+    feeder.state_dict()
+    feeder.state_dict()
+    assert len(asked) == 1024
+    assert asked[0] == 0
+    assert asked[-1] > 4_990_000
+
+
+def test_a_sources_own_fingerprint_is_used(make: MakeFeeder) -> None:
+    """A source that has fingerprint() says itself what it is."""
+
+    class Versioned(Numbers):
+        def __init__(self, n: int, version: str) -> None:
+            super().__init__(n)
+            self.version = version
+
+        def fingerprint(self) -> str:
+            return self.version
+
+    state = make(Versioned(10, "v1")).state_dict()
+    assert state["fingerprint"] == "v1"
+    with pytest.raises(StateError, match="'v1' in the state, 'v2' here"):
+        make(Versioned(10, "v2")).load_state_dict(state)
+
+
+# --- samplers (R13) ---------------------------------------------------------------------------------------------------
+
+
+class Stateful:
+    """A sampler that rotates by one more each epoch, and keeps that in a state_dict."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn += 1
+        return iter([(index + self.turn) % 10 for index in range(10)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"turn": self.turn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.turn = state["turn"]
+
+
+class HowFar(DistributedSampler):  # type: ignore[type-arg]
+    """A DistributedSampler whose state is how many it gave of its epoch, as torchdata has one."""
+
+    given = 0
+    skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.given, self.skip = self.skip, 0
+        for index in list(super().__iter__())[self.given :]:
+            self.given += 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["yielded"]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+RESUMABLE: dict[str, Callable[[int], Any]] = {
+    "list": lambda seed: [3, 1, 4, 1, 5, 9, 2, 6, 5, 3],
+    "RandomSampler": lambda seed: RandomSampler(range(10), generator=seeded(seed)),
+    "replacement": lambda seed: RandomSampler(range(10), replacement=True, num_samples=10, generator=seeded(seed)),
+    "SubsetRandomSampler": lambda seed: SubsetRandomSampler(range(10), generator=seeded(seed)),
+    "WeightedRandomSampler": lambda seed: WeightedRandomSampler([1.0] * 10, 10, generator=seeded(seed)),
+    "DistributedSampler": lambda seed: DistributedSampler(range(20), 2, 1),
+    "state_dict": lambda seed: Stateful(),
+    "set_epoch and state_dict": lambda seed: HowFar(range(20), 2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMABLE)
+@pytest.mark.parametrize("done", [0, 2, 5, 7, 10])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_sampler_is_resumed_exactly(make: MakeFeeder, kind: str, done: int, twice: bool) -> None:
+    """Stopped after any batch of any epoch, resumed with a sampler made anew: the rest is what it would have been."""
+    whole = make(20, sampler=RESUMABLE[kind](1))
+    wanted = [values(whole) for _ in range(3)]
+    first = make(20, sampler=RESUMABLE[kind](1))
+    for _ in range(done // 5):
+        list(first)
+    taken(first, done % 5)
+    second = make(20, sampler=RESUMABLE[kind](2))  # seeded otherwise: what it draws comes from the state
+    second.load_state_dict(first.state_dict())
+    if twice:
+        iter(second)
+    assert values(second) == wanted[done // 5][done % 5 :]
+    if done < 10:
+        assert values(second) == wanted[done // 5 + 1]
+
+
+def test_an_epoch_begun_twice_is_listed_alike(make: MakeFeeder) -> None:
+    """iter() without a batch, then iter(): a sampler with a generator gives the list it gave before."""
+    wanted = list(RandomSampler(range(10), generator=seeded(1)))
+    feeder = make(sampler=RandomSampler(range(10), generator=seeded(1)))
+    iter(feeder)
+    iter(feeder)
+    assert flat(feeder) == wanted
+
+
+def test_a_sampler_without_a_generator_cannot_be_resumed(make: MakeFeeder) -> None:
+    """RandomSampler draws from the global generator: the rest of its epoch is lost; that is said, with a way out."""
+    first = make(sampler=RandomSampler(range(10)))
+    taken(first, 2)
+    state = first.state_dict()
+    second = make(sampler=RandomSampler(range(10)))
+    second.load_state_dict(state)
+    with pytest.raises(StateError, match=r"epoch 0 cannot be resumed: RandomSampler .*generator=torch\.Generator\(\)"):
+        iter(second)
+    second.set_epoch(1)
+    assert sorted(flat(second)) == list(range(10))
+
+
+def test_at_the_start_of_an_epoch_any_sampler_resumes(make: MakeFeeder) -> None:
+    """Nothing has been handed out that a list would have to agree with."""
+    first = make(sampler=RandomSampler(range(10)))
+    list(first)
+    second = make(sampler=RandomSampler(range(10)))
+    second.load_state_dict(first.state_dict())
+    assert sorted(flat(second)) == list(range(10))
+    assert second.epoch == 1
+
+
+def test_a_sampler_is_asked_once_per_epoch(make: MakeFeeder) -> None:
+    """Not when the feeder is made, and not again for len() or a state."""
+    calls: list[int] = []
+
+    class Counted:
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[int]:
+            calls.append(1)
+            return iter(range(4))
+
+    feeder = make(sampler=Counted())
+    assert len(feeder) == 2
+    feeder.state_dict()
+    assert calls == []
+    for epoch in (1, 2, 3):
+        list(feeder)
+        assert len(calls) == epoch
+
+
+def test_a_samplers_draws_begin_with_the_first_epoch(make: MakeFeeder) -> None:
+    """A sampler that shuffles within __iter__ gives its first list to the first epoch."""
+
+    class Eager:
+        generator = seeded(3)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(10, generator=self.generator).tolist())
+
+    assert flat(make(sampler=Eager())) == torch.randperm(10, generator=seeded(3)).tolist()
+
+
+def test_a_sampler_is_not_sharded_again(make: MakeFeeder) -> None:
+    """It is this rank's own list already; its indices may repeat, and leave others out."""
+    feeder = make(sampler=[7, 7, 2], shard=(1, 4))
+    assert values(feeder) == [[7, 7], [2]]
+    assert len(feeder) == 2
+
+
+def test_set_epoch_reaches_the_sampler(make: MakeFeeder) -> None:
+    """Epoch by epoch, by itself and when it is chosen."""
+    sampler = DistributedSampler(range(20), 2, 0, seed=4)
+    feeder = make(20, sampler=sampler)
+    for epoch in (0, 1, 9):
+        if epoch == 9:
+            feeder.set_epoch(9)
+        sampler_of_its_own = DistributedSampler(range(20), 2, 0, seed=4)
+        sampler_of_its_own.set_epoch(epoch)
+        assert flat(feeder) == list(sampler_of_its_own)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        ([0, 10], "the index 10, but the source has 10 samples"),
+        ([0, -1], "the index -1"),
+    ],
+)
+def test_an_index_out_of_range_is_named(make: MakeFeeder, sampler: list[int], told: str) -> None:
+    """At iter(), before anything is read."""
+    source = Numbers(10)
+    feeder = make(source, sampler=sampler)
+    with pytest.raises(ValueError, match=told):
+        iter(feeder)
+    assert source.read_ever == []
+
+
+@pytest.mark.parametrize("sampler", [[[0, 1], [2, 3]], [0.5, 1.0], ["0"], [None]])
+def test_what_is_no_index_is_refused(make: MakeFeeder, sampler: Any) -> None:
+    """Lists of indices (a BatchSampler's) and floats are not read as something else."""
+    with pytest.raises(TypeError, match="one int per sample"):
+        iter(make(sampler=sampler))
+
+
+@pytest.mark.parametrize("sampler", [torch.tensor([3, 1]), (3, 1), range(3, 0, -2), {3: 0, 1: 0}])
+def test_any_iterable_of_indices_is_a_sampler(make: MakeFeeder, sampler: Any) -> None:
+    """A tensor, a tuple, a range, the keys of a dict."""
+    assert flat(make(sampler=sampler)) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "options", "error", "told"),
+    [
+        (iter([1]), {}, TypeError, "one epoch only"),
+        ((i for i in [1]), {}, TypeError, "one epoch only"),
+        (3, {}, TypeError, "sampler must be an iterable of indices, got 3"),
+        ([1], {"shuffle": True}, ValueError, "sampler= decides the order"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(
+    make: MakeFeeder, sampler: Any, options: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    """When the feeder is made."""
+    with pytest.raises(error, match=told):
+        make(sampler=sampler, **options)
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[int]:
+        return iter([4, 2, 0])
+
+
+def test_a_sampler_without_len_iterates_and_resumes(make: MakeFeeder) -> None:
+    """Only len(feeder) is a TypeError then."""
+    feeder = make(sampler=Unsized())
+    with pytest.raises(TypeError, match=r"Unsized has no len\(\)"):
+        len(feeder)
+    taken(feeder, 1)
+    feeder.load_state_dict(feeder.state_dict())
+    assert values(feeder) == [[0]]
+    feeder.load_state_dict({**feeder.state_dict()})
+    assert [values(feeder) for _ in feeder.epochs(3)] == [[[4, 2], [0]]] * 2
+
+
+def test_a_samplers_state_that_is_not_plain_is_refused(make: MakeFeeder) -> None:
+    """A feeder's state survives JSON, so a sampler's has to."""
+
+    class Opaque(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"turn": object()}
+
+    with pytest.raises(StateError, match="state of Opaque is not plain"):
+        make(sampler=Opaque()).state_dict()
+
+
+def test_a_damaged_samplers_state_is_refused(make: MakeFeeder) -> None:
+    """The sampler's part is checked too."""
+    feeder = make(sampler=[1, 2])
+    with pytest.raises(StateError, match="sampler's part of the state is damaged"):
+        feeder.load_state_dict({**feeder.state_dict(), "sampler": "no JSON"})
+
+
+# --- shards (R11) -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return monkeypatch
+
+
+def test_alone_there_is_one_shard(make: MakeFeeder, no_launcher: pytest.MonkeyPatch) -> None:
+    """Nobody launched several processes, or only half of the environment is there."""
+    assert flat(make(shard="auto")) == list(range(10))
+    no_launcher.setenv("WORLD_SIZE", "3")
+    assert flat(make(shard="auto")) == list(range(10))
+
+
+def test_the_shard_comes_from_the_environment_when_first_needed(
+    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RANK and WORLD_SIZE as torchrun sets them, after the feeder was made; logged, then kept."""
+    feeder = make(shard="auto")
+    no_launcher.setenv("RANK", "1")
+    no_launcher.setenv("WORLD_SIZE", "2")
+    with caplog.at_level(logging.INFO, "aiofeed"):
+        assert len(feeder) == 3
+    assert "shard 1 of 2, from RANK and WORLD_SIZE" in caplog.text
+    no_launcher.setenv("RANK", "0")
+    assert flat(feeder) == [1, 3, 5, 7, 9]
+    assert feeder.state_dict()["world_size"] == 2
+
+
+def test_torch_distributed_comes_before_the_environment(
+    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a process group has been initialised, it says who is who."""
+    import torch.distributed as dist
+
+    no_launcher.setenv("RANK", "1")
+    no_launcher.setenv("WORLD_SIZE", "2")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with caplog.at_level(logging.INFO, "aiofeed"):
+            assert flat(make(shard="auto")) == list(range(10))
+    finally:
+        dist.destroy_process_group()
+    assert "shard 0 of 1, from torch.distributed" in caplog.text
+
+
+@pytest.mark.parametrize(("shard", "wanted"), [((1, 3), [1, 4, 7, 0]), ([0, 1], list(range(10))), (None, range(10))])
+def test_an_argument_wins(make: MakeFeeder, no_launcher: pytest.MonkeyPatch, shard: Any, wanted: Any) -> None:
+    """(rank, world_size) says it, and None feeds everything to everybody, whatever the environment holds."""
+    no_launcher.setenv("RANK", "1")
+    no_launcher.setenv("WORLD_SIZE", "2")
+    assert flat(make(shard=shard)) == list(wanted)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0")])
+def test_a_wrong_environment_is_named(
+    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, rank: str, world_size: str
+) -> None:
+    """The message quotes both variables."""
+    no_launcher.setenv("RANK", rank)
+    no_launcher.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
+        len(make(shard="auto"))
+
+
+@pytest.mark.parametrize(
+    ("shard", "error"),
+    [((2, 2), ValueError), ((-1, 2), ValueError), ((0, 0), ValueError), ((0,), TypeError), ("all", TypeError),
+     ((0.0, 2), TypeError), ((True, 2), TypeError)],
+)  # fmt: skip
+def test_what_is_no_shard_is_refused(make: MakeFeeder, shard: Any, error: type[Exception]) -> None:
+    """When the feeder is made."""
+    with pytest.raises(error, match="shard must be"):
+        make(shard=shard)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_shards_are_distributed_samplers(make: MakeFeeder, drop_last: bool) -> None:
+    """Rank r of R reads what DistributedSampler gives it, epoch by epoch."""
+    for rank in range(3):
+        sampler = DistributedSampler(range(20), 3, rank, seed=2, drop_last=drop_last)
+        feeder = make(20, shuffle=True, seed=2, shard=(rank, 3), drop_last=drop_last)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            assert flat(feeder) == list(sampler)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_feeder_is_where_this_one_is(make: MakeFeeder) -> None:
+    """Idle, between epochs: the copy goes on with the same epoch, the same state and threads of its own."""
+    feeder = make(shuffle=True)
+    list(feeder)
+    copy = pickle.loads(pickle.dumps(feeder))
+    assert copy.state_dict() == feeder.state_dict()
+    assert flat(copy) == flat(feeder) == shuffled(10, 1)
+    copy.close()
+
+
+def test_a_feeder_pickled_in_mid_epoch_travels_without_its_threads(make: MakeFeeder) -> None:
+    """The copy's state is the position reached; its next iter() is a new epoch, as it would be here."""
+    feeder = make(100, shuffle=True)
+    iterator = iter(feeder)
+    next(iterator)
+    threads = threading.active_count()
+    copy = pickle.loads(pickle.dumps(feeder))
+    assert threading.active_count() <= threads
+    assert stands(copy) == (0, 2)
+    state = copy.state_dict()
+    assert flat(copy) == shuffled(100, 1)
+    copy.load_state_dict(state)
+    assert flat(copy) == flat(iterator) == shuffled(100, 0)[2:]
+    copy.close()
+
+
+def test_a_loaded_position_travels(make: MakeFeeder) -> None:
+    """Loaded here, resumed there; with a sampler and its generator too."""
+    feeder = make(sampler=RandomSampler(range(10), generator=seeded(1)))
+    taken(feeder, 2)
+    feeder.load_state_dict(feeder.state_dict())
+    copy = pickle.loads(pickle.dumps(feeder))
+    assert flat(copy) == flat(feeder) == list(RandomSampler(range(10), generator=seeded(1)))[4:]
+    copy.close()
+
+
+def test_without_padding_the_rest_stays_with_its_rank(make: MakeFeeder) -> None:
+    """With pad=False ranks end unevenly: a state in mid-epoch is refused by other ranks and batches."""
+    feeder = make(10, pad=False, shard=(0, 2))
+    taken(feeder, 1)
+    state = feeder.state_dict()
+    for other in ({"shard": (1, 2)}, {"shard": (0, 3)}, {"shard": (0, 2), "batch_size": 3}):
+        with pytest.raises(StateError, match="pad=False"):
+            make(10, pad=False, **other).load_state_dict(state)
+    rest = make(10, pad=False, shard=(0, 2))
+    rest.load_state_dict(state)
+    assert flat(rest) == [4, 6, 8]
+
+
+def test_a_position_behind_the_epochs_end_is_refused(make: MakeFeeder) -> None:
+    """It cannot have been reached; the message says where the epoch ends."""
+    feeder = make(10)
+    with pytest.raises(StateError, match=r"position 11.*ends at 10"):
+        feeder.load_state_dict({**feeder.state_dict(), "position": 11})
