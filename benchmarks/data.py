@@ -1,0 +1,100 @@
+"""Inputs, generated once and kept: photographs as JPEG files of one size, and many tiny files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+WIDTH, HEIGHT = 500, 400
+QUALITY = 90
+TINY_BYTES = 2048
+FILES_PER_FOLDER = 1000
+
+
+def default_folder() -> Path:
+    """Where inputs are kept, per user, until the system clears its temporary files."""
+    return Path(tempfile.gettempdir()) / f"aiofeed-benchmarks-{os.getuid()}"
+
+
+def jpeg_folder(data: Path, count: int) -> Path:
+    """``count`` JPEGs of 500 x 400, quality 90, cut at random from photographs; one sub-folder per photograph."""
+    return _made(data / f"jpeg-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_jpegs(folder, count))
+
+
+def tiny_folder(data: Path, count: int) -> Path:
+    """``count`` files of 2 KB of random bytes, 1,000 per sub-folder."""
+    return _made(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
+
+
+def files_below(folder: Path | str) -> list[str]:
+    """The files in the sub-folders of ``folder``, sorted."""
+    return sorted(str(path) for path in Path(folder).glob("*/*"))
+
+
+def _made(folder: Path, write: Callable[[Path], None]) -> Path:
+    """``folder``, filled by ``write`` if it is not there; half a folder never carries the name."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name))
+        try:
+            write(unfinished)
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else somebody else was faster
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _write_jpegs(folder: Path, count: int) -> None:
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    pictures = photographs()
+    for name in pictures:
+        (folder / name).mkdir()
+    names = list(pictures)
+    for number in range(count):
+        name = names[number % len(names)]
+        picture = pictures[name]
+        # Three fifths to all of the largest part of this shape: neither mostly blur nor all alike.
+        share = random.uniform(0.6, 1.0)
+        width = min(picture.width, picture.height * WIDTH / HEIGHT) * share
+        height = width * HEIGHT / WIDTH
+        left, top = random.uniform(0, picture.width - width), random.uniform(0, picture.height - height)
+        box = (left, top, left + width, top + height)
+        part = picture.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS, box=box)
+        part.save(folder / name / f"{number:05d}.jpg", quality=QUALITY)
+
+
+def photographs() -> dict[str, Image.Image]:
+    """Colour photographs that come inside scikit-learn and scikit-image."""
+    from PIL import Image
+    from skimage import data
+    from sklearn.datasets import load_sample_image
+
+    arrays = {
+        "astronaut": data.astronaut(),
+        "cat": data.chelsea(),
+        "coffee": data.coffee(),
+        "flower": load_sample_image("flower.jpg"),
+        "rocket": data.rocket(),
+        "temple": load_sample_image("china.jpg"),
+    }
+    return {name: Image.fromarray(array) for name, array in arrays.items()}
+
+
+def _write_tiny_files(folder: Path, count: int) -> None:
+    for number in range(count):
+        parent = folder / f"{number // FILES_PER_FOLDER:03d}"
+        parent.mkdir(exist_ok=True)
+        (parent / f"{number:06d}.bin").write_bytes(os.urandom(TINY_BYTES))

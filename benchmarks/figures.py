@@ -1,0 +1,98 @@
+"""What was measured: values by round, their median and spread, and what they are held against. Pure arithmetic."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+RATIO = ""
+"""The unit of a ratio."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure should come to.
+
+    Args:
+        bound: the limit, in the figure's unit; it counts as reached.
+        at_least: whether the figure should be that or more; otherwise that or less.
+    """
+
+    bound: float
+    at_least: bool
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+def at_least(bound: float) -> Target:
+    return Target(bound, at_least=True)
+
+
+def at_most(bound: float) -> Target:
+    return Target(bound, at_least=False)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the results.
+
+    Args:
+        what: in words, without the benchmark's title.
+        values: one per round, at least one.
+        unit: ``RATIO``, or "us", "ms", "MB", "/s".
+        target: ``None`` for figures that are only there to compare with.
+    """
+
+    what: str
+    values: tuple[float, ...]
+    unit: str = RATIO
+    target: Target | None = None
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError(f"figure {self.what!r} has no values")
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+    @property
+    def verdict(self) -> str:
+        """ "met" or "SHORT", by the median; empty where there is no target."""
+        if self.target is None:
+            return ""
+        return "met" if self.target.met(self.median) else "SHORT"
+
+
+Sample = Mapping[str, float]
+"""What one contender measured in one round."""
+
+
+def column(samples: Sequence[Sample], name: str, scale: float = 1.0) -> tuple[float, ...]:
+    """One quantity, round by round, times ``scale``."""
+    return tuple(sample[name] * scale for sample in samples)
+
+
+def per(values: Sequence[float], divisors: Sequence[float]) -> tuple[float, ...]:
+    """The ratio within each round: what disturbs a round disturbs both sides of it."""
+    return tuple(value / divisor for value, divisor in zip(values, divisors, strict=True))
+
+
+def rates(samples: Sequence[Sample]) -> tuple[float, ...]:
+    """Items per second, round by round."""
+    return per(column(samples, "items"), column(samples, "wall_s"))
+
+
+def cpu_us_per_item(samples: Sequence[Sample]) -> tuple[float, ...]:
+    """CPU time of the process tree per item, in microseconds, round by round."""
+    return per(column(samples, "cpu_s", 1e6), column(samples, "items"))

@@ -1,0 +1,254 @@
+"""Contenders in processes of their own, taking turns: rounds A B C, B C A, ...; and their memory, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.figures import Sample
+from benchmarks.processes import Memory, peak, tree_memory
+from benchmarks.worker import measured, resolve
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+STEP_LIMIT_S = 300.0
+"""A contender that does not answer for so long is killed."""
+
+MEMORY_INTERVAL_S = 0.02
+
+Measure = Callable[[], Mapping[str, float]]
+"""Does the work once; returns what else there is to say beside ``wall_s`` and ``cpu_s``, which the worker takes."""
+
+
+class BenchmarkError(Exception):
+    """A contender failed; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run of the benchmarks was told.
+
+    Args:
+        rounds: how often every contender has its turn.
+        quick: tiny inputs: shows that everything runs, measures nothing.
+        data: the folder that generated inputs are kept in.
+        say: told of progress.
+        own_processes: whether each contender gets a process; for the tests, which want none of torch's imports again.
+    """
+
+    rounds: int
+    quick: bool
+    data: Path
+    say: Callable[[str], None] = field(default=lambda line: None)
+    own_processes: bool = True
+
+    def size(self, full: int, quick: int) -> int:
+        """One number for real runs, another for quick ones."""
+        return quick if self.quick else full
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of doing the work.
+
+    Args:
+        label: its name in the results.
+        function: ``function(**options)``, of an importable module, is a context manager that sets up, runs once to
+            warm up where that belongs to the question, and gives a ``Measure``.
+        options: plain values for it.
+        imports: "module" or "module:attribute", imported before anything is set up: memory counts from there.
+    """
+
+    label: str
+    function: Callable[..., AbstractContextManager[Measure]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
+
+
+class Process:
+    """A contender's process: it starts and imports at once, then does as it is told. Close it by ``with``."""
+
+    def __init__(self, contender: Contender) -> None:
+        self._label = contender.label
+        function = contender.function
+        task = {
+            "function": f"{function.__module__}:{function.__qualname__}",
+            "options": dict(contender.options),
+            "imports": contender.imports,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", json.dumps(task)],
+            cwd=PROJECT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def imported(self) -> None:
+        """Wait until the imports are done; nothing else has happened by then."""
+        self._answer()
+
+    def set_up(self) -> None:
+        """Make ready to measure."""
+        self._ask()
+
+    def measure(self) -> Sample:
+        """Do the work once."""
+        return self._ask()
+
+    def _ask(self) -> Sample:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: its last words, or their absence, are read below
+        return self._answer()
+
+    def _answer(self) -> Sample:
+        assert self._process.stdout is not None
+        killer = threading.Timer(STEP_LIMIT_S, self._process.kill)
+        killer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            killer.cancel()
+        if not line:
+            raise BenchmarkError(f"{self._label}: its process ended or was killed after {STEP_LIMIT_S:.0f} s")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchmarkError(f"{self._label}:\n{answer['error']}")
+        return answer
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.close()  # it tidies up and ends
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class Inline:
+    """A contender in this process, with the face of ``Process``. What it measures is not worth much."""
+
+    pid = os.getpid()
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._stack = ExitStack()
+        self._measure: Measure | None = None
+
+    def imported(self) -> None:
+        for name in self._contender.imports:
+            resolve(name)
+
+    def set_up(self) -> None:
+        self._measure = self._stack.enter_context(self._contender.function(**self._contender.options))
+
+    def measure(self) -> Sample:
+        assert self._measure is not None
+        return measured(self._measure)
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def start(contender: Contender, settings: Settings) -> Process | Inline:
+    return Process(contender) if settings.own_processes else Inline(contender)
+
+
+def turns(count: int, round_number: int) -> list[int]:
+    """The order of ``count`` contenders in a round: each round begins with the next one."""
+    return [(position + round_number) % count for position in range(count)]
+
+
+def interleave(contenders: Sequence[Contender], settings: Settings) -> dict[str, list[Sample]]:
+    """Measure every contender once per round, taking turns; one process each, which lives through all rounds."""
+    samples: dict[str, list[Sample]] = {contender.label: [] for contender in contenders}
+    with ExitStack() as stack:
+        processes: list[Process | Inline] = [
+            stack.enter_context(start(contender, settings)) for contender in contenders
+        ]
+        for process in processes:
+            process.imported()
+        for process in processes:
+            process.set_up()
+        for number in range(settings.rounds):
+            for position in turns(len(processes), number):
+                label = contenders[position].label
+                settings.say(f"round {number + 1} of {settings.rounds}: {label}")
+                samples[label].append(processes[position].measure())
+    return samples
+
+
+def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dict[str, list[Sample]]:
+    """Measure every contender once per round, taking turns; a new process each time, and only one at a time."""
+    samples: dict[str, list[Sample]] = {contender.label: [] for contender in contenders}
+    for number in range(settings.rounds):
+        for position in turns(len(contenders), number):
+            contender = contenders[position]
+            settings.say(f"round {number + 1} of {settings.rounds}: {contender.label}")
+            with start(contender, settings) as process:
+                process.imported()
+                process.set_up()
+                samples[contender.label].append(process.measure())
+    return samples
+
+
+def added_memory(contender: Contender, settings: Settings, measures: int = 2) -> Memory:
+    """How far the memory of the process tree rises above its level after the imports, at its peak.
+
+    The contender runs alone, sets up and measures ``measures`` times; memory is sampled from outside.
+    """
+    with start(contender, settings) as process:
+        process.imported()
+        level = highest = tree_memory(process.pid)
+        done = threading.Event()
+
+        def watch() -> None:
+            nonlocal highest
+            while not done.wait(MEMORY_INTERVAL_S):
+                highest = peak(highest, tree_memory(process.pid))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            process.set_up()
+            for _ in range(measures):
+                process.measure()
+            time.sleep(2 * MEMORY_INTERVAL_S)
+        finally:
+            done.set()
+            watcher.join()
+    return highest - level

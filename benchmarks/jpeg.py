@@ -1,0 +1,204 @@
+"""How close does the feeder come to decoding alone, and how far ahead of ``DataLoader`` is it?
+
+JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, decoded by Pillow or Pillow-SIMD in every contender
+(antialiased bilinear, full scale), files in the page cache, epochs after the first. Two bare threads and two bare
+processes only read and decode, each taking the next 16 files when it is done: no batches, no labels.
+``DataLoader(num_workers=2, persistent_workers=True)`` has a Dataset that does the same decode and, as torchvision
+does, hands out a [3, H, W] view of it.
+
+Targets: at least 0.98 of two bare threads; at least 1.10 of ``DataLoader``; no more CPU time per image than it; at
+most 60 MB of memory above the imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.data import files_below, jpeg_folder
+from benchmarks.figures import Figure, at_least, at_most, cpu_us_per_item, per, rates
+from benchmarks.harness import Contender, Measure, Settings, added_memory, interleave
+from benchmarks.passes import single
+from benchmarks.processes import Memory
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TITLE = "JPEG 500x400 to 224, batch 64, second epoch"
+
+SIZE = 224
+BATCH = 64
+WORKERS = 2
+PIECE = 16
+MEMORY_RUNS = 3
+
+
+def run(settings: Settings) -> list[Figure]:
+    options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
+    feeder = Contender("aiofeed", aiofeed_feeder, options, ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage"))
+    loader = Contender("DataLoader", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image"))
+    threads = Contender("two bare threads", bare_threads, options, ("numpy", "PIL.Image"))
+    processes = Contender("two bare processes", bare_processes, options, ("numpy", "PIL.Image"))
+    samples = interleave([feeder, threads, processes, loader], settings)
+    rate = {label: rates(rounds) for label, rounds in samples.items()}
+    cpu = {label: cpu_us_per_item(rounds) for label, rounds in samples.items()}
+    memory: dict[str, list[Memory]] = {feeder.label: [], loader.label: []}
+    for number in range(min(MEMORY_RUNS, settings.rounds)):
+        for contender in (feeder, loader):
+            settings.say(f"memory {number + 1}: {contender.label}")
+            memory[contender.label].append(added_memory(contender, settings))
+    return [
+        Figure("speed / two bare threads", per(rate["aiofeed"], rate["two bare threads"]), target=at_least(0.98)),
+        Figure("speed / two bare processes", per(rate["aiofeed"], rate["two bare processes"])),
+        Figure("speed / DataLoader, 2 workers", per(rate["aiofeed"], rate["DataLoader"]), target=at_least(1.10)),
+        Figure("CPU per image / DataLoader", per(cpu["aiofeed"], cpu["DataLoader"]), target=at_most(1.0)),
+        Figure("CPU per image / two bare threads", per(cpu["aiofeed"], cpu["two bare threads"])),
+        Figure("memory above the imports", tuple(m.total / 1e6 for m in memory["aiofeed"]), "MB", at_most(60)),
+        Figure("  of it no files' pages", tuple(m.unmapped / 1e6 for m in memory["aiofeed"]), "MB"),
+        Figure("memory above the imports: DataLoader", tuple(m.total / 1e6 for m in memory["DataLoader"]), "MB"),
+        Figure("  of it no files' pages: DataLoader", tuple(m.unmapped / 1e6 for m in memory["DataLoader"]), "MB"),
+        *[Figure(f"images: {label}", values, "/s") for label, values in rate.items()],
+        *[Figure(f"CPU per image: {label}", values, "us") for label, values in cpu.items()],
+    ]
+
+
+@contextmanager
+def aiofeed_feeder(folder: str) -> Iterator[Measure]:
+    import aiofeed
+
+    source = aiofeed.ImageFolder(folder)
+    decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
+    with aiofeed.Feeder(source, decode=decode, batch_size=BATCH) as feeder:
+        one_epoch = single(feeder)
+
+        def epoch() -> Mapping[str, float]:
+            return counted(one_epoch(), len(source))
+
+        epoch()
+        yield epoch
+
+
+@contextmanager
+def data_loader(folder: str) -> Iterator[Measure]:
+    from torch.utils.data import DataLoader
+
+    dataset = Images(files_below(folder))
+    loader = DataLoader(dataset, BATCH, num_workers=WORKERS, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
+
+    def epoch() -> Mapping[str, float]:
+        return counted(loader, len(dataset))
+
+    epoch()
+    yield epoch
+
+
+@contextmanager
+def bare_threads(folder: str) -> Iterator[Measure]:
+    """Threads that decode into 64 rows, over and over."""
+    import numpy as np
+
+    paths = files_below(folder)
+    rows = [np.empty((BATCH, SIZE, SIZE, 3), np.uint8) for _ in range(WORKERS)]
+
+    def epoch() -> Mapping[str, float]:
+        # next() of a list's iterator is one step under the GIL: whoever is done takes what comes next.
+        pieces = iter([paths[start : start + PIECE] for start in range(0, len(paths), PIECE)])
+        threads = [threading.Thread(target=lambda rows: decode_all(pieces, rows), args=(mine,)) for mine in rows]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"items": len(paths)}
+
+    epoch()
+    yield epoch
+
+
+@contextmanager
+def bare_processes(folder: str) -> Iterator[Measure]:
+    """The same in processes, forked beforehand."""
+    context = multiprocessing.get_context("fork")
+    paths = files_below(folder)
+    todo, done = context.SimpleQueue(), context.SimpleQueue()
+    workers = [context.Process(target=bare_worker, args=(todo, done), daemon=True) for _ in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+
+    def epoch() -> Mapping[str, float]:
+        for start in range(0, len(paths), PIECE):
+            todo.put(paths[start : start + PIECE])
+        for _ in range(0, len(paths), PIECE):
+            done.get()
+        return {"items": len(paths)}
+
+    try:
+        epoch()
+        yield epoch
+    finally:
+        for _ in workers:
+            todo.put(None)
+        for worker in workers:
+            worker.join()
+        todo.close()
+        done.close()
+
+
+def bare_worker(todo: Any, done: Any) -> None:
+    import numpy as np
+
+    rows = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+    for piece in iter(todo.get, None):
+        decode_all(iter([piece]), rows)
+        done.put(None)
+
+
+def decode_all(pieces: Iterator[list[str]], rows: NDArray[np.uint8]) -> None:
+    position = 0
+    for piece in pieces:
+        for path in piece:
+            rows[position] = decode(path)
+            position = (position + 1) % len(rows)
+
+
+def decode(path: str) -> NDArray[np.uint8]:
+    """A file to uint8 [224, 224, 3], as everybody writes it."""
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+
+
+class Images:
+    """The Dataset for ``DataLoader``: what torchvision's ``ImageFolder`` and ``pil_to_tensor`` would give."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+        names = [path.rsplit("/", 2)[-2] for path in paths]
+        numbers = {name: number for number, name in enumerate(sorted(set(names)))}
+        self.targets = [numbers[name] for name in names]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        import numpy as np
+        import torch
+        from PIL import Image
+
+        with Image.open(self.paths[index]) as image:
+            small = image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(small)).permute(2, 0, 1), self.targets[index]
+
+
+def counted(loader: Any, expected: int) -> Mapping[str, float]:
+    """One epoch; the number of images, which must be all."""
+    items = 0
+    for _, labels in loader:
+        items += len(labels)
+    assert items == expected, f"{items} of {expected} images"
+    return {"items": items}

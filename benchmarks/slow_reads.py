@@ -1,0 +1,94 @@
+"""Does slow storage keep as many reads in flight as it is allowed to?
+
+A source whose read takes 20 ms, 128 of them in flight, batch 64, a decoder that does nothing: 6,400 reads/s would be
+all. ``DataLoader`` with two workers, each of which waits for one read after the other, for comparison.
+
+Target: at least 0.85 of in-flight / latency.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from benchmarks.figures import Figure, at_least, cpu_us_per_item, per, rates
+from benchmarks.harness import Contender, Measure, Settings, interleave
+from benchmarks.overlap import WaitingSource
+from benchmarks.passes import single
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TITLE = "Reads of 20 ms, 128 in flight, batch 64"
+
+READ_S = 0.020
+IN_FLIGHT = 128
+BATCH = 64
+
+
+def run(settings: Settings) -> list[Figure]:
+    reads = settings.size(19_200, 256)
+    feeder = Contender("aiofeed", aiofeed_feeder, {"reads": reads}, ("torch", "aiofeed:Feeder"))
+    loader_options = {"reads": settings.size(2 * BATCH, 4), "batch": settings.size(BATCH, 2)}
+    loader = Contender("DataLoader, 2 workers", data_loader, loader_options, ("torch.utils.data",))
+    samples = interleave([feeder, loader], settings)
+    rate = {label: rates(rounds) for label, rounds in samples.items()}
+    ideal = IN_FLIGHT / READ_S
+    return [
+        Figure("reads/s / ideal", tuple(value / ideal for value in rate["aiofeed"]), target=at_least(0.85)),
+        Figure("reads/s / DataLoader, 2 workers", per(rate["aiofeed"], rate["DataLoader, 2 workers"])),
+        *[Figure(f"reads: {label}", values, "/s") for label, values in rate.items()],
+        *[Figure(f"CPU per read: {label}", cpu_us_per_item(rounds), "us") for label, rounds in samples.items()],
+    ]
+
+
+def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+@contextmanager
+def aiofeed_feeder(reads: int) -> Iterator[Measure]:
+    import aiofeed
+
+    limits = aiofeed.Limits(read_concurrency=IN_FLIGHT)
+    source = WaitingSource(reads, READ_S)
+    with aiofeed.Feeder(source, decode=decode, batch_size=BATCH, limits=limits) as feeder:
+        one_epoch = single(feeder)
+
+        def epoch() -> Mapping[str, float]:
+            return {"items": sum(map(len, one_epoch()))}
+
+        epoch()
+        yield epoch
+
+
+@contextmanager
+def data_loader(reads: int, batch: int) -> Iterator[Measure]:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(SlowReads(reads), batch, num_workers=2, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
+
+    def epoch() -> Mapping[str, float]:
+        return {"items": sum(map(len, loader))}
+
+    epoch()
+    yield epoch
+
+
+class SlowReads:
+    """The same reads, one after the other."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        time.sleep(READ_S)
+        return decode(bytearray(b"sample"))

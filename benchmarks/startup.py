@@ -1,0 +1,89 @@
+"""How long until the first batch?
+
+The import: ``import aiofeed`` and ``aiofeed.Feeder`` in a new process that has imported torch. The first batch:
+from ``iter()`` of the first epoch to 64 JPEGs of 500 x 400 at 224 x 224, files in the page cache, everything imported.
+A new process for every round.
+
+Targets: under 50 ms and under 100 ms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.data import files_below, jpeg_folder
+from benchmarks.figures import Figure, at_most, column
+from benchmarks.harness import Contender, Measure, Settings, interleave_fresh
+from benchmarks.jpeg import BATCH, SIZE, Images
+
+TITLE = "Start: import, and the first batch of 64 JPEGs"
+
+
+def run(settings: Settings) -> list[Figure]:
+    options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
+    contenders = [
+        Contender("aiofeed", aiofeed_feeder, options, ("torch",)),
+        Contender("DataLoader, 2 workers", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image")),
+    ]
+    samples = interleave_fresh(contenders, settings)
+    ours = samples["aiofeed"]
+    return [
+        Figure("import of aiofeed beyond torch", column(ours, "import_s", 1e3), "ms", at_most(50)),
+        Figure("import of its decoder and Pillow", column(ours, "decoder_import_s", 1e3), "ms"),
+        Figure("iter() to first batch", column(ours, "first_batch_s", 1e3), "ms", at_most(100)),
+        Figure(
+            "iter() to first batch: DataLoader, 2 workers",
+            column(samples["DataLoader, 2 workers"], "first_batch_s", 1e3),
+            "ms",
+        ),
+    ]
+
+
+@contextmanager
+def aiofeed_feeder(folder: str) -> Iterator[Measure]:
+    warm(folder)
+    started = time.perf_counter()
+    import aiofeed
+
+    _ = aiofeed.Feeder
+    import_s = time.perf_counter() - started
+    started = time.perf_counter()
+    _ = aiofeed.ImageFolder, aiofeed.DecodeImage
+    decoder_import_s = time.perf_counter() - started
+    decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
+    with aiofeed.Feeder(aiofeed.ImageFolder(folder), decode=decode, batch_size=BATCH) as feeder:
+
+        def first_batch() -> Mapping[str, float]:
+            started = time.perf_counter()
+            images, _ = next(iter(feeder))
+            first_batch_s = time.perf_counter() - started
+            assert len(images) == BATCH
+            return {"import_s": import_s, "decoder_import_s": decoder_import_s, "first_batch_s": first_batch_s}
+
+        yield first_batch
+
+
+@contextmanager
+def data_loader(folder: str) -> Iterator[Measure]:
+    from torch.utils.data import DataLoader
+
+    warm(folder)
+    loader = DataLoader(Images(files_below(folder)), BATCH, num_workers=2, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
+
+    def first_batch() -> Mapping[str, float]:
+        started = time.perf_counter()
+        images, _ = next(iter(loader))
+        first_batch_s = time.perf_counter() - started
+        assert len(images) == BATCH
+        return {"first_batch_s": first_batch_s}
+
+    yield first_batch
+
+
+def warm(folder: str) -> None:
+    """Bring the files of the first batches into the page cache."""
+    for path in files_below(folder)[: 4 * BATCH]:
+        Path(path).read_bytes()

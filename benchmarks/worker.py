@@ -1,0 +1,67 @@
+"""A contender's process. It imports, sets up and measures when told to on stdin, and answers in lines of JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from functools import reduce
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TextIO
+
+from benchmarks.processes import tree_cpu_s
+
+if TYPE_CHECKING:
+    from benchmarks.harness import Measure
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    # What anybody prints goes to stderr; stdout is for answers.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        try:
+            work(task, answers)
+        except Exception:  # noqa: BLE001 - whatever it was, the harness raises it
+            answer(answers, {"error": traceback.format_exc()})
+
+
+def work(task: dict[str, Any], answers: TextIO) -> None:
+    for name in task["imports"]:
+        resolve(name)
+    function = resolve(task["function"])
+    answer(answers, {})
+    if not sys.stdin.readline():
+        return
+    with function(**task["options"]) as measure:
+        answer(answers, {})
+        while sys.stdin.readline():
+            answer(answers, measured(measure))
+
+
+def measured(measure: Measure) -> dict[str, float]:
+    """What ``measure`` returns, with ``wall_s`` and ``cpu_s`` (of the process tree) where it does not give its own."""
+    gc.collect()
+    cpu_s = tree_cpu_s()
+    started = time.perf_counter()
+    found = measure()
+    wall_s = time.perf_counter() - started
+    return {"wall_s": wall_s, "cpu_s": tree_cpu_s() - cpu_s, **found}
+
+
+def resolve(name: str) -> Any:
+    """What "module" or "module:attribute" names."""
+    module, _, attributes = name.partition(":")
+    return reduce(getattr, attributes.split(".") if attributes else (), import_module(module))
+
+
+def answer(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Trains a small convolutional network on photographs: through aiofeed and through DataLoader, side by side.
+
+    make demo                            or: python examples/demo.py --images 1000 --epochs 1
+
+The photographs come inside scikit-learn and scikit-image. Each is a class; its images are crops of it at random
+places and scales, written as JPEGs of 500 x 400 once and kept for the next run. Both sides start from the same
+weights and see the same pixels in the same order. They take turns epoch by epoch, so that whatever else the machine
+does meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import aiofeed
+
+DATA = Path(__file__).resolve().parent.parent / ".demo-data"
+WIDTH, HEIGHT = 500, 400
+SEED = 0
+WORKERS = 2
+
+Batches = Iterator[list[torch.Tensor]]
+
+
+# --- the images -------------------------------------------------------------------------------------------------------
+
+
+def photographs() -> dict[str, Image.Image]:
+    """The colour photographs that the two packages bring along; nothing is downloaded."""
+    import skimage.data
+    import sklearn.datasets
+
+    china, flower = sklearn.datasets.load_sample_images().images
+    arrays = {
+        "astronaut": skimage.data.astronaut(),
+        "cat": skimage.data.chelsea(),
+        "china": china,
+        "coffee": skimage.data.coffee(),
+        "flower": flower,
+        "galaxies": skimage.data.hubble_deep_field(),
+        "motorcycle": skimage.data.stereo_motorcycle()[0],
+        "retina": skimage.data.retina(),
+        "rocket": skimage.data.rocket(),
+        "tissue": skimage.data.immunohistochemistry(),
+    }
+    return {name: Image.fromarray(array).convert("RGB") for name, array in arrays.items()}
+
+
+def make_images(folder: Path, count: int, progress: Progress) -> None:
+    """Write ``folder/<class>/<number>.jpg``; the folder appears once it is complete."""
+    task = progress.add_task("images", total=count, note="")
+    pictures = photographs()
+    names = list(pictures)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for name in names:
+        (partial / name).mkdir(parents=True)
+
+    def write(number: int) -> None:
+        name = names[number % len(names)]
+        picture = pictures[name]
+        random = np.random.default_rng(number)
+        width = random.uniform(0.4, 1.0) * min(picture.width, picture.height * WIDTH / HEIGHT)
+        height = width * HEIGHT / WIDTH
+        left, upper = random.uniform(0, picture.width - width), random.uniform(0, picture.height - height)
+        box = (left, upper, left + width, upper + height)
+        image = picture.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC, box)
+        image.save(partial / name / f"{number:05d}.jpg", quality=90)
+
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        for _ in pool.map(write, range(count)):
+            progress.advance(task)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    partial.rename(folder)
+
+
+def image_folder(data: Path, count: int, progress: Progress) -> Path:
+    """The folder with ``count`` images, made where it is not there yet."""
+    folder = data / f"photographs-{count}"
+    if not folder.is_dir():
+        data.mkdir(parents=True, exist_ok=True)
+        (data / ".gitignore").write_text("*\n")
+        make_images(folder, count, progress)
+    return folder
+
+
+# --- the two sides ----------------------------------------------------------------------------------------------------
+
+
+class Photographs(Dataset[tuple[torch.Tensor, int]]):
+    """What one writes for DataLoader, with the Pillow calls that ``DecodeImage`` makes for these images."""
+
+    def __init__(self, paths: list[str], targets: list[int], size: int) -> None:
+        self.paths, self.targets, self.size = paths, targets, size
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with Image.open(self.paths[index]) as image:
+            margin = (image.width - image.height) / 2  # Wider than high, all of them: the centre is a square.
+            box = (margin, 0, image.width - margin, image.height)
+            picture = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR, box)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1), self.targets[index]
+
+
+@dataclass
+class Side:
+    """One of the two, and what has been measured of it.
+
+    Args:
+        name: what the table calls it.
+        begin: begins an epoch, given its number.
+        model: the network that this side trains.
+    """
+
+    name: str
+    begin: Callable[[int], Batches]
+    model: nn.Module
+    images: int = 0
+    wall_s: float = 0.0
+    stall_s: float = 0.0
+    cpu_s: float = 0.0
+    first_batch_s: list[float] = field(default_factory=list)
+    loss: float = 0.0
+    accuracy: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+
+def network(classes: int) -> nn.Module:
+    """Four convolutions, the same weights each time: a step takes about as long as loading a batch."""
+    torch.manual_seed(SEED)
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, kernel, stride in ((16, 7, 4), (32, 3, 2), (64, 3, 2), (128, 3, 2)):
+        convolution = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False)
+        layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
+        channels = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def two_sides(
+    source: aiofeed.ImageFolder, options: argparse.Namespace
+) -> tuple[aiofeed.Feeder[list[torch.Tensor]], list[Side]]:
+    """The feeder, and both sides: the same images, order, batches and weights."""
+    dataset = Photographs(source.paths, source.targets, options.size)
+    # One replica: nothing is distributed, it only shuffles each epoch by seed + epoch, as Feeder does.
+    sampler = DistributedSampler[tuple[torch.Tensor, int]](dataset, num_replicas=1, rank=0, shuffle=True, seed=SEED)
+    loader = DataLoader(
+        dataset,
+        batch_size=options.batch_size,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=WORKERS,
+        persistent_workers=True,
+    )
+    feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
+        source,
+        decode=aiofeed.DecodeImage(options.size, scaled=False),
+        batch_size=options.batch_size,
+        shuffle=True,
+        seed=SEED,
+        drop_last=True,
+    )
+
+    def begin_loader(epoch: int) -> Batches:
+        sampler.set_epoch(epoch)
+        return iter(loader)
+
+    classes = len(source.classes)
+    return feeder, [
+        Side(f"DataLoader, {WORKERS} workers", begin_loader, network(classes)),
+        Side("aiofeed", lambda epoch: iter(feeder), network(classes)),
+    ]
+
+
+def train_step(side: Side, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+    """Loss, and how many were right."""
+    inputs = images.to(torch.float32, memory_format=torch.channels_last).div_(127.5).sub_(1)
+    logits = side.model(inputs)
+    loss = nn.functional.cross_entropy(logits, labels)
+    side.optimizer.zero_grad()
+    loss.backward()
+    side.optimizer.step()
+    return loss.item(), int((logits.argmax(1) == labels).sum())
+
+
+def train_epoch(side: Side, epoch: int, progress: Progress, task: TaskID) -> None:
+    """One epoch; waiting is what passes between asking for a batch and having it, ``iter()`` included."""
+    loss = 0.0
+    seen = right = 0
+    cpu = cpu_seconds()
+    began = asked = time.perf_counter()
+    batches = side.begin(epoch)
+    while (batch := next(batches, None)) is not None:
+        now = time.perf_counter()
+        if not seen:
+            side.first_batch_s.append(now - began)
+        side.stall_s += now - asked
+        step_loss, step_right = train_step(side, *batch)
+        seen, loss, right = seen + len(batch[1]), loss + step_loss * len(batch[1]), right + step_right
+        progress.update(task, advance=1, note=f"loss {loss / seen:.3f}, accuracy {right / seen:.1%}")
+        asked = time.perf_counter()
+    ended = time.perf_counter()
+    side.stall_s += ended - asked
+    side.wall_s += ended - began
+    side.cpu_s += cpu_seconds() - cpu
+    side.images += seen
+    side.loss, side.accuracy = loss / seen, right / seen
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of all its children, those that have ended included."""
+    me = psutil.Process()
+    total = sum(me.cpu_times()[:4])  # user, system, and both of children that have ended
+    for child in me.children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            pass  # It ended just now, and counts among the ended ones next time.
+    return float(total)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Images, training, tables."""
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        folder = image_folder(options.data, options.images, progress)
+        source = aiofeed.ImageFolder(folder)
+        for path in source.paths:
+            Path(path).read_bytes()  # So that both sides find the files in the page cache.
+
+        feeder, sides = two_sides(source, options)
+        warm_up(options, len(source.classes))
+        with feeder:
+            for epoch in range(options.epochs):
+                # The first goes last in the next epoch: a machine that slows down steadily favours neither.
+                for side in sides if epoch % 2 == 0 else reversed(sides):
+                    name = f"{epoch + 1}: {side.name}"
+                    task = progress.add_task(name, total=len(feeder), note="")
+                    train_epoch(side, epoch, progress, task)
+    console.print(comparison(sides))
+    console.print(where_the_time_went(feeder.statistics(total=True)))
+    console.print(f"The images stay in {folder}", soft_wrap=True)
+
+
+def warm_up(options: argparse.Namespace, classes: int) -> None:
+    """One step that nobody counts: torch compiles its kernels for these shapes."""
+    images = torch.zeros(options.batch_size, 3, options.size, options.size, dtype=torch.uint8)
+    labels = torch.zeros(options.batch_size, dtype=torch.int64)
+    train_step(Side("", lambda epoch: iter(()), network(classes)), images, labels)
+
+
+def comparison(sides: list[Side]) -> Table:
+    """Both sides, one column each."""
+    caption = "CPU time: all processes, training included. The very first batch waits for workers or threads to start."
+    table = Table(title="The same training, fed by", caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("")
+    for side in sides:
+        table.add_column(side.name, justify="right")
+
+    def row(label: str, value: Callable[[Side], str]) -> None:
+        table.add_row(label, *[value(side) for side in sides])
+
+    row("images per second", lambda side: f"{side.images / side.wall_s:.0f}")
+    row("waited for data, of all time", lambda side: f"{side.stall_s / side.wall_s:.1%}")
+    row("first batch, first epoch", lambda side: f"{side.first_batch_s[0] * 1000:.0f} ms")
+    if all(side.first_batch_s[1:] for side in sides):
+        row("first batch, later epochs", lambda side: f"{np.mean(side.first_batch_s[1:]) * 1000:.0f} ms")
+    row("CPU seconds per 1,000 images", lambda side: f"{side.cpu_s / side.images * 1000:.2f}")
+    row("loss in the last epoch", lambda side: f"{side.loss:.4f}")
+    row("accuracy in the last epoch", lambda side: f"{side.accuracy:.1%}")
+    return table
+
+
+def where_the_time_went(statistics: aiofeed.FeedStatistics) -> Table:
+    """What aiofeed's own counters say, over all epochs."""
+    table = Table(title=f"Where aiofeed's {statistics.wall_s:.1f} s went", title_justify="left")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    table.add_column("of all time", justify="right")
+    table.add_column("")
+    for name, seconds, meaning in (
+        ("read", statistics.read_s, "summed over reads, which overlap"),
+        ("decode", statistics.decode_s, f"summed over {statistics.decode_threads} threads"),
+        ("collate", statistics.collate_s, "putting batches together"),
+        ("copy", statistics.copy_s, "issuing copies to a device"),
+        ("stall", statistics.stall_s, "the training waited until a batch was ready"),
+        ("idle", statistics.idle_s, "all was ready, aiofeed waited for the training"),
+    ):
+        table.add_row(name, f"{seconds:.2f}", f"{seconds / statistics.wall_s:.1%}", meaning)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=3000, help="how many images to make (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--size", type=int, default=224, help="edge of what the network sees, pixels (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--data", type=Path, default=DATA, help="where the images are kept (%(default)s)")
+    options = parser.parse_args()
+    for name in ("epochs", "size", "batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}")
+    if options.images < max(options.batch_size, 10):
+        parser.error(f"--images must be 10 or more and fill a batch of {options.batch_size}, got {options.images}")
+    try:
+        run(options, Console())
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

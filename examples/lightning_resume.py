@@ -1,0 +1,73 @@
+"""Lightning's Trainer on a feeder: broken off in mid-epoch, resumed from the checkpoint, nothing seen twice.
+
+python examples/lightning_resume.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import TensorDataset
+
+import aiofeed
+
+EPOCHS = 2
+
+
+class Line(lightning.LightningModule):
+    """Learns y = 2 x, and remembers which x it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+        self.shown: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        x, y = batch
+        self.shown += x.flatten().int().tolist()
+        return torch.nn.functional.mse_loss(self.linear(x / 100), y / 100)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def new_feeder() -> aiofeed.Feeder[list[torch.Tensor]]:
+    x = torch.arange(100.0).unsqueeze(1)
+    return aiofeed.Feeder(TensorDataset(x, 2 * x), batch_size=8, shuffle=True, seed=0)
+
+
+def new_trainer(folder: Path, **options: Any) -> lightning.Trainer:
+    save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    return lightning.Trainer(accelerator="cpu", devices=1, callbacks=[save], logger=False, **options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+        with new_feeder() as feeder:
+            first = Line()
+            new_trainer(Path(folder), max_steps=5, **quiet).fit(first, train_dataloaders=feeder)
+            print(f"broken off after step 5 of {len(feeder)}: {len(first.shown)} samples seen")
+        # As in a new process: another model, another trainer, another feeder.
+        with new_feeder() as feeder:
+            second = Line()
+            checkpoint = Path(folder) / "step=5.ckpt"
+            new_trainer(Path(folder), max_epochs=EPOCHS, **quiet).fit(
+                second, train_dataloaders=feeder, ckpt_path=checkpoint
+            )
+    rest = 100 - len(first.shown)
+    once = sorted(first.shown + second.shown[:rest]) == list(range(100))
+    print(f"resumed: {rest} more samples in epoch 0, {len(second.shown) - rest} in epoch 1")
+    print(f"epoch 0, each sample once: {once}")
+
+
+if __name__ == "__main__":
+    main()
