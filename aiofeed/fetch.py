@@ -288,7 +288,7 @@ class BytesFetcher:
                 with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
                     hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
             named = ReadError(f"cannot read {key!r}: {_told(error)}{hint}", key=key, index=index, stage="read")
-        named.__cause__ = error
+        named.__cause__ = without_our_frames(error)
         return named
 
 
@@ -344,8 +344,20 @@ class DatasetFetcher:
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         named = ReadError(f"cannot read {key!r}: {_told(error)}", key=key, index=index, stage="read")
-        named.__cause__ = error
+        named.__cause__ = without_our_frames(error)
         return named
+
+
+def without_our_frames(error: BaseException) -> BaseException:
+    """The error with a traceback that begins in the user's code.
+
+    Beside being shorter it refers to none of our frames. They refer to what came of the chunk, and so to the error:
+    a cycle that would keep alive whatever the traceback comes to refer to, the trainer's own frames in the end.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return error.with_traceback(traceback)
 
 
 def _is_cancelled() -> bool:

@@ -145,7 +145,12 @@ class FeedIterator(Generic[BatchT_co]):
         if isinstance(item, Failed):
             self._finish()
             self._observer.failed(item)
-            raise item.error
+            error = item.error
+            try:
+                raise error
+            finally:
+                # The traceback refers to this frame, which must not refer to the error: dropped, it is to be gone.
+                del item, error
         assert isinstance(item, Closed)
         raise IteratorClosedError(self._closed or "this iterator was closed")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ASYNC_TIMEOUT_S = 30.0
 """Ends an async test by cancelling it, so that it can clean up, before pytest-timeout interrupts it."""
 
-THREAD_GRACE_S = 1.0
+THREAD_GRACE_S = 5.0
 """How long threads may take to end after a test."""
 
 # Deadlines per example measure the machine. On CI the examples are the same each time.
@@ -123,9 +123,13 @@ def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> It
     yield
     if not request.node.stash.get(passed_key, False):
         return  # The traceback keeps what the test made alive.
-    if feed_threads() - threads_before:
-        gc.collect()  # A feeder that was dropped within a reference cycle has not been told yet.
-    if left := join_threads(feed_threads() - threads_before):
+    deadline = time.monotonic() + THREAD_GRACE_S
+    while (left := feed_threads() - threads_before) and time.monotonic() < deadline:
+        # A feeder that was dropped within a reference cycle has not been told yet. More than once: what an earlier
+        # thread still held the first time is within reach the next.
+        gc.collect()
+        join_threads(left, 0.2)
+    if left:
         pytest.fail("threads still run after the test: " + ", ".join(sorted(thread.name for thread in left)))
     if len(open_descriptors()) > len(descriptors_before):
         gc.collect()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +231,31 @@ def test_the_loop_is_fed_again_after_an_error() -> None:
             list(feeder)
     source.bad = ()
     assert sum(len(batch) for batch in feeder) == 20
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    """Once it was handled, feeder and source go without the collector: no cycle through the error's traceback."""
+
+    def train() -> weakref.ref[Feeder[Any]]:
+        feeder = Feeder(Numbers(20, bad=(7,)), decode=number, batch_size=4)
+        try:
+            for _ in feeder:
+                pass
+        except ReadError:
+            pass
+        feeder.close()
+        return weakref.ref(feeder)
+
+    gc.collect()
+    gc.disable()
+    try:
+        gone = train()
+        deadline = time.monotonic() + 5.0
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_sample_errors_survive_pickling() -> None:
