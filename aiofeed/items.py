@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from aiofeed.counters import Counters
+from aiofeed.errors import SampleError
 from aiofeed.staging import Lease
 
 
@@ -22,6 +23,7 @@ class Ready:
         reserved: bytes to release once it has left the queue.
         release: called with the item then, on the engine's loop.
         counters: of its epoch.
+        failures: of samples that were skipped or replaced.
     """
 
     number: int
@@ -31,6 +33,7 @@ class Ready:
     reserved: int = 0
     release: Callable[[Ready], None] | None = None
     counters: Counters = field(default_factory=Counters)
+    failures: tuple[SampleError, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ class Failed:
 
     error: BaseException
     number: int | None = None
+    failures: tuple[SampleError, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.budget import Budget
@@ -13,9 +13,11 @@ from aiofeed.config import ResolvedLimits
 from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
-from aiofeed.fetch import BytesFetcher, DatasetFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item
+from aiofeed.policy import FailurePolicy
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
@@ -42,7 +44,8 @@ class Recipe:
     transform: Transform | None
     limits: ResolvedLimits
     in_order: bool = True
-    length: int | None = None
+    length: int = 0
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
 
 
 class Pipeline:
@@ -90,6 +93,8 @@ class Pipeline:
             limits=recipe.limits,
             budget=self._budget,
             in_order=recipe.in_order,
+            policy=recipe.policy,
+            length=recipe.length,
         )
         self.runtime.start(self._run(self._engine))
 
@@ -179,7 +184,7 @@ def _unchanged(batch: Any) -> Any:
 
 def _fetcher(recipe: Recipe) -> Fetcher:
     if isinstance(recipe.source, FromDataset):
-        return DatasetFetcher(recipe.source)
+        return DatasetFetcher(recipe.source, recipe.policy)
     assert recipe.decode is not None
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length)
+    return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)

@@ -169,6 +169,8 @@ class Runtime:
         self._watch_reads()
         await self._stop_signal.wait()
         self._stop_requested = True
+        self.read_pool.drain()
+        self.decode_pool.drain()
         await _cancel(set(self._tasks))
         for cleanup in reversed(self._cleanups):
             await _bounded(cleanup)
