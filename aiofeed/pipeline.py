@@ -73,7 +73,11 @@ class Pipeline:
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
         self._finished: Handoff[Item] = Handoff()
         self._engine: Engine | None = None
-        self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        try:
+            self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        except BaseException:  # nobody will ever hold this pipeline, to stop it
+            self.runtime.stop()
+            raise
 
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
@@ -115,6 +119,8 @@ class Pipeline:
             error.add_note(f"in {type(self._recipe.source).__name__}.open()")
             self._finished.put(Failed(as_exception(error)))
             return
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            return  # open() swallowed it, and nobody would cancel the engine again
         await engine.run()
 
     async def _open_source(self) -> None:
