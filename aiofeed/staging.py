@@ -152,7 +152,8 @@ class PinnedMemory:
                 log.warning(
                     "memory cannot be pinned (%s): copies to the device will be slower and not overlap; "
                     "raise `ulimit -l` or the container's locked-memory limit",
-                    error,
+                    # As text: a log record that is kept would keep the traceback, and with it the batch.
+                    str(error),
                 )
         return np.empty(capacity, np.uint8)
 
