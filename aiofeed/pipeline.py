@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.budget import Budget
@@ -15,7 +16,7 @@ from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
 from aiofeed.fetch import BytesFetcher, DatasetFetcher, Fetcher, decodes_in_place
 from aiofeed.handoff import Handoff
-from aiofeed.items import Failed, Item
+from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
@@ -72,6 +73,9 @@ class Pipeline:
         self._opened = False
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
         self._finished: Handoff[Item] = Handoff()
+        # A feeder that was left or closed may live on for long; what was read ahead does not.
+        self.runtime.at_exit(partial(drop_batches, self._finished))
+        self.runtime.at_exit(self._memory.close)
         self._engine: Engine | None = None
         try:
             self.delivery: HostDelivery | DeviceDelivery = self._deliver()

@@ -115,6 +115,11 @@ class HostMemory:
             self._collect()
             self._free.clear()
 
+    def close(self) -> None:
+        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        self._keep = 0
+        self.clear()
+
 
 class PinnedMemory:
     """Page-locked memory that copies read from, given back explicitly once they have.
@@ -173,6 +178,11 @@ class PinnedMemory:
         """Return the free blocks to the system."""
         with self._lock:
             self._free.clear()
+
+    def close(self) -> None:
+        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        self._keep = 0
+        self.clear()
 
 
 class PinnedLease:
