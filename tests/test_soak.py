@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ SEED = 3
 
 
 @pytest.fixture
-def soak(tmp_path: Path) -> Soak:
-    return Soak(SEED, tmp_path, fatal=False)
+def soak(tmp_path: Path) -> Iterator[Soak]:
+    yield Soak(SEED, tmp_path, fatal=False)
+    gc.unfreeze()
 
 
 def test_episodes_of_a_seed(soak: Soak) -> None:

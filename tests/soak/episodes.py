@@ -39,7 +39,9 @@ class Episode:
     allowed: list[str] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
 
-    def rig(self, configuration: Configuration | None = None, *, fixed: dict[str, Any] | None = None, **more: Any) -> Rig:
+    def rig(
+        self, configuration: Configuration | None = None, *, fixed: dict[str, Any] | None = None, **more: Any
+    ) -> Rig:
         """A feeder of a drawn configuration."""
         drawn = configuration or draw(self.random, self.folder, **(fixed or {}))
         self.rigs.append(Rig(drawn, self.folder, self.tally, **more))
