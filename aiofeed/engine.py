@@ -113,6 +113,7 @@ class Engine:
             self._deliver_failure(error)
         finally:
             self._stop.stopped = True
+            self._line.clear()  # the feeder may keep this engine, and with it the memory of half-made batches
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()

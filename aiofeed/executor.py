@@ -104,13 +104,21 @@ class ThreadPool(ThreadPoolExecutor):
             self._dispatch()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Queue a call; its result or exception arrives in the future."""
+        """Queue a call; its result or exception arrives in the future.
+
+        Raises:
+            RuntimeError: the pool was stopped, or has no thread at work and the system gives it none.
+        """
         future = _Job(self)
         with self._lock:
             if self._stopped:
                 raise RuntimeError(f"the thread pool {self.name!r} has been stopped")
             self._backlog.append((future, fn, args, kwargs))
-            self._dispatch()
+            try:
+                self._dispatch()
+            except RuntimeError:
+                self._backlog.pop()
+                raise
         return future
 
     def abandon(self, job: Future[Any]) -> bool:
@@ -124,7 +132,10 @@ class ThreadPool(ThreadPoolExecutor):
             self._active.discard(job)
             self._abandoned.add(job)
             self._running -= 1
-            self._dispatch()
+            try:
+                self._dispatch()
+            except RuntimeError:
+                return False
             return True
 
     def drain(self) -> None:
@@ -133,18 +144,25 @@ class ThreadPool(ThreadPoolExecutor):
 
     def _dispatch(self) -> None:
         while self._backlog and self._running < self._lanes:
+            if self._running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
+                return
             work = self._backlog.popleft()
             self._running += 1
             self._active.add(work[0])
             self._ready.put(work)
-            if self._running + len(self._abandoned) > len(self._own_threads):
-                self._start_thread()
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """Whether there is one thread more; ``RuntimeError`` where the system gives none and none is at work."""
         name = f"aiofeed-{self.name}-{len(self._own_threads)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._running:
+                raise
+            return False  # those there are do the work; each job that ends tries again
         self._own_threads.append(thread)
+        return True
 
     def _run(self) -> None:
         while (work := self._ready.get()) is not None:

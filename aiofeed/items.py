@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty
 from typing import Any, TypeAlias
 
 from aiofeed.counters import Counters
 from aiofeed.errors import SampleError
+from aiofeed.handoff import Handoff
 from aiofeed.staging import Lease
 
 
@@ -56,3 +58,17 @@ class Closed:
 
 
 Item: TypeAlias = Ready | Failed | Ended | Closed
+
+
+def drop_batches(handoff: Handoff[Item]) -> None:
+    """Let go of finished batches that nobody is going to take; what else is there stays."""
+    others = []
+    try:
+        while True:
+            item = handoff.get_nowait()
+            if not isinstance(item, Ready):
+                others.append(item)
+    except Empty:
+        pass
+    for other in others:
+        handoff.put(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.budget import Budget
@@ -16,7 +17,7 @@ from aiofeed.errors import as_exception
 from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
-from aiofeed.items import Failed, Item
+from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.policy import FailurePolicy
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
@@ -75,8 +76,15 @@ class Pipeline:
         self._opened = False
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
         self._finished: Handoff[Item] = Handoff()
+        # A feeder that was left or closed may live on for long; what was read ahead does not.
+        self.runtime.at_exit(partial(drop_batches, self._finished))
+        self.runtime.at_exit(self._memory.close)
         self._engine: Engine | None = None
-        self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        try:
+            self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        except BaseException:  # nobody will ever hold this pipeline, to stop it
+            self.runtime.stop()
+            raise
 
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
@@ -120,6 +128,8 @@ class Pipeline:
             error.add_note(f"in {type(self._recipe.source).__name__}.open()")
             self._finished.put(Failed(as_exception(error)))
             return
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            return  # open() swallowed it, and nobody would cancel the engine again
         await engine.run()
 
     async def _open_source(self) -> None:

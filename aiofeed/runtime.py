@@ -79,8 +79,12 @@ class Runtime:
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="aiofeed-engine", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread to be had, so nobody else is going to close the loop
+            self.loop.close()
+            raise
         lifetime.register(self)
-        self._thread.start()
 
     @property
     def stopping(self) -> bool:

@@ -115,6 +115,11 @@ class HostMemory:
             self._collect()
             self._free.clear()
 
+    def close(self) -> None:
+        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        self._keep = 0
+        self.clear()
+
 
 class PinnedMemory:
     """Page-locked memory that copies read from, given back explicitly once they have.
@@ -152,7 +157,8 @@ class PinnedMemory:
                 log.warning(
                     "memory cannot be pinned (%s): copies to the device will be slower and not overlap; "
                     "raise `ulimit -l` or the container's locked-memory limit",
-                    error,
+                    # As text: a log record that is kept would keep the traceback, and with it the batch.
+                    str(error),
                 )
         return np.empty(capacity, np.uint8)
 
@@ -172,6 +178,11 @@ class PinnedMemory:
         """Return the free blocks to the system."""
         with self._lock:
             self._free.clear()
+
+    def close(self) -> None:
+        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        self._keep = 0
+        self.clear()
 
 
 class PinnedLease:
