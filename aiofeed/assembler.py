@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ class Assembler:
         executor: the decode threads.
         policy: what becomes of samples that fail.
         stop: ends running jobs.
+        read_slot: held while another sample is read to replace one that failed.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Assembler:
         executor: ThreadPool,
         policy: FailurePolicy,
         stop: StopFlag,
+        read_slot: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
         self._fetcher = fetcher
         self._new_assembly = new_assembly
@@ -55,6 +58,7 @@ class Assembler:
         self._executor = executor
         self._policy = policy
         self._stop = stop
+        self._read_slot = read_slot
 
     async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
         """Decode samples ``start``, ``start + 1``, ...; with the last chunk of a batch it is put together."""
@@ -72,12 +76,14 @@ class Assembler:
             outcome, at = await run_within(limit_s, self._executor, work, guard)
             if at is None:
                 break
-            late = Outcome([(at, self._fetcher.overdue(batch.plan.indices[at]))])
+            late: Outcome = guard.outcome
+            late.errors.append((at, self._fetcher.overdue(batch.plan.indices[at])))
             encoded, start = encoded[at + 1 - start :], at + 1
             if not encoded or self._policy.action == "raise":
                 self._settle(batch, late)
                 outcome = late
                 break
+            batch.count(late)
             with batch.lock:
                 batch.errors += late.errors
         assert outcome is not None
@@ -127,8 +133,8 @@ class Assembler:
             batch.error = first if self._policy.action == "raise" else others[0]
             batch.failures = [first] if batch.error is first and isinstance(first, SampleError) else []
         else:
-            for _, error in failed:
-                batch.tally.known.setdefault(error.index, error)
+            failed = [(position, batch.tally.know(error)) for position, error in failed]
+            batch.errors.clear()
             if self._policy.action == "skip":
                 mended = shorten(batch.plan, failed)
             else:
@@ -141,7 +147,8 @@ class Assembler:
 
     async def _try(self, batch: Batch, plan: BatchPlan, position: int) -> FeedError | None:
         """Put the sample that ``plan`` has at a position into its place; the error it came to."""
-        read = await self._fetcher.read(plan.indices[position : position + 1])
+        async with self._read_slot():
+            read = await self._fetcher.read(plan.indices[position : position + 1])
         batch.count_read(read)
         assert batch.assembly is not None
         limit_s = self._fetcher.limit_s

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,7 @@ class Engine:
             executor=executor,
             policy=self._policy,
             stop=self._stop,
+            read_slot=self._read_slot,
         )
         self._room = asyncio.Event()
         # Admitted and not yet delivered, in order, with the ends of epochs between them.
@@ -166,6 +168,17 @@ class Engine:
 
     def _may_read(self, samples: int) -> bool:
         return self._failed or self._reading + samples <= self._limits.read_concurrency
+
+    @asynccontextmanager
+    async def _read_slot(self) -> AsyncIterator[None]:
+        """One read more, within ``read_concurrency``."""
+        await self._until(partial(self._may_read, 1))
+        self._reading += 1
+        try:
+            yield
+        finally:
+            self._reading -= 1
+            self._room.set()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -55,6 +55,10 @@ class Tally:
         # What is known to fail, by index, before its batch's turn: no candidate to replace another.
         self.known: dict[int, SampleError] = {}
 
+    def know(self, error: SampleError) -> SampleError:
+        """Remember that a sample fails. Without its tracebacks, which keep what was read along with it."""
+        return self.known.setdefault(error.index, light(error))
+
     @property
     def allowed(self) -> int:
         """How many may fail."""
@@ -115,10 +119,9 @@ class FailureLog:
                 continue
             self._seen.add(error.index)
             self._epoch[error.stage] += 1
-            self._first = self._first or error
+            self._first = self._first or light(error)
             if len(self._failures) < KEPT_MOST:
-                kept = _light(error)
-                self._failures.append(Failure(error.key, error.index, error.stage, kept, epoch))
+                self._failures.append(Failure(error.key, error.index, error.stage, light(error), epoch))
             if self._policy.action != "raise":  # what is raised is told by its traceback
                 self._tell(error)
 
@@ -146,7 +149,7 @@ class FailureLog:
         )
 
 
-def _light(error: SampleError) -> SampleError:
+def light(error: SampleError) -> SampleError:
     """The same error and its cause, without their tracebacks."""
     light = type(error)(str(error), key=error.key, index=error.index, stage=error.stage)
     if error.__cause__ is not None:

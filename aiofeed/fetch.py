@@ -187,6 +187,8 @@ class BytesFetcher:
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Decode a chunk. After a sample that fails the rest is left where that raises."""
         outcome = Outcome()
+        if watch.guard is not None:
+            watch.guard.outcome = outcome
         if encoded and encoded[0] is _UNREAD:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
         started = time.perf_counter()
@@ -202,9 +204,9 @@ class BytesFetcher:
             except AbandonedError:
                 raise
             except BaseException as error:  # noqa: BLE001 - the user's decoder may raise anything; it becomes a value with a name
-                if watch.guard is not None:
-                    watch.guard.pause()
-                outcome.errors.append((position, self._named(error, plan.indices[position], reading=error is data)))
+                failed = (position, self._named(error, plan.indices[position], reading=error is data))
+                with _UNGUARDED if watch.guard is None else watch.guard.commit():
+                    outcome.errors.append(failed)
                 if self._policy.action == "raise":
                     break
             done += 1

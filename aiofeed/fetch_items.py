@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -58,6 +59,8 @@ class DatasetFetcher:
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Get the items and store them."""
         outcome = Outcome()
+        if watch.guard is not None:
+            watch.guard.outcome = outcome
         started = time.perf_counter()
         positions = range(start, start + len(encoded))
         # A limit on the time of one item is kept by asking for one at a time.
@@ -71,9 +74,9 @@ class DatasetFetcher:
                 except AbandonedError:
                     raise
                 except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
-                    if watch.guard is not None:
-                        watch.guard.pause()
-                    outcome.errors.append((position, self._named(error, plan.indices[position])))
+                    failed = (position, self._named(error, plan.indices[position]))
+                    with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
+                        outcome.errors.append(failed)
                     if self._policy.action == "raise":
                         break
         outcome.decode_s = time.perf_counter() - started

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 class StopFlag:
@@ -34,6 +35,8 @@ class Guard:
         self._at: int | None = None
         self._since = 0.0
         self._over = False
+        # What has come of the job so far: changed inside ``commit`` alone, so that it is whole when abandoned.
+        self.outcome: Any = None
 
     def begin(self, position: int) -> None:
         """The sample at ``position`` is decoded from now on.

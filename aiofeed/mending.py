@@ -10,6 +10,9 @@ from aiofeed.errors import BatchFailedError, FeedError, SampleError
 from aiofeed.failures import Tally
 from aiofeed.types import BatchPlan
 
+# Looking for a good sample among many that are known to be bad must not hold up the loop.
+YIELD_STEPS = 256
+
 Try = Callable[[BatchPlan, int], Awaitable[FeedError | None]]
 """Read and decode the sample at a position of a batch, by a plan; the error it came to."""
 
@@ -38,12 +41,17 @@ def shorten(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]]) -> Mende
 
 
 async def replenish(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]], tally: Tally, attempt: Try) -> Mended:
-    """Replace what failed, each by the next good sample behind it in the epoch's order."""
+    """Replace what failed, each by the next good sample behind it in the epoch's order.
+
+    One after the other: neighbours that failed would otherwise all try the same samples at the same time.
+    """
     mended = Mended()
-    found = await asyncio.gather(*[_replace_one(plan, position, tally, attempt) for position, _ in errors])
-    for (_, error), (met, other) in zip(errors, found, strict=True):
+    for position, error in errors:
+        met, other = await _replace_one(plan, position, tally, attempt)
         mended.failures += [error, *met]
         mended.error = mended.error or other
+        if mended.error is not None:
+            break
     return mended
 
 
@@ -53,27 +61,25 @@ async def _replace_one(
     """Fill one place; what failed on the way, and the error where nothing was found."""
     order = plan.order
     assert order is not None
-    met: list[SampleError] = []
+    met: dict[int, SampleError] = {}
     for step in range(1, order.length):
         index = order.index_at(plan.positions[position] + step)
-        error: FeedError | None = tally.known.get(index)
-        if error is None:
+        if (known := tally.known.get(index)) is not None:
+            met[index] = known
+            if step % YIELD_STEPS == 0:
+                await asyncio.sleep(0)
+        else:
             indices = list(plan.indices)
             indices[position] = index
             error = await attempt(replace(plan, indices=indices), position)
-            if error is None:
-                return met, None
             if not isinstance(error, SampleError):
-                return met, error
-            tally.known[index] = error
-        assert isinstance(error, SampleError)
-        met.append(error)
-        if len({error.index for error in met}) > tally.allowed:
+                return list(met.values()), error
+            met[index] = tally.know(error)
+        if len(met) > tally.allowed:
             break  # too many have failed, whatever the next one comes to
-    tried = len(met)
-    return met, BatchFailedError(
-        f"no sample could be found to replace one of batch {plan.number}: the {tried} behind it in the epoch's order "
-        f"failed too; feeder.failures lists them"
+    return list(met.values()), BatchFailedError(
+        f"no sample could be found to replace one of batch {plan.number}: the {len(met)} behind it in the epoch's "
+        f"order failed too; feeder.failures lists them"
     )
 
 
