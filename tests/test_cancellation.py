@@ -105,7 +105,7 @@ class Staged:
             elif self.stage == "blocking read":
                 await asyncio.to_thread(self.hold.block)
         self.reads += 1
-        if self.stage == "gate" and self.reads == 3 * BATCH or self.stage == "room" and self.reads == 4 * BATCH:
+        if (self.stage == "gate" and self.reads == 3 * BATCH) or (self.stage == "room" and self.reads == 4 * BATCH):
             self.hold.reached.set()
         return b"%d" % index
 
