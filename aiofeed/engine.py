@@ -192,6 +192,7 @@ class Engine:
         if not self._in_order:
             self._open_gates()
         batch.encoded_bytes += nbytes
+        batch.reserved = self._budget.at_least(batch.reserved, batch.encoded_bytes)
         if trace.listeners:
             trace.emit("read", started, ended, batch.plan.number)
         # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the loop.
