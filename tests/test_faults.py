@@ -211,13 +211,14 @@ def test_prefetch_without_a_thread(name: str) -> None:
     """`iter` raises, and leaves no thread behind."""
 
     async def batches() -> Any:
-        yield torch.zeros(2)
+        for _ in range(100):
+            yield torch.zeros(2)
 
-    source = batches() if name == "engine" else [torch.zeros(2)]
+    source = batches() if name == "engine" else [torch.zeros(2)] * 100
     feed = prefetch(source, SimulatedDevice())  # type: ignore[arg-type]
     with threads_refused(f"aiofeed-{name}", 1), pytest.raises(RuntimeError, match="can't start new thread"):
         iter(feed)
-    assert [batch.tolist() for batch in feed] == [[0.0, 0.0]]
+    assert [batch.tolist() for batch in feed] == [[0.0, 0.0]] * 100
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
