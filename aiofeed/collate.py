@@ -15,7 +15,7 @@ import numpy as np
 from aiofeed.errors import CollateError
 from aiofeed.staging import Lease, array
 from aiofeed.tensors import as_array, as_tensor, stage
-from aiofeed.tree import is_namedtuple, like_list, like_mapping
+from aiofeed.tree import is_namedtuple, leaves, like_list, like_mapping
 from aiofeed.types import ArrayLeaf, Collate, Row
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class CollateAssembly:
             ) from error
         if self._lease is not None:
             batch, self.nbytes = stage(batch, self._lease)
+        else:
+            self.nbytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(batch))
         return batch
 
 

@@ -197,6 +197,7 @@ class Engine:
         ended = time.perf_counter()
         batch.counters.read_s += ended - started
         batch.count_read(read)
+        batch.reserved = self._budget.at_least(batch.reserved, batch.encoded_bytes)
         batch.unread -= 1
         if not self._in_order:
             self._open_gates()

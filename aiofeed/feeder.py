@@ -178,7 +178,6 @@ class Feeder(Generic[BatchT]):
             self._close_iterator("a newer iterator of the same feeder was started")
         begun = self._order.begin(self._progress.next_position())
         start = begun.start
-        self._past.add(self._counters)
         claimed, stream = None, self._stream
         if self._pipeline is not None and self._pipeline.reusable() and stream is not None:
             claimed = stream.claim(begun.schedule, start) if begun.permutation is None else None
@@ -192,6 +191,7 @@ class Feeder(Generic[BatchT]):
             self._start_stream(stream)
         assert self._pipeline is not None
         self._pipeline.delivery.begin()
+        self._past.add(self._counters)
         self._counters = claimed
         self._progress.begin(start.epoch)
         self._failures.begin()

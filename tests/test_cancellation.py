@@ -16,7 +16,7 @@ import torch
 from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
 from aiofeed.testing import SimulatedDevice
 
-BOUND_S = 5.0
+BOUND_S = 20.0
 """Nothing is waited for any longer; all of it takes milliseconds."""
 
 SAMPLES = 24
@@ -105,7 +105,7 @@ class Staged:
             elif self.stage == "blocking read":
                 await asyncio.to_thread(self.hold.block)
         self.reads += 1
-        if self.stage == "gate" and self.reads == 3 * BATCH or self.stage == "room" and self.reads == 4 * BATCH:
+        if (self.stage == "gate" and self.reads == 3 * BATCH) or (self.stage == "room" and self.reads == 4 * BATCH):
             self.hold.reached.set()
         return b"%d" % index
 

@@ -11,7 +11,6 @@ import torch
 
 from aiofeed import prefetch
 from aiofeed.testing import SimulatedDevice
-
 from tests.soak.configurations import LATENCIES, ViolationError
 from tests.soak.episodes import Episode
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.schedule import Position, Schedule
 from aiofeed.testing import SimulatedDevice
-
 from tests.soak.sources import FILE_WIDTH, FILES, Decode, Items, Many, Numbers, files
 
 SOURCES = ("coroutine", "many", "files", "dataset")
@@ -45,7 +44,7 @@ class Configuration:
     source: str = "coroutine"
     weather: str = "calm"
     latency: str | None = None
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     def expected(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch, by the rules alone."""

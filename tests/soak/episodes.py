@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from aiofeed import IteratorClosedError
-
 from tests.soak.configurations import Configuration, Pass, Rig, ViolationError, draw, draw_limits
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from aiofeed import DecodeError, DeviceCopyError, ReadError
 from aiofeed.testing import SimulatedDevice
-
 from tests.soak.configurations import Rig, ViolationError
 from tests.soak.episodes import Episode, whole_epoch
 

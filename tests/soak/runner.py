@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aiofeed.runtime import new_event_loop
-
 from tests.soak import bridges, episodes, faulty, processes
 from tests.soak.checks import Checks, Watch, watchdog
 from tests.soak.configurations import ViolationError
