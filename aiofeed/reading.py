@@ -112,13 +112,13 @@ class Reader:
             # Also where this coroutine itself is cancelled. What blocks in a thread gives its place to another there.
             if not task.done():
                 self._left.add(task)
-                task.add_done_callback(self._forget)
                 task.cancel()
+            task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Future[Any]) -> None:
         self._left.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: its time-out was reported long ago
+            task.exception()  # seen: it was raised above, or nobody waits for it any more
 
 
 def _as_coroutine(reading: Any) -> Coroutine[Any, Any, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aiofeed.runtime import new_event_loop
-from tests.soak import bridges, episodes, faulty, processes
+from tests.soak import bridges, episodes, faulty, policies, processes
 from tests.soak.checks import Checks, Watch, watchdog
 from tests.soak.configurations import ViolationError
 from tests.soak.episodes import Episode
@@ -25,11 +25,12 @@ KINDS: dict[str, tuple[Kind, float]] = {
     "resume": (episodes.resume, 6),
     "feeder dropped": (episodes.feeder_dropped, 2),
     "bridge": (bridges.bridge, 4),
+    "policy": (policies.policy, 6),
     "fork": (processes.fork, 0.15),
     "spawn": (processes.spawn, 0.04),
     **{name: (fault, 1) for name, fault in faulty.FAULTS.items()},
 }
-"""Kinds of episodes and how often they come. A policy for failing samples is one more line here or in `FAULTS`."""
+"""Kinds of episodes and how often they come."""
 
 EXTRAS: dict[str, Callable[[int, int], object]] = {}
 """Random cases of other modules, by name: `function(count, seed)`, called once by a long run, raising what is wrong."""
