@@ -22,6 +22,7 @@ class Ready:
         reserved: bytes to release once it has left the queue.
         release: called with the item then, on the engine's loop.
         counters: of its epoch.
+        taken: whether the producer was told that the consumer takes it.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Ready:
     reserved: int = 0
     release: Callable[[Ready], None] | None = None
     counters: Counters = field(default_factory=Counters)
+    taken: bool = False
 
 
 @dataclass(frozen=True, eq=False)

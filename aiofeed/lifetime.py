@@ -1,19 +1,88 @@
-"""Interpreter exit and forks: what happens to threads that are still there.
+"""Threads that can be told to end and waited for, interpreter exit, and forks.
 
-At exit they are told to stop and waited for, with a bound. After a fork the child has none of them; it keeps the
-parent's objects alive and untouched, since closing its copy of an epoll descriptor takes descriptors out of the
-parent's.
+A signal handler runs in the main thread, between any two calls: Ctrl-C may come while a thread is being started, or
+while one waits for its end. Whatever is written here holds then, too. At exit threads are told to stop and waited for,
+with a bound. After a fork the child has none of them; it keeps the parent's objects alive and untouched, since closing
+its copy of an epoll descriptor takes descriptors out of the parent's.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 # An interpreter that ends waits this long for all feeders together.
 EXIT_S = 1.0
+# A signal that arrives just before the main thread blocks does not wake it: it looks this often whether there was one.
+LOOK_S = 0.1
+# A thread whose start was interrupted has begun by then, or was never made.
+BEGIN_S = 0.2
+
+
+class DaemonThread:
+    """A daemon thread that can be waited for, whatever interrupted its start or an earlier wait.
+
+    ``threading.Thread`` cannot: before Python 3.13, one whose ``join`` was interrupted counts as ended, and one whose
+    ``start`` was, as not started.
+
+    Args:
+        target: what it runs.
+        name: as debuggers show it.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        self._target: Callable[[], object] | None = target
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._begun = threading.Event()
+        self._ended = threading.Event()
+        self._interrupted = self._started = False
+
+    def start(self) -> None:
+        """Start it; if this is interrupted, it may run nevertheless."""
+        self._started = True
+        try:
+            self.thread.start()
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _run(self) -> None:
+        self._begun.set()
+        target, self._target = self._target, None
+        assert target is not None
+        try:
+            target()
+        finally:
+            del target
+            self._ended.set()
+
+    @property
+    def current(self) -> bool:
+        """Whether it is the calling thread."""
+        return threading.current_thread() is self.thread
+
+    def is_alive(self) -> bool:
+        """Whether there is more for it to do."""
+        return self._begun.is_set() and not self._ended.is_set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end, up to ``timeout_s``; whether it has ended. A signal handler can raise out of it."""
+        if self.current or not self._started:
+            return True
+        if self._interrupted and not self._begun.wait(min(timeout_s, BEGIN_S)):
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not self._ended.wait(min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        # It has nothing more to do, but the operating system's thread may be there for another moment.
+        self.thread.join(LOOK_S)
+        return True
 
 
 class Stoppable(Protocol):
@@ -30,26 +99,40 @@ class Stoppable(Protocol):
         ...
 
 
-_live: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+# No WeakSet: its callback is Python code, and a Ctrl-C that came as the collector called it would be lost.
+_live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
 
 
 def register(threads: Stoppable) -> None:
     """Stop these threads when the interpreter ends, unless they have been collected before."""
-    _live.add(threads)
+    _live.add(weakref.ref(threads, _live.discard))
+
+
+def forget(threads: Stoppable) -> None:
+    """They have been waited for in vain: the interpreter's end need not do so again."""
+    _live.discard(weakref.ref(threads))
+
+
+def _registered() -> list[Stoppable]:
+    return [threads for reference in list(_live) if (threads := reference()) is not None]
 
 
 @atexit.register
 def _stop_all() -> None:
-    ours = [threads for threads in _live if threads.pid == os.getpid()]
-    for threads in ours:
-        threads.stop()
-    for threads in ours:
-        threads.join(EXIT_S / len(ours))
+    try:
+        deadline = time.monotonic() + EXIT_S
+        ours = [threads for threads in _registered() if threads.pid == os.getpid()]
+        for threads in ours:
+            threads.stop()
+        for threads in ours:
+            threads.join(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:
+        pass  # somebody is in a hurry, and the interpreter ends anyway
 
 
 def _keep_inherited() -> None:
-    _inherited.extend(_live)
+    _inherited.extend(_registered())
     _live.clear()
 
 

@@ -46,7 +46,7 @@ class Recipe:
 
 
 class Pipeline:
-    """Threads that live from one ``iter()`` to ``close``, and what they work with.
+    """Threads that live from one ``iter()`` to ``close``, and what they work with. ``start`` starts them.
 
     Args:
         recipe: what to run.
@@ -69,7 +69,7 @@ class Pipeline:
             self._memory = HostMemory(keep)
         else:
             self._memory = PinnedMemory(recipe.backend.pin, keep * 4)
-        self._opened = False
+        self._launched = self._opened = False
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
         self._finished: Handoff[Item] = Handoff()
         self._engine: Engine | None = None
@@ -91,6 +91,10 @@ class Pipeline:
             budget=self._budget,
             in_order=recipe.in_order,
         )
+        if not self._launched:
+            self._launched = True
+            self.runtime.launch()
+            self.delivery.launch()
         self.runtime.start(self._run(self._engine))
 
     def _deliver(self) -> HostDelivery | DeviceDelivery:
