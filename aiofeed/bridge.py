@@ -125,7 +125,7 @@ class _LoopProducer:
 
     def launch(self) -> None:
         self._runtime.launch()
-        self._runtime.start(self._pull.run())
+        self._runtime.start(self._pull.run)
 
     def watch(self, owner: object) -> None:
         self._runtime.watch(owner)

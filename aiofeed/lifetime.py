@@ -70,11 +70,15 @@ class DaemonThread:
         """Whether there is more for it to do."""
         return self._begun.is_set() and not self._ended.is_set()
 
+    def absent(self, timeout_s: float = BEGIN_S) -> bool:
+        """Whether there is no such thread; where its start was interrupted, that is known after ``timeout_s``."""
+        return not self._started or (self._interrupted and not self._begun.wait(timeout_s))
+
     def join(self, timeout_s: float) -> bool:
         """Wait for its end, up to ``timeout_s``; whether it has ended. A signal handler can raise out of it."""
-        if self.current or not self._started:
+        if self.current:
             return True
-        if self._interrupted and not self._begun.wait(min(timeout_s, BEGIN_S)):
+        if self.absent(min(timeout_s, BEGIN_S)):
             return True
         deadline = time.monotonic() + timeout_s
         while not self._ended.wait(min(LOOK_S, max(0.0, deadline - time.monotonic()))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.budget import Budget
@@ -95,7 +96,7 @@ class Pipeline:
             self._launched = True
             self.runtime.launch()
             self.delivery.launch()
-        self.runtime.start(self._run(self._engine))
+        self.runtime.start(partial(self._run, self._engine))
 
     def _deliver(self) -> HostDelivery | DeviceDelivery:
         backend = self._recipe.backend

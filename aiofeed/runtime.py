@@ -70,7 +70,7 @@ class Runtime:
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._after = after
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._early: list[Coroutine[Any, Any, Any]] | None = []
+        self._early: list[Callable[[], Coroutine[Any, Any, Any]]] | None = []
         self._cleanups: list[Callable[[], Awaitable[None]]] = []
         self._at_exit: list[Callable[[], object]] = []
         self._surplus = 0
@@ -85,10 +85,21 @@ class Runtime:
         if self.loop is not None:
             return
         lifetime.register(self)
-        self.loop = new_event_loop()
-        # Whatever a source hands to the loop's default executor (asyncio.to_thread, aiofiles) stays among daemons.
-        self.loop.set_default_executor(self.read_pool)
-        self._thread.start()
+        try:
+            self.loop = new_event_loop()
+            # Whatever a source hands to the loop's default executor (asyncio.to_thread, aiofiles) stays among daemons.
+            self.loop.set_default_executor(self.read_pool)
+            self._thread.start()
+        except BaseException:  # Ctrl-C, or no more threads
+            if self._thread.absent():
+                self._never_began()
+            raise
+
+    def _never_began(self) -> None:
+        if self.loop is not None:
+            self.loop.close()
+        if not self.finished.done():
+            self.finished.set_result(None)
 
     @property
     def stopping(self) -> bool:
@@ -104,23 +115,21 @@ class Runtime:
         """Stop when ``owner`` is dropped; it replaces the one watched before."""
         self._watched = weakref.ref(owner, self._dropped.append)
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine as a task of the loop, from any thread."""
-        assert self.loop is not None
-        try:
-            self.loop.call_soon_threadsafe(self._start, coroutine)
-        except RuntimeError:
-            coroutine.close()
-            raise
+    def start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Run a coroutine function as a task of the loop, from any thread.
 
-    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        The coroutine is made on the loop: made here and lost to Ctrl-C, it would complain that nobody awaited it.
+        """
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._start, function)
+
+    def _start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         if self._stop_requested:
-            coroutine.close()
             return
         if self._early is not None:
-            self._early.append(coroutine)
+            self._early.append(function)
             return
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = asyncio.get_running_loop().create_task(function())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -144,7 +153,9 @@ class Runtime:
     def stop(self) -> None:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
-        if not self.inherited:
+        if self.loop is None:
+            self._never_began()
+        elif not self.inherited:
             self.call(self._stop_signal.set)
 
     def join(self, timeout_s: float) -> bool:
@@ -174,8 +185,8 @@ class Runtime:
             predecessor, self._after = self._after.finished, None
             await asyncio.wait([asyncio.wrap_future(predecessor)], timeout=CLEANUP_S)
         early, self._early = self._early or [], None
-        for coroutine in early:
-            self._start(coroutine)
+        for function in early:
+            self._start(function)
         self._beat()
         self._watch_reads()
         # Where it was stopped before the loop was there, nobody could wake the wait.

@@ -42,7 +42,7 @@ def number(data: bytes) -> torch.Tensor:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th place of ours, within the block, at which the interpreter may look for signals.
+    """Raises KeyboardInterrupt at the n-th place of ours at which the interpreter may look for signals.
 
     That is at the start of a function, after the call of a C function, and before a jump backwards.
     """
@@ -77,7 +77,7 @@ class Interrupt:
         self._before[frame] = now
         called_python = frame in self._into_python
         self._into_python.discard(frame)
-        if before == "RESUME" or now == "JUMP_BACKWARD" or (before.startswith("CALL") and not called_python):
+        if before in ("", "RESUME") or now == "JUMP_BACKWARD" or (before.startswith("CALL") and not called_python):
             if self.left == 0:
                 raise KeyboardInterrupt
             self.left -= 1
