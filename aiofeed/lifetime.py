@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 # An interpreter that ends waits this long for all feeders together.
@@ -52,6 +52,7 @@ class DaemonThread:
             raise
 
     def _run(self) -> None:
+        _running.add(self)
         self._begun.set()
         target, self._target = self._target, None
         assert target is not None
@@ -59,6 +60,7 @@ class DaemonThread:
             target()
         finally:
             del target
+            _running.discard(self)
             self._ended.set()
 
     @property
@@ -69,6 +71,12 @@ class DaemonThread:
     def is_alive(self) -> bool:
         """Whether there is more for it to do."""
         return self._begun.is_set() and not self._ended.is_set()
+
+    def interrupt(self) -> None:
+        """Let SystemExit be raised in it, once it is back in Python code."""
+        import ctypes
+
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(SystemExit))
 
     def absent(self, timeout_s: float = BEGIN_S) -> bool:
         """Whether there is no such thread; where its start was interrupted, that is known after ``timeout_s``."""
@@ -106,6 +114,7 @@ class Stoppable(Protocol):
 # No WeakSet: its callback is Python code, and a Ctrl-C that came as the collector called it would be lost.
 _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
+_running: set[DaemonThread] = set()
 
 
 def register(threads: Stoppable) -> None:
@@ -124,12 +133,22 @@ def _registered() -> list[Stoppable]:
 
 @atexit.register
 def _stop_all() -> None:
+    ours = [threads for threads in _registered() if threads.pid == os.getpid()]
+    for threads in ours:
+        threads.stop()
+    _wait(ours, EXIT_S / 2)
+    # An interpreter that has ended unwinds the threads that come back to it, and C++ code does not survive that: a
+    # decoder that goes from one call of torch to the next would abort the process. Such a one is to end before.
+    late = list(_running)
+    for thread in late:
+        thread.interrupt()
+    _wait(late, EXIT_S / 2)
+
+
+def _wait(all_of: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     try:
-        deadline = time.monotonic() + EXIT_S
-        ours = [threads for threads in _registered() if threads.pid == os.getpid()]
-        for threads in ours:
-            threads.stop()
-        for threads in ours:
+        for threads in all_of:
             threads.join(max(0.0, deadline - time.monotonic()))
     except KeyboardInterrupt:
         pass  # somebody is in a hurry, and the interpreter ends anyway
@@ -138,6 +157,7 @@ def _stop_all() -> None:
 def _keep_inherited() -> None:
     _inherited.extend(_registered())
     _live.clear()
+    _running.clear()
 
 
 if hasattr(os, "register_at_fork"):

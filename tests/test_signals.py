@@ -137,6 +137,7 @@ def test_ctrl_c_while_the_interpreter_ends(start: ForkServer) -> None:
         "end_with_a_dropped_feeder",
         "end_with_an_idle_feeder",
         "end_with_a_stuck_decoder",
+        "end_in_calls_of_torch",
         "end_of_a_bridge",
         "end_of_a_device",
     ],

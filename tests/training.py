@@ -321,6 +321,19 @@ def end_with_a_stuck_decoder() -> None:
 
 
 @script
+def end_in_calls_of_torch() -> None:
+    """The decoder is in C++ nearly always, and comes back to the interpreter again and again."""
+    numbers = torch.arange(200_000).flip(0)
+
+    def decode(data: bytes) -> torch.Tensor:
+        while True:
+            torch.sort(numbers)
+
+    kept.append(iter(feeder(decode=decode)))
+    decoding()
+
+
+@script
 def end_by_sys_exit() -> None:
     for _ in feeder():
         sys.exit(3)
