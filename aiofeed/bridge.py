@@ -105,6 +105,11 @@ class Prefetch(Generic[BatchT]):
             raise
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, Counters(), observer=_Nobody(delivery))
         delivery.watch(iterator)
+        try:
+            delivery.launch()
+        except BaseException:  # Ctrl-C, or no more threads: those that have started end
+            delivery.stop()
+            raise
         return iterator
 
     def _deliver(self, producer: ThreadPull | _LoopProducer, finished: Handoff[Item]) -> _PullDelivery:
@@ -121,7 +126,10 @@ class _LoopProducer:
     ) -> None:
         self._runtime = Runtime(read_threads=1, decode_threads=1)
         self._pull = LoopPull(batches, handoff, room=room, memory=memory)
-        self._runtime.start(self._pull.run())
+
+    def launch(self) -> None:
+        self._runtime.launch()
+        self._runtime.start(self._pull.run)
 
     def watch(self, owner: object) -> None:
         self._runtime.watch(owner)
@@ -152,6 +160,9 @@ class _PullDelivery:
     def take(self, item: Ready) -> Any:
         self._producer.taken()
         return item.batch if self._transform is None else self._transform(item.batch)
+
+    def launch(self) -> None:
+        self._producer.launch()
 
     def watch(self, owner: object) -> None:
         self._producer.watch(owner)
@@ -190,8 +201,12 @@ class _CopiedDelivery(_PullDelivery):
 
     def take(self, item: Ready) -> Any:
         batch = self._copier.deliver(item.batch)
-        self._thread.taken()
+        self._thread.taken(item)
         return batch
+
+    def launch(self) -> None:
+        self._thread.launch()
+        super().launch()
 
     def watch(self, owner: object) -> None:
         super().watch(owner)
@@ -207,6 +222,9 @@ class _Nobody:
 
     def __init__(self, delivery: _PullDelivery) -> None:
         self._delivery = delivery
+
+    def handing_out(self, item: Ready) -> None:
+        pass
 
     def handed_out(self, item: Ready) -> None:
         pass

@@ -7,7 +7,6 @@ an allocation on the device or a ``transform`` can block.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
@@ -20,6 +19,7 @@ from aiofeed import trace
 from aiofeed.errors import DeviceCopyError
 from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready, drop_batches
+from aiofeed.lifetime import DaemonThread
 from aiofeed.staging import Lease
 
 if TYPE_CHECKING:
@@ -63,12 +63,18 @@ class CopyThread:
         for _ in range(room):
             self._room.put(True)
         self._copying: deque[tuple[Event, Lease | None]] = deque()
-        self._thread = threading.Thread(target=self._main, name="aiofeed-copy", daemon=True)
+        self._thread = DaemonThread(self._main, "aiofeed-copy")
+
+    def launch(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
-    def taken(self) -> None:
-        """The consumer has taken a batch: there is room for one more."""
-        self._room.put(True)
+    def taken(self, item: Ready) -> None:
+        """The consumer takes a batch: there is room for one more. Said again of the same batch, it makes no more."""
+        if not item.taken:
+            # One stretch: the interpreter looks for signals after a call, not between these two.
+            item.taken = True
+            self._room.put(True)
 
     def watch(self, owner: object) -> None:
         """End, when the room is used up, if ``owner`` is dropped."""
@@ -84,9 +90,7 @@ class CopyThread:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end, up to ``timeout_s``; whether it has."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_s)
 
     def _main(self) -> None:
         try:

@@ -21,7 +21,14 @@ Transform = Callable[[Any], Any]
 def _released(runtime: Runtime, item: Ready) -> None:
     """Tell the engine that a batch has left the host's queue."""
     if item.release is not None:
-        runtime.call(item.release, item)
+        runtime.call(_release, item)
+
+
+def _release(item: Ready) -> None:
+    # On the loop, where no signal handler runs. A take that was interrupted and is repeated says it twice.
+    release, item.release = item.release, None
+    if release is not None:
+        release(item)
 
 
 class HostDelivery:
@@ -43,6 +50,9 @@ class HostDelivery:
         self.handoff = handoff
         self._runtime = runtime
         self._transform = transform
+
+    def launch(self) -> None:
+        """Start the threads that are not the runtime's: none."""
 
     def begin(self) -> None:
         """A pass begins in the calling thread."""
@@ -99,6 +109,10 @@ class DeviceDelivery:
         self._thread = CopyThread(copier, finished, self.handoff, room=room, issued=partial(_released, runtime))
         runtime.at_exit(self._thread.stop)
 
+    def launch(self) -> None:
+        """Start the copy thread."""
+        self._thread.launch()
+
     def begin(self) -> None:
         """A pass begins in the calling thread: what it has queued, a transform's constants say, comes first."""
         self._copier.follow()
@@ -106,7 +120,7 @@ class DeviceDelivery:
     def take(self, item: Ready) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy."""
         batch = self._copier.deliver(item.batch)
-        self._thread.taken()
+        self._thread.taken(item)
         return batch
 
     def stop(self) -> None:

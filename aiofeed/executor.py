@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+from aiofeed.lifetime import DaemonThread
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,7 +59,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._lanes = max_threads if lanes is None else lanes
         self._ready: SimpleQueue[_Work | None] = SimpleQueue()
         self._backlog: deque[_Work] = deque()
-        self._own_threads: list[threading.Thread] = []
+        self._own_threads: list[DaemonThread] = []
         self._lock = threading.Lock()
         self._running = 0
         self._active: set[_Job] = set()
@@ -70,7 +72,7 @@ class ThreadPool(ThreadPoolExecutor):
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
         """The threads that were started."""
-        return tuple(self._own_threads)
+        return tuple(thread.thread for thread in self._own_threads)
 
     @property
     def lanes(self) -> int:
@@ -153,8 +155,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     def _start_thread(self) -> bool:
         """Whether there is one thread more; ``RuntimeError`` where the system gives none and none is at work."""
-        name = f"aiofeed-{self.name}-{len(self._own_threads)}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread = DaemonThread(self._run, f"aiofeed-{self.name}-{len(self._own_threads)}")
         try:
             thread.start()
         except RuntimeError:
@@ -215,10 +216,7 @@ class ThreadPool(ThreadPoolExecutor):
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end, up to ``timeout_s``; whether they all did."""
         deadline = time.monotonic() + timeout_s
-        for thread in self._own_threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._own_threads)
+        return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in self._own_threads)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """The executor protocol's name for ``stop``; a loop calls it when it closes. Never blocks."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from aiofeed import machine
+from aiofeed import lifetime, machine
 from aiofeed.arguments import (
     a_bool,
     a_callable,
@@ -164,11 +164,15 @@ class Feeder(Generic[BatchT]):
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Begin an epoch; an iterator that is still open is closed."""
-        return self._begin()
+        try:
+            return self._begin()
+        except BaseException:  # Ctrl-C, say: nobody gets an iterator, so what was started for it ends
+            self._stop("its epoch did not begin")
+            raise
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Begin an epoch; an iterator that is still open is closed."""
-        return self._begin()
+        return iter(self)
 
     def __repr__(self) -> str:
         return f"Feeder({self._source!r}, batch_size={self._recipe.batch_size})"
@@ -236,6 +240,7 @@ class Feeder(Generic[BatchT]):
             if old is not None and not old.runtime.inherited:
                 old.stop()
             self._pipeline = Pipeline(self._recipe, after=old)
+            self._pipeline.runtime.watch(self)
         self._stream = stream
         self._pipeline.start(stream)
 
@@ -348,8 +353,12 @@ class Feeder(Generic[BatchT]):
         A thread that is inside a read or a decode it cannot leave is left behind, with a log line; it holds up
         neither this call beyond that time nor the interpreter's exit.
         """
-        if (pipeline := self._stop("the feeder was closed")) is not None and not pipeline.join(JOIN_S):
-            log.warning("a read or decode did not end within %.0f s of close() and is left behind", JOIN_S)
+        self._close(JOIN_S)
+
+    def _close(self, limit_s: float) -> None:
+        if (pipeline := self._stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
+            log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
+            lifetime.forget(pipeline.runtime)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
@@ -362,8 +371,10 @@ class Feeder(Generic[BatchT]):
     def __enter__(self) -> Feeder[BatchT]:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Ctrl-C or sys.exit: the process is about to end, and waits no longer than it would without `with`.
+        leaving = kind is not None and not issubclass(kind, Exception)
+        self._close(lifetime.EXIT_S if leaving else JOIN_S)
 
     async def __aenter__(self) -> Feeder[BatchT]:
         return self
@@ -398,16 +409,19 @@ class _Pass:
         self._feeder = feeder
         self._account = account
 
-    def handed_out(self, item: Ready) -> None:
+    def handing_out(self, item: Ready) -> None:
         feeder = self._feeder
         if item.failures:
             feeder._failures.add(item.failures, self._account.start.epoch)
-        if self._account.handed_out(item.number):
+        if not self._account.began:
             feeder._progress.follow(self._account)
             feeder._order.began()
-        if self._account.complete and feeder._pipeline is not None:
-            # The iterator may be dropped now: all it could still give is the end.
+        if self._account.last_to_come and feeder._pipeline is not None:
+            # The iterator may be dropped then: all it could still give is the end.
             feeder._pipeline.runtime.watch(feeder)
+
+    def handed_out(self, item: Ready) -> None:
+        self._account.handed_out(item.number)
 
     def failed(self, item: Failed) -> None:
         self._feeder._failures.add(item.failures, self._account.start.epoch)

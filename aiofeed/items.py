@@ -26,6 +26,7 @@ class Ready:
         release: called with the item then, on the engine's loop.
         counters: of its epoch.
         failures: of samples that were skipped or replaced.
+        taken: whether the producer was told that the consumer takes it.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Ready:
     release: Callable[[Ready], None] | None = None
     counters: Counters = field(default_factory=Counters)
     failures: tuple[SampleError, ...] = ()
+    taken: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,8 +43,12 @@ class Delivery(Protocol):
 class Observer(Protocol):
     """Who keeps account of what an iterator has handed out."""
 
+    def handing_out(self, item: Ready) -> None:
+        """The user is about to get this batch. An interrupted ``next`` is repeated, so that it may be said twice."""
+        ...
+
     def handed_out(self, item: Ready) -> None:
-        """The user is about to get this batch."""
+        """The user gets this batch. It takes note and calls no C function: nothing can interrupt it half-way."""
         ...
 
     def failed(self, item: Failed) -> None:
@@ -86,13 +90,23 @@ class FeedIterator(Generic[BatchT_co]):
         return self
 
     def __next__(self) -> BatchT_co:
-        """The next batch; blocks until it is there. Ctrl-C breaks the wait."""
+        """The next batch; blocks until it is there. Ctrl-C breaks the wait, and loses no batch."""
         if self._over():
             raise StopIteration
         asked = time.perf_counter()
-        batch: BatchT_co = self._settle(self._handoff.get(), asked)
-        if batch is _END:
+        item = self._handoff.first()
+        if type(item) is not Ready:
+            try:
+                self._settle(item, asked)
+            finally:
+                del item  # an error's traceback refers to this frame
             raise StopIteration
+        batch: BatchT_co = self._take(item)
+        self._observer.handing_out(item)
+        self._count(item, asked, time.perf_counter())
+        # From here to the caller's line the interpreter does not look for signals (see handoff.py).
+        self._observer.handed_out(item)
+        del self._handoff.items[0]
         return batch
 
     async def __anext__(self) -> BatchT_co:
@@ -100,9 +114,18 @@ class FeedIterator(Generic[BatchT_co]):
         if self._over():
             raise StopAsyncIteration
         asked = time.perf_counter()
-        batch: BatchT_co = self._settle(await self._handoff.get_async(), asked)
-        if batch is _END:
+        item = await self._handoff.first_async()
+        if type(item) is not Ready:
+            try:
+                self._settle(item, asked)
+            finally:
+                del item  # an error's traceback refers to this frame
             raise StopAsyncIteration
+        batch: BatchT_co = self._take(item)
+        self._observer.handing_out(item)
+        self._count(item, asked, time.perf_counter())
+        self._observer.handed_out(item)
+        del self._handoff.items[0]
         return batch
 
     def _over(self) -> bool:
@@ -115,48 +138,53 @@ class FeedIterator(Generic[BatchT_co]):
             )
         return self._finished
 
-    def _settle(self, item: Item, asked: float) -> Any:
+    def _take(self, item: Ready) -> Any:
+        try:
+            return self._delivery.take(item)
+        except Exception as error:
+            self._finish()
+            self._observer.failed(Failed(error, item.number))
+            raise
+
+    def _count(self, item: Ready, asked: float, now: float) -> None:
         counters = self._counters
-        if isinstance(item, Ready):
-            try:
-                batch = self._delivery.take(item)
-            except BaseException as error:
-                self._finish()
-                self._observer.failed(Failed(error, item.number))
-                raise
-            now = time.perf_counter()
-            counters.stall_s += now - asked
-            counters.batches += 1
-            counters.samples += item.samples
-            counters.wall_s = now - self._started
-            if counters.batches == 1:
-                counters.first_batch_s = now - self._started
-            if trace.listeners:
-                trace.emit("stall", asked, now, item.number)
-            self._observer.handed_out(item)
-            return batch
+        if trace.listeners:
+            trace.emit("stall", asked, now, item.number)
+        counters.stall_s += now - asked
+        counters.batches += 1
+        counters.samples += item.samples
+        counters.wall_s = now - self._started
+        if counters.batches == 1:
+            counters.first_batch_s = now - self._started
+
+    def _settle(self, item: Item, asked: float) -> None:
+        """Take note of the end, or raise what came instead of a batch."""
+        counters = self._counters
         if isinstance(item, Ended):
-            self._finished = True
             now = time.perf_counter()
             counters.stall_s += now - asked
             counters.wall_s = now - self._started
             self._observer.ended()
-            return _END
+            self._finished = True
+            del self._handoff.items[0]
+            return
         if isinstance(item, Failed):
-            self._finish()
             self._observer.failed(item)
-            failure = item.error
+            self._finish()
             try:
-                raise failure
+                raise item.error
             finally:
                 # The traceback refers to this frame, which must not refer to the error: dropped, it is to be gone.
-                del item, failure
+                # Nor may the queue, while the iterator is kept.
+                self._handoff.items.clear()
+                del item
         assert isinstance(item, Closed)
         raise IteratorClosedError(self._closed or "this iterator was closed")
 
     def _finish(self) -> None:
-        self._finished = True
+        # The last of it counts: what was interrupted before is done again.
         self._delivery.stop()
+        self._finished = True
 
     @property
     def live(self) -> bool:
@@ -170,8 +198,9 @@ class FeedIterator(Generic[BatchT_co]):
 
     def close(self, reason: str = "this iterator was closed") -> None:
         """Stop the threads behind it; never blocks. A thread that waits at it gets ``IteratorClosedError``."""
-        if self.live:
-            self._closed = reason
+        if not self._finished:
+            # Also where it was closed before: that may have been interrupted half-way.
+            self._closed = self._closed or reason
             self._handoff.put(Closed())
             self._delivery.stop()
 
@@ -179,9 +208,6 @@ class FeedIterator(Generic[BatchT_co]):
         """``close``, and wait until the threads are gone without blocking the caller's loop."""
         self.close()
         await self._delivery.stopped()
-
-
-_END: Any = object()
 
 
 def see_end(handoff: Handoff[Item]) -> bool:

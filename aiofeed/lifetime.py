@@ -1,19 +1,100 @@
-"""Interpreter exit and forks: what happens to threads that are still there.
+"""Threads that can be told to end and waited for, interpreter exit, and forks.
 
-At exit they are told to stop and waited for, with a bound. After a fork the child has none of them; it keeps the
-parent's objects alive and untouched, since closing its copy of an epoll descriptor takes descriptors out of the
-parent's.
+A signal handler runs in the main thread, between any two calls: Ctrl-C may come while a thread is being started, or
+while one waits for its end. Whatever is written here holds then, too. At exit threads are told to stop and waited for,
+with a bound. After a fork the child has none of them; it keeps the parent's objects alive and untouched, since closing
+its copy of an epoll descriptor takes descriptors out of the parent's.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
+import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 # An interpreter that ends waits this long for all feeders together.
 EXIT_S = 1.0
+# A signal that arrives just before the main thread blocks does not wake it: it looks this often whether there was one.
+LOOK_S = 0.1
+# A thread whose start was interrupted has begun by then, or was never made.
+BEGIN_S = 0.2
+
+
+class DaemonThread:
+    """A daemon thread that can be waited for, whatever interrupted its start or an earlier wait.
+
+    ``threading.Thread`` cannot: before Python 3.13, one whose ``join`` was interrupted counts as ended, and one whose
+    ``start`` was, as not started.
+
+    Args:
+        target: what it runs.
+        name: as debuggers show it.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        self._target: Callable[[], object] | None = target
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._begun = threading.Event()
+        self._ended = threading.Event()
+        self._interrupted = self._started = False
+
+    def start(self) -> None:
+        """Start it; if this is interrupted, it may run nevertheless."""
+        self._started = True
+        try:
+            self.thread.start()
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _run(self) -> None:
+        _running.add(self)
+        self._begun.set()
+        target, self._target = self._target, None
+        assert target is not None
+        try:
+            target()
+        finally:
+            del target
+            _running.discard(self)
+            self._ended.set()
+
+    @property
+    def current(self) -> bool:
+        """Whether it is the calling thread."""
+        return threading.current_thread() is self.thread
+
+    def is_alive(self) -> bool:
+        """Whether there is more for it to do."""
+        return self._begun.is_set() and not self._ended.is_set()
+
+    def interrupt(self) -> None:
+        """Let SystemExit be raised in it, once it is back in Python code."""
+        import ctypes
+
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(SystemExit))
+
+    def absent(self, timeout_s: float = BEGIN_S) -> bool:
+        """Whether there is no such thread; where its start was interrupted, that is known after ``timeout_s``."""
+        return not self._started or (self._interrupted and not self._begun.wait(timeout_s))
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end, up to ``timeout_s``; whether it has ended. A signal handler can raise out of it."""
+        if self.current:
+            return True
+        if self.absent(min(timeout_s, BEGIN_S)):
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not self._ended.wait(min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        # It has nothing more to do, but the operating system's thread may be there for another moment.
+        self.thread.join(LOOK_S)
+        return True
 
 
 class Stoppable(Protocol):
@@ -30,27 +111,53 @@ class Stoppable(Protocol):
         ...
 
 
-_live: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+# No WeakSet: its callback is Python code, and a Ctrl-C that came as the collector called it would be lost.
+_live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
+_running: set[DaemonThread] = set()
 
 
 def register(threads: Stoppable) -> None:
     """Stop these threads when the interpreter ends, unless they have been collected before."""
-    _live.add(threads)
+    _live.add(weakref.ref(threads, _live.discard))
+
+
+def forget(threads: Stoppable) -> None:
+    """They have been waited for in vain: the interpreter's end need not do so again."""
+    _live.discard(weakref.ref(threads))
+
+
+def _registered() -> list[Stoppable]:
+    return [threads for reference in list(_live) if (threads := reference()) is not None]
 
 
 @atexit.register
 def _stop_all() -> None:
-    ours = [threads for threads in _live if threads.pid == os.getpid()]
+    ours = [threads for threads in _registered() if threads.pid == os.getpid()]
     for threads in ours:
         threads.stop()
-    for threads in ours:
-        threads.join(EXIT_S / len(ours))
+    _wait(ours, EXIT_S / 2)
+    # An interpreter that has ended unwinds the threads that come back to it, and C++ code does not survive that: a
+    # decoder that goes from one call of torch to the next would abort the process. Such a one is to end before.
+    late = list(_running)
+    for thread in late:
+        thread.interrupt()
+    _wait(late, EXIT_S / 2)
+
+
+def _wait(all_of: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    try:
+        for threads in all_of:
+            threads.join(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:
+        pass  # somebody is in a hurry, and the interpreter ends anyway
 
 
 def _keep_inherited() -> None:
-    _inherited.extend(_live)
+    _inherited.extend(_registered())
     _live.clear()
+    _running.clear()
 
 
 if hasattr(os, "register_at_fork"):

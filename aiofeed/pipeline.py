@@ -50,7 +50,7 @@ class Recipe:
 
 
 class Pipeline:
-    """Threads that live from one ``iter()`` to ``close``, and what they work with.
+    """Threads that live from one ``iter()`` to ``close``, and what they work with. ``start`` starts them.
 
     Args:
         recipe: what to run.
@@ -73,7 +73,7 @@ class Pipeline:
             self._memory = HostMemory(keep)
         else:
             self._memory = PinnedMemory(recipe.backend.pin, keep * 4)
-        self._opened = False
+        self._launched = self._opened = False
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
         self._finished: Handoff[Item] = Handoff()
         # A feeder that was left or closed may live on for long; what was read ahead does not.
@@ -104,7 +104,11 @@ class Pipeline:
             policy=recipe.policy,
             length=recipe.length,
         )
-        self.runtime.start(self._run(self._engine))
+        if not self._launched:
+            self._launched = True
+            self.runtime.launch()
+            self.delivery.launch()
+        self.runtime.start(partial(self._run, self._engine))
 
     def _deliver(self) -> HostDelivery | DeviceDelivery:
         backend = self._recipe.backend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import weakref
 from collections.abc import AsyncIterable, Iterable
 from queue import SimpleQueue
@@ -14,6 +13,7 @@ from aiofeed import lifetime
 from aiofeed.errors import as_exception
 from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready
+from aiofeed.lifetime import DaemonThread
 from aiofeed.staging import Memory
 from aiofeed.tensors import stage
 
@@ -53,9 +53,12 @@ class ThreadPull:
         self._room: SimpleQueue[object] = SimpleQueue()
         for _ in range(room):
             self._room.put(True)
-        self.thread = threading.Thread(target=self._main, name="aiofeed-pull", daemon=True)
+        self._thread = DaemonThread(self._main, "aiofeed-pull")
+
+    def launch(self) -> None:
+        """Start the thread."""
         lifetime.register(self)
-        self.thread.start()
+        self._thread.start()
 
     def taken(self) -> None:
         """A batch has left the queue."""
@@ -72,8 +75,7 @@ class ThreadPull:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end, up to ``timeout_s``; whether it has."""
-        self.thread.join(timeout_s)
-        return not self.thread.is_alive()
+        return self._thread.join(timeout_s)
 
     def _main(self) -> None:
         batches, self._batches = self._batches, None

@@ -6,6 +6,7 @@ The shutdown contract, kept here and in ``engine.py``:
 - Then, on the loop's thread: running tasks are cancelled and awaited, clean-ups run (a source's ``aclose``), the
   executors let go of their threads, the loop is closed. Whatever does not end within its bound is left behind as a
   daemon, with a log line.
+- Making a runtime starts nothing: whoever made it has it in hand when its thread starts, and can stop it.
 - Nothing here refers to a feeder or an iterator. When the one that is watched is dropped, its weak reference lands in
   a deque (a C function: no Python code runs in the collector) and the loop's heartbeat sees it.
 - Interpreter exit and forks are ``lifetime.py``'s.
@@ -17,7 +18,7 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -25,6 +26,7 @@ from typing import Any
 
 from aiofeed import lifetime
 from aiofeed.executor import ThreadPool
+from aiofeed.lifetime import DaemonThread
 
 log = logging.getLogger("aiofeed")
 
@@ -62,15 +64,13 @@ class Runtime:
 
     def __init__(self, *, read_threads: int, decode_threads: int, after: Runtime | None = None) -> None:
         self.pid = os.getpid()
-        self.loop = new_event_loop()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.read_pool = ThreadPool("read", read_threads, lanes=1)
         self.decode_pool = ThreadPool("decode", decode_threads)
-        # Whatever a source hands to the loop's default executor (asyncio.to_thread, aiofiles) stays among daemons.
-        self.loop.set_default_executor(self.read_pool)
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._after = after
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._early: list[Coroutine[Any, Any, Any]] | None = []
+        self._early: list[Callable[[], Coroutine[Any, Any, Any]]] | None = []
         self._cleanups: list[Callable[[], Awaitable[None]]] = []
         self._at_exit: list[Callable[[], object]] = []
         self._surplus = 0
@@ -78,13 +78,28 @@ class Runtime:
         self._watched: weakref.ref[Any] | None = None
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
-        self._thread = threading.Thread(target=self._main, name="aiofeed-engine", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no thread to be had, so nobody else is going to close the loop
-            self.loop.close()
-            raise
+        self._thread = DaemonThread(self._main, "aiofeed-engine")
+
+    def launch(self) -> None:
+        """Start the thread; nothing happens where it was started before."""
+        if self.loop is not None:
+            return
         lifetime.register(self)
+        try:
+            self.loop = new_event_loop()
+            # Whatever a source hands to the loop's default executor (asyncio.to_thread, aiofiles) stays among daemons.
+            self.loop.set_default_executor(self.read_pool)
+            self._thread.start()
+        except BaseException:  # Ctrl-C, or no more threads
+            if self._thread.absent():
+                self._never_began()
+            raise
+
+    def _never_began(self) -> None:
+        if self.loop is not None:
+            self.loop.close()
+        if not self.finished.done():
+            self.finished.set_result(None)
 
     @property
     def stopping(self) -> bool:
@@ -100,27 +115,28 @@ class Runtime:
         """Stop when ``owner`` is dropped; it replaces the one watched before."""
         self._watched = weakref.ref(owner, self._dropped.append)
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine as a task of the loop, from any thread."""
-        try:
-            self.loop.call_soon_threadsafe(self._start, coroutine)
-        except RuntimeError:
-            coroutine.close()
-            raise
+    def start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Run a coroutine function as a task of the loop, from any thread.
 
-    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        The coroutine is made on the loop: made here and lost to Ctrl-C, it would complain that nobody awaited it.
+        """
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._start, function)
+
+    def _start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         if self._stop_requested:
-            coroutine.close()
             return
         if self._early is not None:
-            self._early.append(coroutine)
+            self._early.append(function)
             return
-        task = self.loop.create_task(coroutine)
+        task = asyncio.get_running_loop().create_task(function())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the loop, from any thread; nothing happens once the loop is closed."""
+        if self.loop is None:
+            return
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -137,21 +153,23 @@ class Runtime:
     def stop(self) -> None:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
-        if not self.inherited:
+        if self.loop is None:
+            self._never_began()
+        elif not self.inherited:
             self.call(self._stop_signal.set)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all threads have ended, up to ``timeout_s``; whether they have."""
-        if self.inherited or threading.current_thread() is self._thread:
+        if self.inherited or self._thread.current:
             return True
-        try:
-            self.finished.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            return False
-        self._thread.join(timeout_s)
-        return self.read_pool.join(timeout_s) and self.decode_pool.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        return all(
+            threads.join(max(0.0, deadline - time.monotonic()))
+            for threads in (self._thread, self.read_pool, self.decode_pool)
+        )
 
     def _main(self) -> None:
+        assert self.loop is not None
         try:
             self.loop.run_until_complete(self._serve())
         finally:
@@ -167,11 +185,13 @@ class Runtime:
             predecessor, self._after = self._after.finished, None
             await asyncio.wait([asyncio.wrap_future(predecessor)], timeout=CLEANUP_S)
         early, self._early = self._early or [], None
-        for coroutine in early:
-            self._start(coroutine)
+        for function in early:
+            self._start(function)
         self._beat()
         self._watch_reads()
-        await self._stop_signal.wait()
+        # Where it was stopped before the loop was there, nobody could wake the wait.
+        if not self._stop_requested:
+            await self._stop_signal.wait()
         self._stop_requested = True
         self.read_pool.drain()
         self.decode_pool.drain()
@@ -180,7 +200,7 @@ class Runtime:
             await _bounded(cleanup)
         # Tasks of the user's own (a session's keep-alive, say) end here rather than with a warning.
         await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
-        await self.loop.shutdown_asyncgens()
+        await asyncio.get_running_loop().shutdown_asyncgens()
 
     def _watch_reads(self) -> None:
         """Widen the lanes of blocking reads while that helps, and narrow them while it does not.
@@ -198,13 +218,13 @@ class Runtime:
             if self._surplus >= SURPLUS_LOOKS:
                 self._surplus = 0
                 reads.widen(reads.lanes // 2)
-        self.loop.call_later(LOOK_S if starving else HEARTBEAT_S, self._watch_reads)
+        asyncio.get_running_loop().call_later(LOOK_S if starving else HEARTBEAT_S, self._watch_reads)
 
     def _beat(self) -> None:
         if self._dropped:
             self._stop_signal.set()
         else:
-            self.loop.call_later(HEARTBEAT_S, self._beat)
+            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
 
 
 async def _cancel(tasks: set[Any]) -> None:

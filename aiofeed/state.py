@@ -153,20 +153,25 @@ class Account:
         self._last = -1
         self._left = schedule.stripe(start.consumed).batches - len(start.ahead)
         self.ended = False
-        self._numbers: set[int] | None = None if in_order else set()
+        # A dict, because to put something into a set is a call, and a signal handler may run after it.
+        self._numbers: dict[int, None] | None = None if in_order else {}
 
     @property
     def began(self) -> bool:
         """Whether it has handed out a batch."""
         return self._last >= 0
 
-    def handed_out(self, number: int) -> bool:
-        """Note a batch; whether it is the first."""
-        first, self._last = not self.began, number
+    def handed_out(self, number: int) -> None:
+        """Note a batch. No call: Ctrl-C comes before or after this, never in the middle."""
+        self._last = number
         self._left -= 1
         if self._numbers is not None:
-            self._numbers.add(number)
-        return first
+            self._numbers[number] = None
+
+    @property
+    def last_to_come(self) -> bool:
+        """Whether all but the last batch were handed out."""
+        return self._left == 1
 
     @property
     def complete(self) -> bool:
@@ -174,8 +179,11 @@ class Account:
         return self._left == 0
 
     def position(self) -> Position:
-        """Where the epoch stands now; only after a first batch."""
-        return self._schedule.after(self.start, self._last, self._numbers)
+        """Where the epoch stands now."""
+        if not self.began:
+            return self.start
+        numbers = None if self._numbers is None else self._numbers.keys()
+        return self._schedule.after(self.start, self._last, numbers)
 
 
 @dataclass(eq=False)
