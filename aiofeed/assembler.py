@@ -19,7 +19,7 @@ from aiofeed.mending import replenish, shorten
 from aiofeed.policy import FailurePolicy
 from aiofeed.staging import Lease, Memory
 from aiofeed.types import BatchPlan
-from aiofeed.watchdog import run_within
+from aiofeed.watchdog import StuckError, run_within
 
 AssemblyFactory = Callable[[int, Lease], Assembly]
 
@@ -73,7 +73,12 @@ class Assembler:
         while True:
             guard = Guard()
             work = partial(self._decode, batch, start, encoded, guard)
-            outcome, at = await run_within(limit_s, self._executor, work, guard)
+            try:
+                outcome, at = await run_within(limit_s, self._executor, work, guard)
+            except StuckError as error:
+                raise FeedError(
+                    f"{error} (batch {batch.plan.number}, near {Keys(batch.plan, self._fetcher)[start]!r})"
+                ) from None
             if at is None:
                 break
             late: Outcome = guard.outcome
@@ -108,6 +113,8 @@ class Assembler:
         """Note what came of a chunk; whether it was the batch's last."""
         with batch.lock:
             batch.errors += outcome.errors
+            # Tracebacks refer to the frames that refer to the outcome: what has been handed on is not kept there, too.
+            outcome.errors = []
             batch.undecoded -= 1
             return batch.undecoded == 0
 

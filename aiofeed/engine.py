@@ -262,10 +262,12 @@ class Engine:
     def _hand_over(self, batch: Batch) -> None:
         failures = tuple(batch.failures)
         if failures:
-            batch.counters.failures += batch.tally.count(failures)
+            batch.tally.count(failures)
             batch.error = batch.tally.too_many(failures[-1]) or batch.error
         if batch.error is not None:
             self._deliver_failure(batch.error, batch.plan.number, failures)
+            batch.error = None  # its traceback may refer to frames that refer to the batch
+            batch.failures = []
             return
         self._waiting += 1
         self._handoff.put(

@@ -32,6 +32,8 @@ class _Job(Future[Any]):
     def __init__(self, pool: ThreadPool) -> None:
         super().__init__()
         self._pool = pool
+        # The thread that it runs in.
+        self.ident = 0
 
     def cancel(self) -> bool:
         """As ever: whether it will not run."""
@@ -124,11 +126,14 @@ class ThreadPool(ThreadPoolExecutor):
         return future
 
     def abandon(self, job: Future[Any]) -> bool:
-        """Nobody waits for a job that runs any more: another may have its lane. Whether that is so now."""
+        """Nobody waits for a job any more: another may have its lane, if it runs still.
+
+        False where that cannot be: there are too many such jobs, or no thread is to be had for another.
+        """
         with self._lock:
-            if job in self._abandoned:
+            if job not in self._active or self._draining:
                 return True
-            if job not in self._active or self._draining or len(self._abandoned) >= ABANDONED_MOST:
+            if len(self._abandoned) >= ABANDONED_MOST:
                 return False
             assert isinstance(job, _Job)
             self._active.discard(job)
@@ -169,6 +174,7 @@ class ThreadPool(ThreadPoolExecutor):
         while (work := self._ready.get()) is not None:
             future, fn, args, kwargs = work
             if future.set_running_or_notify_cancel():
+                future.ident = threading.get_ident()
                 wall, cpu = time.perf_counter(), time.thread_time()
                 try:
                     result = fn(*args, **kwargs)
@@ -214,9 +220,12 @@ class ThreadPool(ThreadPoolExecutor):
             self._ready.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end, up to ``timeout_s``; whether they all did."""
+        """Wait for the threads to end, up to ``timeout_s``; whether they all did, those with abandoned jobs aside."""
         deadline = time.monotonic() + timeout_s
-        return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in self._own_threads)
+        with self._lock:
+            left = {job.ident for job in self._abandoned}
+        waited = [thread for thread in self._own_threads if thread.thread.ident not in left]
+        return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in waited)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """The executor protocol's name for ``stop``; a loop calls it when it closes. Never blocks."""

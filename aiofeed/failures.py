@@ -56,19 +56,17 @@ class Tally:
         self.known: dict[int, SampleError] = {}
 
     def know(self, error: SampleError) -> SampleError:
-        """Remember that a sample fails. Without its tracebacks, which keep what was read along with it."""
-        return self.known.setdefault(error.index, light(error))
+        """Remember that a sample fails."""
+        return self.known.setdefault(error.index, error)
 
     @property
     def allowed(self) -> int:
         """How many may fail."""
         return self._policy.allowed(self._length)
 
-    def count(self, failures: Iterable[SampleError]) -> int:
-        """Count the failures of a batch in its turn; how many of them are new."""
-        before = len(self._counted)
+    def count(self, failures: Iterable[SampleError]) -> None:
+        """Count the failures of a batch in its turn."""
         self._counted.update(failure.index for failure in failures)
-        return len(self._counted) - before
 
     def too_many(self, last: SampleError) -> TooManyFailures | None:
         """The error to raise where more failed than may; ``last`` is quoted."""
@@ -112,8 +110,9 @@ class FailureLog:
         self._seen.clear()
         self._first = None
 
-    def add(self, failures: Iterable[SampleError], epoch: int) -> None:
-        """Take note of failures, each sample once per epoch."""
+    def add(self, failures: Iterable[SampleError], epoch: int) -> int:
+        """Take note of failures, each sample once per epoch; how many were new."""
+        before = len(self._seen)
         for error in failures:
             if error.index in self._seen:
                 continue
@@ -124,6 +123,7 @@ class FailureLog:
                 self._failures.append(Failure(error.key, error.index, error.stage, light(error), epoch))
             if self._policy.action != "raise":  # what is raised is told by its traceback
                 self._tell(error)
+        return len(self._seen) - before
 
     def _tell(self, error: SampleError) -> None:
         if error.key in self._keys or self._logged >= LOGGED_MOST:
@@ -150,11 +150,17 @@ class FailureLog:
 
 
 def light(error: SampleError) -> SampleError:
-    """The same error and its cause, without their tracebacks."""
+    """The same error without tracebacks, and its cause where that is small: some carry the whole document along."""
     light = type(error)(str(error), key=error.key, index=error.index, stage=error.stage)
-    if error.__cause__ is not None:
+    cause = error.__cause__
+    if cause is not None and set(vars(cause)) <= {"__notes__"} and all(map(_is_small, cause.args)):
         try:
-            light.__cause__ = copy.copy(error.__cause__).with_traceback(None)
-        except Exception:  # noqa: BLE001 - the user's exception may resist; its text is in the message
+            light.__cause__ = copy.copy(cause)
+            light.__cause__.__traceback__ = None
+        except BaseException:  # noqa: BLE001 - the user's exception may resist; its text is in the message
             light.__cause__ = None
     return light
+
+
+def _is_small(value: object) -> bool:
+    return value is None or isinstance(value, int | float) or (isinstance(value, str | bytes) and len(value) <= 1000)

@@ -412,7 +412,7 @@ class _Pass:
     def handing_out(self, item: Ready) -> None:
         feeder = self._feeder
         if item.failures:
-            feeder._failures.add(item.failures, self._account.start.epoch)
+            feeder._counters.failures += feeder._failures.add(item.failures, self._account.start.epoch)
         if not self._account.began:
             feeder._progress.follow(self._account)
             feeder._order.began()
@@ -424,7 +424,7 @@ class _Pass:
         self._account.handed_out(item.number)
 
     def failed(self, item: Failed) -> None:
-        self._feeder._failures.add(item.failures, self._account.start.epoch)
+        self._feeder._counters.failures += self._feeder._failures.add(item.failures, self._account.start.epoch)
         self._feeder._progress.failed(self._account)
         self._feeder._in_a_row = 0
 

@@ -122,6 +122,7 @@ class BytesFetcher:
         self._in_place = in_place
         self._length = len(source) if length is None else length
         self._policy = policy or FailurePolicy()
+        self._traced = self._policy.action == "raise"
         self._reader = Reader(source, self._policy)
         self._read_now: Callable[[Sequence[int]], Sequence[Any]] | None = unless_overridden(
             source, "read_now", ("read", "read_many")
@@ -156,7 +157,7 @@ class BytesFetcher:
         """The source's name for a sample; a source that fails to say gets one made up."""
         try:
             return str(self._source.key(index))
-        except Exception:  # noqa: BLE001 - the user's method; the error that is being reported matters more
+        except BaseException:  # noqa: BLE001 - the user's method; the error that is being reported matters more
             return f"sample {index}"
 
     def lanes(self, threads: int) -> int:
@@ -169,7 +170,8 @@ class BytesFetcher:
             return Encoded([_UNREAD] * len(indices))
         started = time.perf_counter()
         encoded = await self._reader.read(indices)
-        self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
+        if not encoded.retries:  # pauses between attempts say nothing of the storage
+            self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return encoded
 
     def _reads_inline(self) -> bool:
@@ -187,8 +189,9 @@ class BytesFetcher:
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Decode a chunk. After a sample that fails the rest is left where that raises."""
         outcome = Outcome()
-        if watch.guard is not None:
-            watch.guard.outcome = outcome
+        guard = watch.guard
+        if guard is not None:
+            guard.outcome = outcome
         if encoded and encoded[0] is _UNREAD:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
         started = time.perf_counter()
@@ -200,13 +203,17 @@ class BytesFetcher:
             try:
                 if isinstance(data, BaseException):
                     raise data
-                self._decode_one(plan, position, data, assembly, watch.guard)
+                if guard is None:
+                    self._decode_one(plan, position, data, assembly)
+                else:
+                    self._decode_guarded(plan, position, data, assembly, guard)
             except AbandonedError:
                 raise
             except BaseException as error:  # noqa: BLE001 - the user's decoder may raise anything; it becomes a value with a name
-                failed = (position, self._named(error, plan.indices[position], reading=error is data))
-                with _UNGUARDED if watch.guard is None else watch.guard.commit():
-                    outcome.errors.append(failed)
+                named = self._named(error, plan.indices[position], reading=error is data)
+                with _UNGUARDED if guard is None else guard.commit():
+                    outcome.errors.append((position, named))
+                del named
                 if self._policy.action == "raise":
                     break
             done += 1
@@ -247,33 +254,38 @@ class BytesFetcher:
             raise data
         return data
 
-    def _decode_one(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard | None) -> None:
-        index = plan.indices[position]
-        if guard is not None:
-            guard.begin(position)
-        if not self._in_place:
+    def _decode_one(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly) -> None:
+        if self._in_place:
+            assert isinstance(assembly, RowAssembly)
+            decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+            seed = self._seed(plan, position) if self._takes_seed else None
+            decoder.decode_into(data, assembly.rows[position], seed)
+            if self._target is not None:
+                assembly.put(position, self._target(plan.indices[position]))
+            return
+        sample = self._sample(plan, position, data)
+        assembly.put(position, sample if self._target is None else (sample, self._target(plan.indices[position])))
+
+    def _decode_guarded(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard) -> None:
+        """The same under a time limit: what it comes to waits elsewhere for leave to enter the batch."""
+        guard.begin(position)
+        row = out = None
+        sample: Any = None
+        if self._in_place:
+            assert isinstance(assembly, RowAssembly)
+            decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+            row = assembly.rows[position]
+            out = np.empty_like(row)
+            decoder.decode_into(data, out, self._seed(plan, position) if self._takes_seed else None)
+        else:
             sample = self._sample(plan, position, data)
-            if self._target is not None:
-                sample = (sample, self._target(index))
-            with _UNGUARDED if guard is None else guard.commit():
-                assembly.put(position, sample)
-            return
-        assert isinstance(assembly, RowAssembly)
-        decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-        seed = self._seed(plan, position) if self._takes_seed else None
-        row = assembly.rows[position]
-        if guard is None:
-            decoder.decode_into(data, row, seed)
-            if self._target is not None:
-                assembly.put(position, self._target(index))
-            return
-        # A late result must not reach a batch that has been handed out: it waits elsewhere for leave to enter.
-        out = np.empty_like(row)
-        decoder.decode_into(data, out, seed)
-        target = None if self._target is None else self._target(index)
+        target = None if self._target is None else self._target(plan.indices[position])
         with guard.commit():
-            row[...] = out
-            assembly.put(position, target)
+            if row is not None:
+                row[...] = out
+                assembly.put(position, target)
+            else:
+                assembly.put(position, sample if self._target is None else (sample, target))
 
     def _sample(self, plan: BatchPlan, position: int, data: Any) -> Any:
         if self._takes_rng:
@@ -296,12 +308,12 @@ class BytesFetcher:
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return decode_error(error, key, index)
+            return decode_error(error, key, index, traced=self._traced)
         hint = ""
         if isinstance(error, IndexError):
             with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
-        return read_error(error, key, index, hint)
+        return read_error(error, key, index, hint, traced=self._traced)
 
     def overdue(self, index: int) -> FeedError:
         """A ``DecodeError``, by name."""

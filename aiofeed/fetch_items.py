@@ -65,22 +65,29 @@ class DatasetFetcher:
         positions = range(start, start + len(encoded))
         # A limit on the time of one item is kept by asking for one at a time.
         many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
+        plain = watch.guard is None and not self._policy.retries
+        dataset = self._source.dataset
         if not many or not self._put_many(plan, positions, assembly, outcome):
             for position in positions:
                 if watch.stop.stopped:
                     break
                 try:
-                    self._put_one(plan, position, assembly, watch, outcome)
+                    if plain:
+                        assembly.put(position, dataset[plan.indices[position]])
+                    else:
+                        self._put_one(plan, position, assembly, watch, outcome)
                 except AbandonedError:
                     raise
                 except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
-                    failed = (position, self._named(error, plan.indices[position]))
+                    named = self._named(error, plan.indices[position])
                     with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
-                        outcome.errors.append(failed)
+                        outcome.errors.append((position, named))
+                    del named
                     if self._policy.action == "raise":
                         break
         outcome.decode_s = time.perf_counter() - started
-        self._pace.observe(outcome.decode_s, len(encoded))
+        if not outcome.retries:
+            self._pace.observe(outcome.decode_s, len(encoded))
         return outcome
 
     def _put_many(self, plan: BatchPlan, positions: range, assembly: Assembly, outcome: Outcome) -> bool:
@@ -124,7 +131,7 @@ class DatasetFetcher:
 
     def _named(self, error: BaseException, index: int) -> FeedError:
         key = self.key(index)
-        return misfit_error(error, key) or read_error(error, key, index)
+        return misfit_error(error, key) or read_error(error, key, index, traced=self._policy.action == "raise")
 
     def overdue(self, index: int) -> FeedError:
         """A ``ReadError``, by name."""

@@ -11,27 +11,39 @@ _HERE = os.path.dirname(__file__)
 _OURS = frozenset(os.path.join(_HERE, f"{name}.py") for name in ("fetch", "fetch_items", "reading", "guard", "retries"))
 
 
-def read_error(error: BaseException, key: str, index: int, hint: str = "") -> SampleError:
-    """``error`` as that of reading a sample; one that has a name already keeps it."""
-    if isinstance(error, SampleError):
-        return error
-    named = ReadError(f"cannot read {key!r}: {told(error)}{hint}", key=key, index=index, stage="read")
-    named.__cause__ = without_our_frames(error)
-    return named
+def read_error(error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True) -> SampleError:
+    """``error`` as that of reading a sample; one of the user's that names this very sample stays as it is.
+
+    With ``traced=False`` it comes without tracebacks: they would keep alive what their frames refer to, the bytes of
+    the sample among them, for as long as the error is remembered.
+    """
+    return _named(ReadError, "read", error, key, index, hint, traced)
 
 
-def decode_error(error: BaseException, key: str, index: int) -> SampleError:
-    """``error`` as that of decoding a sample; one that has a name already keeps it."""
-    if isinstance(error, SampleError):
-        return error
-    named = DecodeError(f"cannot decode {key!r}: {told(error)}", key=key, index=index, stage="decode")
-    named.__cause__ = without_our_frames(error)
+def decode_error(error: BaseException, key: str, index: int, *, traced: bool = True) -> SampleError:
+    """``error`` as that of decoding a sample; see ``read_error``."""
+    return _named(DecodeError, "decode", error, key, index, "", traced)
+
+
+def _named(
+    kind: type[SampleError], stage: str, error: BaseException, key: str, index: int, hint: str, traced: bool
+) -> SampleError:
+    if isinstance(error, SampleError) and error.index == index:
+        named = error
+    else:
+        named = kind(f"cannot {stage} {key!r}: {told(error)}{hint}", key=key, index=index, stage=stage)
+        named.__cause__ = without_our_frames(error)
+    if not traced:
+        _untrace(named)
     return named
 
 
 def told(error: BaseException) -> str:
     """An error on one line."""
-    text = str(error)
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - the user's own exception; its type is all there is to say
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -44,4 +56,17 @@ def without_our_frames(error: BaseException) -> BaseException:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
         traceback = traceback.tb_next
-    return error.with_traceback(traceback)
+    error.__traceback__ = traceback
+    return error
+
+
+def _untrace(error: BaseException) -> None:
+    """Take the tracebacks away, of its causes too."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            waiting += [one.__cause__, one.__context__]

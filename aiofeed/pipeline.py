@@ -75,9 +75,11 @@ class Pipeline:
             self._memory = PinnedMemory(recipe.backend.pin, keep * 4)
         self._launched = self._opened = False
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
-        self._finished: Handoff[Item] = Handoff()
+        finished: Handoff[Item] = Handoff()
+        self._finished = finished
         # A feeder that was left or closed may live on for long; what was read ahead does not.
         self.runtime.at_exit(partial(drop_batches, self._finished))
+        self.runtime.at_death(lambda error: finished.put(Failed(error)))
         self.runtime.at_exit(self._memory.close)
         self._engine: Engine | None = None
         try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +54,11 @@ class Reader:
         if self._read_many is not None:
             try:
                 samples = list(await self._limited(self._read_many(indices)))
-            except BaseException:  # the user's coroutine; asked one by one below, it names who failed
+            except BaseException as error:  # the user's coroutine; asked one by one below, it names who failed
                 if is_cancelled():
                     raise
+                if isinstance(error, GeneratorExit):
+                    return [error] * len(indices)  # it may be this coroutine that is closed: it must not go on
             else:
                 if len(samples) != len(indices):
                     wrong = f"read_many returned {len(samples)} samples for {len(indices)} indices"
@@ -94,7 +95,7 @@ class Reader:
             try:
                 return await self._limited(self._source.read(index))
             except BaseException as error:  # the user's coroutine may raise anything; raised again by name
-                if isinstance(error, GeneratorExit) or is_cancelled():
+                if is_cancelled():
                     raise
                 failed = error
 
@@ -102,11 +103,14 @@ class Reader:
         limit_s = self._policy.read_timeout_s
         if limit_s is None:
             return await reading
-        task = asyncio.ensure_future(_as_coroutine(reading))
+        task = asyncio.ensure_future(_caught(reading))
         try:
             await asyncio.wait((task,), timeout=limit_s)
             if task.done():
-                return task.result()
+                data, error = task.result()
+                if error is not None:
+                    raise error
+                return data
             raise TimeoutError(f"no answer within read_timeout_s={limit_s:g}")
         finally:
             # Also where this coroutine itself is cancelled. What blocks in a thread gives its place to another there.
@@ -121,12 +125,14 @@ class Reader:
             task.exception()  # seen: it was raised above, or nobody waits for it any more
 
 
-def _as_coroutine(reading: Any) -> Coroutine[Any, Any, Any]:
-    return reading if inspect.iscoroutine(reading) else _awaited(reading)
-
-
-async def _awaited(reading: Any) -> Any:
-    return await reading
+async def _caught(reading: Any) -> tuple[Any, BaseException | None]:
+    """What it gave, or what it raised: a task in which SystemExit is raised takes the loop down with it."""
+    try:
+        return await reading, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+        return None, error
 
 
 def is_cancelled() -> bool:

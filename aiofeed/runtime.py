@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from aiofeed import lifetime
+from aiofeed.errors import WorkerDiedError
 from aiofeed.executor import ThreadPool
 from aiofeed.lifetime import DaemonThread
 
@@ -73,6 +74,7 @@ class Runtime:
         self._early: list[Callable[[], Coroutine[Any, Any, Any]]] | None = []
         self._cleanups: list[Callable[[], Awaitable[None]]] = []
         self._at_exit: list[Callable[[], object]] = []
+        self._at_death: list[Callable[[WorkerDiedError], object]] = []
         self._surplus = 0
         self._dropped: deque[Any] = deque()
         self._watched: weakref.ref[Any] | None = None
@@ -150,6 +152,10 @@ class Runtime:
         """Call a function that only signals, once the loop has come to its end; another thread to stop, say."""
         self._at_exit.append(function)
 
+    def at_death(self, function: Callable[[WorkerDiedError], object]) -> None:
+        """Call a function that only signals, should the loop come to an end that nobody asked for."""
+        self._at_death.append(function)
+
     def stop(self) -> None:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
@@ -172,6 +178,11 @@ class Runtime:
         assert self.loop is not None
         try:
             self.loop.run_until_complete(self._serve())
+        except BaseException as error:  # noqa: BLE001 - SystemExit in a task of the user's, say; whoever waits must hear
+            died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
+            died.__cause__ = error
+            for tell in self._at_death:
+                tell(died)
         finally:
             self.read_pool.stop()
             self.decode_pool.stop()

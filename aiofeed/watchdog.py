@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
-from aiofeed.errors import FeedError
 from aiofeed.executor import ABANDONED_MOST, ThreadPool
 from aiofeed.guard import Guard
 
@@ -14,6 +16,10 @@ T = TypeVar("T")
 
 # A limit that has just passed is looked at again no sooner: the clock of the loop is coarser than the limit's.
 _LEAST_S = 0.001
+
+
+class StuckError(Exception):
+    """Too many jobs were abandoned and still run."""
 
 
 async def run_within(
@@ -28,31 +34,33 @@ async def run_within(
         guard: of this job alone.
 
     Raises:
-        FeedError: too many jobs were abandoned and still run.
+        StuckError: there are too many such jobs, or no thread is to be had for what waits.
     """
+    # No asyncio future around the job: an abandoned one may end when the loop is closed, and nobody asks what it
+    # raised.
+    over = asyncio.Event()
     job = executor.submit(work)
-    future = asyncio.wrap_future(job)
+    job.add_done_callback(partial(_tell, asyncio.get_running_loop(), over))
     try:
         while True:
-            await asyncio.wait((future,), timeout=max(guard.left_s(limit_s), _LEAST_S))
-            if future.done():
-                return future.result(), None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(guard.left_s(limit_s), _LEAST_S)):
+                    await over.wait()
+            if job.done():
+                return job.result(), None
             if (at := guard.abandon(limit_s)) is not None:
                 break
     except asyncio.CancelledError:
         job.cancel()
         raise
-    finally:
-        if not future.done():
-            future.add_done_callback(_forget)
     if not executor.abandon(job):
-        raise FeedError(
+        raise StuckError(
             f"{ABANDONED_MOST} samples took longer than {limit_s:g} s to decode and still run: the decoder hangs, "
             f"or the limit is too low for it"
         )
     return None, at
 
 
-def _forget(future: asyncio.Future[T]) -> None:
-    if not future.cancelled():
-        future.exception()  # seen: it was abandoned, and says so
+def _tell(loop: asyncio.AbstractEventLoop, over: asyncio.Event, job: Future[T]) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(over.set)

@@ -234,5 +234,5 @@ def test_a_subclass_that_reads_otherwise_is_obeyed(tmp_path: Path, method: str) 
     source._seconds_per_file = 1e-6
     fetcher = BytesFetcher(source, bytes, in_place=False)
     fetcher._pace.seconds = 1e-6
-    read, _ = asyncio.run(fetcher.read(range(10)))
+    read = asyncio.run(fetcher.read(range(10))).samples
     assert read == [b"LETTER %d" % number for number in range(10)]
