@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        steps: Iterable[Step],
+        steps: Iterable[Step] | AsyncIterable[Step],
         *,
         batch_size: int,
         fetcher: Fetcher,
@@ -127,7 +127,7 @@ class Engine:
             self._handoff.put(Failed(error, number))
 
     async def _plan(self, group: asyncio.TaskGroup) -> None:
-        for step in self._steps:
+        async for step in _in_turn(self._steps):
             if isinstance(step, EpochBegins):
                 self._counters = step.counters
             elif isinstance(step, EpochEnds):
@@ -315,6 +315,16 @@ class Engine:
             elif not entry.gate.is_set() and (self._in_order or entry.unread == 0):
                 entry.gate.set()
                 self._opened += 1
+
+
+async def _in_turn(steps: Iterable[Step] | AsyncIterable[Step]) -> AsyncIterator[Step]:
+    """The steps, whether they are there to be had or still have to come."""
+    if isinstance(steps, AsyncIterable):
+        async for step in steps:
+            yield step
+    else:
+        for step in steps:
+            yield step
 
 
 class _Keys(Sequence[str]):
