@@ -152,7 +152,7 @@ class PinnedMemory:
                 log.warning(
                     "memory cannot be pinned (%s): copies to the device will be slower and not overlap; "
                     "raise `ulimit -l` or the container's locked-memory limit",
-                    error,
+                    str(error),  # its traceback would keep batches alive in whoever keeps the record
                 )
         return np.empty(capacity, np.uint8)
 
