@@ -189,8 +189,8 @@ class EngineProcesses:
         asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _died(self, process: EngineProcess, status: int | None) -> None:
-        under_way = sorted({work.plan.number for work in process.at_work.values()})
-        what = f"; it was at batch {', '.join(map(str, under_way))}" if under_way else ""
+        under_way = [work.plan.number for work in process.at_work.values()]
+        what = f"; it had {len(under_way)} batches under way, from batch {under_way[0]} on" if under_way else ""
         self._break(WorkerDiedError(process.describe(status) + what, exit_status=status))
 
     def _break(self, error: Exception) -> None:

@@ -39,6 +39,7 @@ _ALIGNMENT = 64
 # How fast the size of an extraordinary batch is forgotten.
 _DECAY = 0.95
 _DTYPE_KINDS = "biufcSUMm"
+_MOST_DIMENSIONS = 32
 
 
 class SlotMemory:
@@ -171,7 +172,7 @@ class Ring:
             register(segment.memory)
         except Exception as error:  # noqa: BLE001 - whatever the driver says, pageable memory is slower and right
             self.pinned, self._register = False, None
-            log.warning("shared memory cannot be pinned (%s): copies to the device will be slower", error)
+            log.warning("shared memory cannot be pinned (%s): copies to the device will be slower", str(error))
             return
         # What the finalizer holds keeps the mapping, whose address the driver knows, until it has been told.
         kept = segment.memory.base
@@ -189,18 +190,25 @@ class Ring:
             WireError: it does not lie within its segment, or is no plain array.
         """
         dtype = plain_dtype(leaf.dtype)
-        if any(size < 0 for size in leaf.shape):
+        if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
             raise WireError(f"an array of shape {leaf.shape}")
         count = 1
         for size in leaf.shape:
             count *= size
         nbytes = count * dtype.itemsize
         if nbytes == 0:
-            return np.empty(leaf.shape, dtype)
+            return _nothing(leaf.shape, dtype)
         segment = self._segments.get(leaf.segment)
         if segment is None or leaf.offset < 0 or leaf.offset + nbytes > segment.nbytes:
             raise WireError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
         return segment.memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+
+
+def _nothing(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:  # though it has no bytes, its other dimensions may be too many
+        raise WireError(f"an array of shape {shape}: {error}") from None
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger("aiofeed")
 
@@ -41,28 +41,29 @@ class Framer:
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[tuple[bytes, int]]:
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, int]]:
         """The frames that ``data`` completes: payload and number of descriptors.
 
         Raises:
-            WireError: a frame is longer than allowed or claims too many descriptors.
+            WireError: a frame is longer than allowed or claims too many descriptors; those before it were given.
         """
         self._buffer += data
-        frames = []
         start = 0
-        while len(self._buffer) - start >= _HEADER.size:
-            nbytes, descriptors = _HEADER.unpack_from(self._buffer, start)
-            if nbytes > self._limit_bytes:
-                raise WireError(f"a message of {nbytes} bytes; at most {self._limit_bytes} are accepted")
-            if descriptors > MAX_DESCRIPTORS:
-                raise WireError(f"a message with {descriptors} descriptors; at most {MAX_DESCRIPTORS} are accepted")
-            end = start + _HEADER.size + nbytes
-            if len(self._buffer) < end:
-                break
-            frames.append((bytes(self._buffer[start + _HEADER.size : end]), descriptors))
-            start = end
-        del self._buffer[:start]
-        return frames
+        try:
+            while len(self._buffer) - start >= _HEADER.size:
+                nbytes, descriptors = _HEADER.unpack_from(self._buffer, start)
+                if nbytes > self._limit_bytes:
+                    raise WireError(f"a message of {nbytes} bytes; at most {self._limit_bytes} are accepted")
+                if descriptors > MAX_DESCRIPTORS:
+                    raise WireError(f"a message with {descriptors} descriptors; at most {MAX_DESCRIPTORS} are accepted")
+                end = start + _HEADER.size + nbytes
+                if len(self._buffer) < end:
+                    break
+                payload = bytes(self._buffer[start + _HEADER.size : end])
+                start = end
+                yield payload, descriptors
+        finally:
+            del self._buffer[:start]
 
 
 def frame(payload: bytes, descriptors: int = 0) -> bytes:
