@@ -39,7 +39,8 @@ class _Batch:
     plan: BatchPlan
     counters: Counters
     reserved: int
-    unread: int = 0
+    # None of its chunks has begun: out of order, only a batch that has been read may be opened.
+    unread: int = 1
     unaccounted: int = 0
     undecoded: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
