@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiofeed.share.messages import Broken, Filled, FromEngine, Open, ToEngine, decode_from_engine, encode
 from aiofeed.share.slots import Ring
-from aiofeed.share.wire import Wire, WireError
+from aiofeed.share.wire import Wire
 from aiofeed.types import BatchPlan
 
 if TYPE_CHECKING:
@@ -111,11 +111,9 @@ class EngineProcess:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_engine(payload)
+        self.ring.learn(message.segments if isinstance(message, Filled) else [], descriptors)
         if isinstance(message, Filled):
-            self.ring.learn(message.segments, descriptors)
             self.ring.forget(message.retired)
-        elif descriptors:
-            raise WireError("descriptors where none belong")
         self._owner.heard(self, message)
 
     def _lost(self, error: Exception | None) -> None:

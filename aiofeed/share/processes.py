@@ -162,7 +162,9 @@ class EngineProcesses:
             return
         if error is not None:
             process.kill()
-            self._break(FeedError(f"{process.describe(None)}: it sent {error}"))
+            broken = FeedError(f"{process.describe(None)}: what it sent was refused: {error}")
+            broken.__cause__ = error
+            self._break(broken)
             return
         self._await_status(process, int(REAP_S / _SOON_S))
 
@@ -215,7 +217,10 @@ class EngineProcesses:
         for task in self._answering:
             task.cancel()
         for process in self._processes:
-            process.send(Stop())
+            if process.ready:
+                process.send(Stop())
+            else:
+                process.kill()  # its source is not open yet: there is nothing to clean up
         if not await _all_gone(self._processes, GRACE_S):
             left = [process for process in self._processes if process.poll() is None]
             log.warning(

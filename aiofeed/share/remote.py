@@ -107,6 +107,9 @@ class RemoteEngine(Engine):
         batch.reserved = self._budget.correct(batch.reserved, reply.nbytes, len(batch.plan.indices))
         batch.complete = True
         self._deliver()
+        if isinstance(reply, Filled) and not isinstance(batch.lease, RingLease):
+            # Last: the word wakes another process, which may take this one's core from the consumer's thread.
+            work.free()
 
     async def _take(self, batch: Any, work: Work, filled: Filled) -> None:
         """The batch out of its slot; on its way to a device it may stay there."""
@@ -128,7 +131,6 @@ class RemoteEngine(Engine):
             self._broke(FeedError(f"an engine process described a batch that cannot be: {error}"))
             return
         batch.counters.copy_s += seconds
-        work.free()
 
     def _copy_out(self, ring: Ring, filled: Filled, lease: Lease) -> tuple[Any, float]:
         started = time.perf_counter()

@@ -148,18 +148,18 @@ class Ring:
         self._unregister: Callable[[Bytes], object] | None = getattr(backend, "unregister", None)
         self.pinned = self._register is not None
 
-    def learn(self, segments: Sequence[NewSegment], descriptors: Sequence[int]) -> None:
-        """Map what is new.
+    def learn(self, segments: Sequence[NewSegment], descriptors: list[int]) -> None:
+        """Map what is new; its descriptors are taken out of the list.
 
         Raises:
             WireError: a segment is not what was announced.
         """
         if len(segments) != len(descriptors):
             raise WireError(f"{len(segments)} segments with {len(descriptors)} descriptors")
-        for new, descriptor in zip(segments, descriptors, strict=True):
+        for new in segments:
             if new.number in self._segments:
                 raise WireError(f"segment {new.number} is known already")
-            segment = adopt(new.number, new.nbytes, descriptor)
+            segment = adopt(new.number, new.nbytes, descriptors.pop(0))
             self._segments[new.number] = segment
             if self._register is not None and self._unregister is not None:
                 self._pin(segment, self._register, self._unregister)

@@ -76,7 +76,8 @@ class Wire:
 
     Args:
         sock: a connected Unix stream socket; it is closed with the wire.
-        received: called with each payload and its descriptors, which it then owns. It may raise ``WireError``.
+        received: called with each payload and its descriptors; it may raise ``WireError``. It takes those that it keeps
+            out of the list; the others are closed.
         lost: called once, when the other end is gone (``None``) or has sent what is no message.
         limit_bytes: longest payload that is accepted.
     """
@@ -157,14 +158,20 @@ class Wire:
             return
         try:
             if flags & socket.MSG_CTRUNC:
-                raise WireError("a message with more descriptors than were announced")
+                raise WireError(
+                    "a message with more descriptors than it may have, or than `ulimit -n` lets this process open"
+                )
             for payload, count in self._framer.feed(data):
                 if count > len(self._arrived):
                     raise WireError(f"a message that lacks {count - len(self._arrived)} of its {count} descriptors")
-                self._received(payload, [self._arrived.popleft() for _ in range(count)])
+                descriptors = [self._arrived.popleft() for _ in range(count)]
+                try:
+                    self._received(payload, descriptors)
+                finally:
+                    _close_all(descriptors)
                 if self._closed:
                     return
-        except WireError as error:
+        except Exception as error:  # noqa: BLE001 - memory that cannot be mapped, say; whoever waits must hear of it
             log.error("a message was refused and its connection closed: %s", error)
             self._end(error)
 

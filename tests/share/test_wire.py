@@ -137,8 +137,6 @@ async def conversation(*raw: bytes, descriptors: tuple[int, ...] = ()) -> tuple[
 
     def received(payload: bytes, found: list[int]) -> None:
         heard.append((payload, len(found)))
-        for descriptor in found:
-            os.close(descriptor)
 
     wire = Wire(ours, received=received, lost=ended.set_result, limit_bytes=1000)
     with theirs:
