@@ -24,6 +24,7 @@ from aiofeed import (
     Limits,
     ReadError,
 )
+from aiofeed.share.remote import INLINE_BYTES
 from aiofeed.testing import SimulatedDevice
 from tests.share.conftest import children, until
 
@@ -128,6 +129,15 @@ def test_batches_that_grow_and_shrink() -> None:
         index = number.indices[0]
         assert batch.shape == (1, (1 + index) * 1024)
         assert bool((batch == index % 251).all())
+
+
+def test_large_batches_are_copied_beside_the_loop() -> None:
+    """Beyond what the loop copies itself: the same bytes, and the slot comes back."""
+    with Feeder(parts.Numbers(100), decode=parts.large, batch_size=20, engine="process", shuffle=True) as feeder:
+        for plan, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
+            assert batch.nbytes > INLINE_BYTES
+            assert batch[:, -1].tolist() == plan.indices
+            assert bool((batch == batch[:, :1]).all())
 
 
 def test_a_batch_that_is_kept_is_never_overwritten() -> None:
