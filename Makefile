@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 
-.PHONY: venv test test-long lint docs demo bench clean help
+.PHONY: venv test test-long soak lint docs demo bench clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -34,6 +34,9 @@ test: $(STAMP)  ## the tests, without the slow ones
 
 test-long: $(STAMP)  ## all tests
 	AIOFEED_EXAMPLES=20000 $(BIN)/python -m pytest --timeout 600 $(ARGS)
+
+soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS="--seed 7 --minutes 10"`
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff check

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         TooManyFailures,
         WorkerDiedError,
     )
+    from aiofeed.failures import Failure
     from aiofeed.feeder import Feeder
+    from aiofeed.policy import FailurePolicy
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -43,7 +45,9 @@ _HOMES = {
     "Decoder": "aiofeed.types",
     # what may be used, and what was
     "Limits": "aiofeed.config",
+    "FailurePolicy": "aiofeed.policy",
     "FeedStatistics": "aiofeed.counters",
+    "Failure": "aiofeed.failures",
     # errors
     "FeedError": "aiofeed.errors",
     "SampleError": "aiofeed.errors",
@@ -68,7 +72,9 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Source",
     "Decoder",
     "Limits",
+    "FailurePolicy",
     "FeedStatistics",
+    "Failure",
     "FeedError",
     "SampleError",
     "ReadError",

@@ -21,7 +21,7 @@ _DATALOADER_ARGUMENTS: Mapping[str, str] = {
     "worker_init_fn": "there are no worker processes; random numbers come per sample through the decoder's `rng`",
     "multiprocessing_context": "there are no worker processes",
     "batch_sampler": "pass sampler= and batch_size=",
-    "timeout": "a source's read can use asyncio.timeout",
+    "timeout": "pass on_error=FailurePolicy(read_timeout_s={value})",
     "generator": "pass seed=",
     "dataset": "it is the first argument",
 }

@@ -98,7 +98,11 @@ class Prefetch(Generic[BatchT]):
         else:
             iterable = cast("Iterable[Any]", self._batches)
             producer = ThreadPull(iterable, finished, room=self._prefetch_batches, memory=memory)
-        delivery = self._deliver(producer, finished)
+        try:
+            delivery = self._deliver(producer, finished)
+        except BaseException:  # nobody else knows of the producer
+            producer.stop()
+            raise
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, Counters(), observer=_Nobody(delivery))
         delivery.watch(iterator)
         return iterator

@@ -50,6 +50,11 @@ class Budget:
         self._per_sample = max(actual / max(samples, 1), self._per_sample * _DECAY)
         return actual
 
+    def at_least(self, taken: int, known: int) -> int:
+        """Raise an estimate to what a batch is known to take by now; returns the figure to ``correct`` later."""
+        self.reserved_bytes += max(known - taken, 0)
+        return max(known, taken)
+
     def release(self, taken: int) -> None:
         """Give a batch's bytes back."""
         self.reserved_bytes -= taken

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from aiofeed.errors import CollateError
 from aiofeed.staging import Lease, array
 from aiofeed.tensors import as_array, as_tensor, stage
-from aiofeed.tree import is_namedtuple, like_list, like_mapping
+from aiofeed.tree import is_namedtuple, leaves, like_list, like_mapping
 from aiofeed.types import ArrayLeaf, Collate, Row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MISSING = object()
+
+Kept: TypeAlias = Sequence[int] | None
+"""Positions of the samples that make the batch, in order; ``None``: all of them."""
 
 
 class Assembly(Protocol):
@@ -31,8 +34,12 @@ class Assembly(Protocol):
         """Store one sample; a row of memory that was filled in place comes as ``FILLED``."""
         ...
 
-    def finish(self, keys: Sequence[str]) -> Any:
-        """The batch; ``CollateError``, naming keys, where the samples do not fit together."""
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        """The batch, of all samples or of those at the positions ``kept``.
+
+        Raises:
+            CollateError: the samples do not fit together; it names keys.
+        """
         ...
 
     @property
@@ -59,9 +66,11 @@ class RowAssembly:
         if self._targets is not None:
             self._targets.put(position, sample)
 
-    def finish(self, keys: Sequence[str]) -> Any:
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
         """The rows, or the list of rows and targets."""
-        return self._leaf if self._targets is None else [self._leaf, self._targets.finish(keys)]
+        leaf = self._leaf
+        leaf.memory = compact(leaf.memory, kept)
+        return leaf if self._targets is None else [leaf, self._targets.finish(keys, kept)]
 
     @property
     def nbytes(self) -> int:
@@ -82,15 +91,19 @@ class CollateAssembly:
         """Keep one sample for ``collate_fn``."""
         self._samples[position] = sample
 
-    def finish(self, keys: Sequence[str]) -> Any:
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
         """What ``collate_fn`` returns."""
-        samples, self._samples = self._samples, []
+        samples, self._samples = pick(self._samples, kept), []
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
-            raise CollateError(f"collate_fn raised {type(error).__name__}: {error} (samples {_span(keys)})") from error
+            raise CollateError(
+                f"collate_fn raised {type(error).__name__}: {error} (samples {_span(pick(keys, kept))})"
+            ) from error
         if self._lease is not None:
             batch, self.nbytes = stage(batch, self._lease)
+        else:
+            self.nbytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(batch))
         return batch
 
 
@@ -115,13 +128,13 @@ class TreeAssembly:
                 root = self._root
         root.put(position, sample)
 
-    def finish(self, keys: Sequence[str]) -> Any:
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
         """The batch: a tuple becomes a list, numbers become tensors, strings stay a list."""
         assert self._root is not None, "an assembly without samples"
         try:
-            return self._root.finish()
+            return self._root.finish(kept)
         except _MisfitError as misfit:
-            keys_named = [keys[position] for position in misfit.positions]
+            keys_named = [keys[kept[position] if kept else position] for position in misfit.positions]
             raise CollateError(misfit.explain(keys_named)) from misfit.__cause__
 
     @property
@@ -150,7 +163,7 @@ class _Node(Protocol):
 
     def put(self, position: int, value: Any) -> None: ...
 
-    def finish(self) -> Any: ...
+    def finish(self, kept: Kept) -> Any: ...
 
 
 class _ArrayNode:
@@ -177,12 +190,12 @@ class _ArrayNode:
         else:
             self._odd[position] = value
 
-    def finish(self) -> Any:
-        leaf = ArrayLeaf(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned)
+    def finish(self, kept: Kept) -> Any:
         if not self._odd:
-            return leaf
-        rows = as_tensor(leaf)
-        return _default_collate([self._odd.get(position, rows[position]) for position in range(len(self._rows))])
+            return ArrayLeaf(compact(self._rows, kept), torch_dtype=self._torch_dtype, pinned=self._pinned)
+        rows = as_tensor(ArrayLeaf(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
+        positions = range(len(self._rows)) if kept is None else kept
+        return _default_collate([self._odd.get(position, rows[position]) for position in positions])
 
 
 class _ListNode:
@@ -197,8 +210,8 @@ class _ListNode:
     def put(self, position: int, value: Any) -> None:
         self._values[position] = value
 
-    def finish(self) -> Any:
-        values, self._values = self._values, []
+    def finish(self, kept: Kept) -> Any:
+        values, self._values = pick(self._values, kept), []
         kinds = set(map(type, values))
         if len(kinds) == 1:
             kind = kinds.pop()
@@ -227,8 +240,8 @@ class _TupleNode:
         self._make = type(first)._make if is_namedtuple(first) else list
         # default_collate transposes tuples and lists by zip, and leaves texts in the tuple that zip made.
         self._children = [_node(item, samples, lease, texts=tuple) for item in first]
-        # A list of the user's own type: the batch is one too, with what position 0's carries beside its items.
-        self._model: list[Any] = []
+        # A list of the user's own type: the batch is one too, with what the first sample's carries beside its items.
+        self._models: dict[int, list[Any]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -238,20 +251,21 @@ class _TupleNode:
         if not isinstance(value, tuple | list) or len(value) != len(self._children):
             got = f"{len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
             raise _MisfitError(f"one has {len(self._children)} parts, another {got}", (position,))
-        if position == 0 and isinstance(value, list) and type(value) is not list:
-            self._model = value
+        if isinstance(value, list) and type(value) is not list:
+            self._models[position] = value
         for child, item in zip(self._children, value, strict=True):
             child.put(position, item)
 
-    def finish(self) -> Any:
-        return like_list(self._model, self._make([child.finish() for child in self._children]))
+    def finish(self, kept: Kept) -> Any:
+        model = self._models.get(kept[0] if kept else 0, [])
+        return like_list(model, self._make([child.finish(kept) for child in self._children]))
 
 
 class _DictNode:
     def __init__(self, first: Mapping[Any, Any], samples: int, lease: Lease) -> None:
         self._children = {name: _node(item, samples, lease) for name, item in first.items()}
         # A mapping of the user's own type: as with lists.
-        self._model: Mapping[Any, Any] = {}
+        self._models: dict[int, Mapping[Any, Any]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -260,8 +274,8 @@ class _DictNode:
     def put(self, position: int, value: Any) -> None:
         if not isinstance(value, Mapping):
             raise _MisfitError(f"one is a dict, another a {type(value).__name__}", (position,))
-        if position == 0 and type(value) is not dict:
-            self._model = value
+        if type(value) is not dict:
+            self._models[position] = value
         for name, child in self._children.items():
             try:
                 item = value[name]
@@ -269,8 +283,9 @@ class _DictNode:
                 raise _MisfitError(f"one has the key {name!r}, another has only {list(value)}", (position,)) from None
             child.put(position, item)
 
-    def finish(self) -> Any:
-        return like_mapping(self._model, {name: child.finish() for name, child in self._children.items()})
+    def finish(self, kept: Kept) -> Any:
+        model = self._models.get(kept[0] if kept else 0, {})
+        return like_mapping(model, {name: child.finish(kept) for name, child in self._children.items()})
 
 
 def _node(first: Any, samples: int, lease: Lease, texts: Callable[[list[Any]], Any] = list) -> _Node:
@@ -300,6 +315,24 @@ def _default_collate(values: list[Any]) -> Any:
                 problem = f"shapes {list(shapes[0] or ())} and {list(shape or ())}"
                 raise _MisfitError(problem, (0, position)) from error
         raise _MisfitError(str(error), ()) from error
+
+
+def compact(rows: NDArray[Any], kept: Kept) -> NDArray[Any]:
+    """The rows that are kept, moved up to the beginning of the same memory."""
+    if kept is None:
+        return rows
+    for to, position in enumerate(kept):
+        if to != position:
+            rows[to] = rows[position]
+    return rows[: len(kept)]
+
+
+ItemT = TypeVar("ItemT")
+
+
+def pick(items: Sequence[ItemT], kept: Kept) -> list[ItemT]:
+    """The items that are kept."""
+    return list(items) if kept is None else [items[position] for position in kept]
 
 
 def _span(keys: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aiofeed import trace
 from aiofeed.errors import DeviceCopyError
 from aiofeed.handoff import Handoff
-from aiofeed.items import Closed, Ended, Failed, Item, Ready
+from aiofeed.items import Closed, Ended, Failed, Item, Ready, drop_batches
 from aiofeed.staging import Lease
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class CopyThread:
         self._incoming = incoming
         self._outgoing = outgoing
         self._issued = issued
+        self._stopped = False
+        self._watched: weakref.ref[object] | None = None
         # Anything but True ends the thread; the collector's weak references do, say.
         self._room: SimpleQueue[object] = SimpleQueue()
         for _ in range(room):
@@ -74,8 +76,11 @@ class CopyThread:
 
     def stop(self) -> None:
         """Signal the thread to end. Never blocks."""
+        self._stopped = True
         self._room.put(False)
         self._incoming.put(Closed())
+        if not self._thread.is_alive():
+            drop_batches(self._outgoing)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end, up to ``timeout_s``; whether it has."""
@@ -94,6 +99,10 @@ class CopyThread:
             while self._copying:
                 self._give_back_oldest()
             self._copier.release()
+            if self._stopped or (self._watched is not None and self._watched() is None):
+                # Nobody takes them, and a feeder that was left may keep this handoff for long.
+                drop_batches(self._incoming)
+                drop_batches(self._outgoing)
 
     def _wait_for_room(self) -> bool:
         return self._get(self._room.get_nowait, self._room.get) is True

@@ -9,48 +9,29 @@ before it, nothing can deadlock.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from aiofeed import trace
+from aiofeed.assembler import Assembler, AssemblyFactory
+from aiofeed.batch import Batch
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.counters import Counters
-from aiofeed.errors import CollateError, FeedError
+from aiofeed.errors import SampleError
 from aiofeed.executor import ThreadPool
-from aiofeed.fetch import Fetcher, Outcome, StopFlag
+from aiofeed.failures import Tally
+from aiofeed.fetch import Fetcher, Outcome
+from aiofeed.guard import StopFlag
 from aiofeed.handoff import Handoff
 from aiofeed.items import Ended, Failed, Item, Ready
-from aiofeed.staging import Lease, Memory
+from aiofeed.policy import FailurePolicy
+from aiofeed.staging import Memory
 from aiofeed.stream import EpochBegins, EpochEnds, Step
-from aiofeed.types import BatchPlan
-
-AssemblyFactory = Callable[[int, Lease], Assembly]
-
-
-@dataclass(eq=False)
-class _Batch:
-    plan: BatchPlan
-    counters: Counters
-    reserved: int
-    # None of its chunks has begun: out of order, only a batch that has been read may be opened.
-    unread: int = 1
-    unaccounted: int = 0
-    undecoded: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    encoded_bytes: int = 0
-    lease: Lease | None = None
-    assembly: Assembly | None = None
-    errors: list[tuple[int, FeedError]] = field(default_factory=list)
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    result: Any = None
-    complete: bool = False
 
 
 class Engine:
@@ -61,14 +42,15 @@ class Engine:
         batch_size: samples of a full batch.
         fetcher: reads and decodes chunks.
         new_assembly: makes the place where a batch is put together.
-        wrap: turns a batch of ``ArrayLeaf`` into what is handed over. It runs in the decode thread, where what it
-            touches is in the cache: in the consumer, just back from its step, the same takes ten times as long.
+        wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
         memory: where its memory comes from.
         executor: the decode threads.
         handoff: where finished batches go.
         limits: what may be in flight.
         budget: bytes in flight.
         in_order: hand batches out in order; otherwise whichever of an epoch is finished.
+        policy: what becomes of samples that fail.
+        length: of the source; what ``max_failures`` is a part of.
     """
 
     def __init__(
@@ -85,23 +67,35 @@ class Engine:
         limits: ResolvedLimits,
         budget: Budget,
         in_order: bool,
+        policy: FailurePolicy | None = None,
+        length: int = 0,
     ) -> None:
         self._steps = steps
         self._fetcher = fetcher
-        self._new_assembly = new_assembly
-        self._wrap = wrap
-        self._memory = memory
         self._executor = executor
         self._handoff = handoff
         self._limits = limits
         self._most_batches = limits.batches_in_flight(batch_size)
         self._budget = budget
         self._in_order = in_order
+        self._policy = policy or FailurePolicy()
+        self._length = length
+        self._tally = Tally(self._policy, length)
         self._counters = Counters()
         self._stop = StopFlag()
+        self._assembler = Assembler(
+            fetcher=fetcher,
+            new_assembly=new_assembly,
+            wrap=wrap,
+            memory=memory,
+            executor=executor,
+            policy=self._policy,
+            stop=self._stop,
+            read_slot=self._read_slot,
+        )
         self._room = asyncio.Event()
         # Admitted and not yet delivered, in order, with the ends of epochs between them.
-        self._line: deque[_Batch | EpochEnds] = deque()
+        self._line: deque[Batch | EpochEnds] = deque()
         # Of those: how many batches, and how many may be decoded. Then how many were delivered and are not yet taken.
         self._assembling = self._opened = self._waiting = 0
         self._reading = 0
@@ -112,8 +106,8 @@ class Engine:
     async def run(self) -> None:
         """Assemble every plan; ends when all are delivered, one has failed, or the task is cancelled."""
         try:
-            async with asyncio.TaskGroup() as group:
-                await self._plan(group)
+            async with asyncio.TaskGroup() as self._group:
+                await self._plan()
         except BaseExceptionGroup as errors:
             # A bug, of ours or in a fetcher: the consumer must hear of it rather than wait.
             self._deliver_failure(errors.exceptions[0])
@@ -121,16 +115,20 @@ class Engine:
             self._deliver_failure(error)
         finally:
             self._stop.stopped = True
+            self._line.clear()  # the feeder may keep this engine, and with it the memory of half-made batches
 
-    def _deliver_failure(self, error: BaseException, number: int | None = None) -> None:
+    def _deliver_failure(
+        self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
+    ) -> None:
         if not self._failed:
             self._failed = True
-            self._handoff.put(Failed(error, number))
+            self._handoff.put(Failed(error, number, failures))
 
-    async def _plan(self, group: asyncio.TaskGroup) -> None:
+    async def _plan(self) -> None:
         async for step in _in_turn(self._steps):
             if isinstance(step, EpochBegins):
                 self._counters = step.counters
+                self._tally = Tally(self._policy, self._length)
             elif isinstance(step, EpochEnds):
                 self._line.append(step)
                 self._deliver()
@@ -139,13 +137,13 @@ class Engine:
                 await self._until(partial(self._has_room, samples))
                 if self._failed:
                     return
-                batch = _Batch(step, self._counters, self._budget.reserve(samples))
+                batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
                 self._line.append(batch)
                 self._assembling += 1
                 self._open_gates()
-                await self._start_chunks(group, batch, samples)
+                await self._start_chunks(batch, samples)
 
-    async def _start_chunks(self, group: asyncio.TaskGroup, batch: _Batch, samples: int) -> None:
+    async def _start_chunks(self, batch: Batch, samples: int) -> None:
         size = min(self._fetcher.chunk_size(samples, self._limits), self._limits.read_concurrency)
         self.chunk_size = size
         lanes = self._fetcher.lanes(self._limits.decode_threads)
@@ -157,7 +155,7 @@ class Engine:
             stop = min(start + size, samples)
             await self._until(partial(self._may_read, stop - start))
             self._reading += stop - start
-            group.create_task(self._chunk(batch, start, stop))
+            self._group.create_task(self._chunk(batch, start, stop))
 
     def _has_room(self, samples: int) -> bool:
         if self._failed:
@@ -171,15 +169,26 @@ class Engine:
     def _may_read(self, samples: int) -> bool:
         return self._failed or self._reading + samples <= self._limits.read_concurrency
 
+    @asynccontextmanager
+    async def _read_slot(self) -> AsyncIterator[None]:
+        """One read more, within ``read_concurrency``."""
+        await self._until(partial(self._may_read, 1))
+        self._reading += 1
+        try:
+            yield
+        finally:
+            self._reading -= 1
+            self._room.set()
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._room.clear()
             await self._room.wait()
 
-    async def _chunk(self, batch: _Batch, start: int, stop: int) -> None:
+    async def _chunk(self, batch: Batch, start: int, stop: int) -> None:
         started = time.perf_counter()
         try:
-            encoded, nbytes = await self._fetcher.read(batch.plan.indices[start:stop])
+            read = await self._fetcher.read(batch.plan.indices[start:stop])
         finally:
             self._reading -= stop - start
             self._room.set()
@@ -187,11 +196,11 @@ class Engine:
             return  # the source swallowed it; the gate below would never be opened
         ended = time.perf_counter()
         batch.counters.read_s += ended - started
-        batch.counters.bytes_read += nbytes
+        batch.count_read(read)
+        batch.reserved = self._budget.at_least(batch.reserved, batch.encoded_bytes)
         batch.unread -= 1
         if not self._in_order:
             self._open_gates()
-        batch.encoded_bytes += nbytes
         if trace.listeners:
             trace.emit("read", started, ended, batch.plan.number)
         # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the loop.
@@ -200,46 +209,27 @@ class Engine:
             await asyncio.sleep(0)
         if not batch.gate.is_set():
             await batch.gate.wait()
-        work = partial(self._decode, batch, start, encoded)
-        del encoded
-        outcome = await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        self._count(batch, outcome)
+        decoding = self._assembler.decode(batch, start, read.samples)
+        del read
+        self._count(batch, await decoding)
 
-    def _decode(self, batch: _Batch, start: int, encoded: list[Any]) -> Outcome:
-        """Decode a chunk, and put the batch together where it was the last; runs in a decode thread."""
-        # Memory is taken by the first chunk that is really decoded, not by those that wait for a thread.
-        with batch.lock:
-            if batch.assembly is None:
-                batch.lease = self._memory.lease()
-                batch.assembly = self._new_assembly(len(batch.plan.indices), batch.lease)
-            assembly = batch.assembly
-        outcome = self._fetcher.decode(batch.plan, start, encoded, assembly, self._stop)
-        with batch.lock:
-            batch.errors += outcome.errors
-            batch.undecoded -= 1
-            last = batch.undecoded == 0
-        if last and not batch.errors and not self._stop.stopped:
-            started = time.perf_counter()
-            try:
-                batch.result = self._wrap(assembly.finish(_Keys(batch.plan, self._fetcher)))
-            except CollateError as error:
-                batch.errors.append((0, error))
-            outcome.collate_s = time.perf_counter() - started
-        return outcome
-
-    def _count(self, batch: _Batch, outcome: Outcome) -> None:
-        batch.counters.read_s += outcome.read_s
-        batch.counters.bytes_read += outcome.nbytes
-        batch.encoded_bytes += outcome.nbytes
-        batch.counters.decode_s += outcome.decode_s
-        batch.counters.collate_s += outcome.collate_s
+    def _count(self, batch: Batch, outcome: Outcome) -> None:
+        batch.count(outcome)
         batch.unaccounted -= 1
         if batch.unaccounted == 0:
-            assert batch.assembly is not None
-            actual = batch.encoded_bytes + batch.assembly.nbytes
-            batch.reserved = self._budget.correct(batch.reserved, actual, len(batch.plan.indices))
-            batch.complete = True
-            self._deliver()
+            if batch.errors and not self._failed:
+                self._group.create_task(self._mend(batch))
+            else:
+                self._complete(batch)
+
+    async def _mend(self, batch: Batch) -> None:
+        await self._assembler.mend(batch)
+        self._complete(batch)
+
+    def _complete(self, batch: Batch) -> None:
+        batch.reserved = self._budget.correct(batch.reserved, batch.nbytes, len(batch.plan.indices))
+        batch.complete = True
+        self._deliver()
 
     def _deliver(self) -> None:
         """Hand over what may leave: the batches whose turn it is, and the ends of epochs behind their last batch."""
@@ -259,7 +249,7 @@ class Engine:
             self._full_since = time.perf_counter()
         self._room.set()
 
-    def _next_complete(self) -> _Batch | None:
+    def _next_complete(self) -> Batch | None:
         for entry in self._line:
             if isinstance(entry, EpochEnds):
                 return None
@@ -269,23 +259,25 @@ class Engine:
                 return None
         return None
 
-    def _hand_over(self, batch: _Batch) -> None:
-        if batch.errors:
-            # The earliest in the batch, so that the same files fail the same way every time.
-            error = min(batch.errors, key=lambda entry: entry[0])[1]
-            batch.counters.failures += len(batch.errors)
-            self._deliver_failure(error, batch.plan.number)
+    def _hand_over(self, batch: Batch) -> None:
+        failures = tuple(batch.failures)
+        if failures:
+            batch.counters.failures += batch.tally.count(failures)
+            batch.error = batch.tally.too_many(failures[-1]) or batch.error
+        if batch.error is not None:
+            self._deliver_failure(batch.error, batch.plan.number, failures)
             return
         self._waiting += 1
         self._handoff.put(
             Ready(
                 batch.plan.number,
-                len(batch.plan.indices),
+                len(batch.plan.indices) if batch.kept is None else len(batch.kept),
                 batch.result,
                 batch.lease,
                 batch.reserved,
                 self.taken,
                 batch.counters,
+                failures,
             )
         )
 
@@ -326,17 +318,3 @@ async def _in_turn(steps: Iterable[Step] | AsyncIterable[Step]) -> AsyncIterator
     else:
         for step in steps:
             yield step
-
-
-class _Keys(Sequence[str]):
-    """The names of a batch's samples, asked for only where an error needs them."""
-
-    def __init__(self, plan: BatchPlan, fetcher: Fetcher) -> None:
-        self._plan = plan
-        self._fetcher = fetcher
-
-    def __len__(self) -> int:
-        return len(self._plan.indices)
-
-    def __getitem__(self, position: Any) -> Any:
-        return self._fetcher.key(self._plan.indices[position])

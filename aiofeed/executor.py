@@ -17,7 +17,26 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Work = tuple["_Job", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+# Jobs that were abandoned and still run, each holding a thread. With more than these something is wrong with storage
+# or decoder altogether, and more threads would not help.
+ABANDONED_MOST = 64
+
+
+class _Job(Future[Any]):
+    """A job's future. Cancelling it while it runs cannot stop it, but gives its lane to another."""
+
+    def __init__(self, pool: ThreadPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def cancel(self) -> bool:
+        """As ever: whether it will not run."""
+        if super().cancel():
+            return True
+        self._pool.abandon(self)
+        return False
 
 
 class ThreadPool(ThreadPoolExecutor):
@@ -41,7 +60,10 @@ class ThreadPool(ThreadPoolExecutor):
         self._own_threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._running = 0
+        self._active: set[_Job] = set()
+        self._abandoned: set[_Job] = set()
         self._stopped = False
+        self._draining = False
         # Wall-clock and CPU seconds of the jobs, the older ones fading.
         self._wall_s = self._cpu_s = 0.0
 
@@ -66,6 +88,11 @@ class ThreadPool(ThreadPoolExecutor):
         return len(self._backlog)
 
     @property
+    def abandoned(self) -> int:
+        """Jobs that nobody waits for any more and that still run."""
+        return len(self._abandoned)
+
+    @property
     def waiting_share(self) -> float:
         """The part of its time that a job spends off the processor: near 1 for slow storage."""
         return 1.0 - self._cpu_s / self._wall_s if self._wall_s else 0.0
@@ -77,27 +104,65 @@ class ThreadPool(ThreadPoolExecutor):
             self._dispatch()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Queue a call; its result or exception arrives in the future."""
-        future: Future[R] = Future()
+        """Queue a call; its result or exception arrives in the future.
+
+        Raises:
+            RuntimeError: the pool was stopped, or has no thread at work and the system gives it none.
+        """
+        future = _Job(self)
         with self._lock:
             if self._stopped:
                 raise RuntimeError(f"the thread pool {self.name!r} has been stopped")
             self._backlog.append((future, fn, args, kwargs))
-            self._dispatch()
+            try:
+                self._dispatch()
+            except RuntimeError:
+                self._backlog.pop()
+                raise
         return future
+
+    def abandon(self, job: Future[Any]) -> bool:
+        """Nobody waits for a job that runs any more: another may have its lane. Whether that is so now."""
+        with self._lock:
+            if job in self._abandoned:
+                return True
+            if job not in self._active or self._draining or len(self._abandoned) >= ABANDONED_MOST:
+                return False
+            assert isinstance(job, _Job)
+            self._active.discard(job)
+            self._abandoned.add(job)
+            self._running -= 1
+            try:
+                self._dispatch()
+            except RuntimeError:
+                return False
+            return True
+
+    def drain(self) -> None:
+        """From now on a job that is abandoned gives its lane to nobody: what waits is about to be cancelled too."""
+        self._draining = True
 
     def _dispatch(self) -> None:
         while self._backlog and self._running < self._lanes:
+            if self._running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
+                return
+            work = self._backlog.popleft()
             self._running += 1
-            self._ready.put(self._backlog.popleft())
-            if self._running > len(self._own_threads):
-                self._start_thread()
+            self._active.add(work[0])
+            self._ready.put(work)
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """Whether there is one thread more; ``RuntimeError`` where the system gives none and none is at work."""
         name = f"aiofeed-{self.name}-{len(self._own_threads)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._running:
+                raise
+            return False  # those there are do the work; each job that ends tries again
         self._own_threads.append(thread)
+        return True
 
     def _run(self) -> None:
         while (work := self._ready.get()) is not None:
@@ -107,19 +172,23 @@ class ThreadPool(ThreadPoolExecutor):
                 try:
                     result = fn(*args, **kwargs)
                 except BaseException as error:  # noqa: BLE001 - whatever it was belongs to whoever awaits the future
-                    self._done(wall, cpu)
+                    self._done(future, wall, cpu)
                     future.set_exception(error)
                 else:
-                    self._done(wall, cpu)
+                    self._done(future, wall, cpu)
                     future.set_result(result)
                     del result
             else:
-                self._done(0.0, 0.0)
+                self._done(future, 0.0, 0.0)
             del work, future, fn, args, kwargs
 
-    def _done(self, wall: float, cpu: float) -> None:
+    def _done(self, job: _Job, wall: float, cpu: float) -> None:
         with self._lock:
-            self._running -= 1
+            if job in self._abandoned:
+                self._abandoned.discard(job)
+            else:
+                self._active.discard(job)
+                self._running -= 1
             if wall:
                 self._wall_s = self._wall_s * 0.9 + time.perf_counter() - wall
                 self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu

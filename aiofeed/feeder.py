@@ -23,10 +23,12 @@ from aiofeed.arguments import (
 from aiofeed.config import Limits, ResolvedLimits, positive_int, resolve
 from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.device import resolve_device
+from aiofeed.failures import Failure, FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
 from aiofeed.pipeline import Pipeline, Recipe, check_travels
+from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.state import Account, Progress, SavedState
@@ -68,6 +70,8 @@ class Feeder(Generic[BatchT]):
         collate_fn: makes a batch of a list of samples; default: what torch's ``default_collate`` gives.
         device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device.
         transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
+        on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
+            or a ``FailurePolicy``, which also has retries and time limits.
         limits: what may be used at most; chosen at run time by default.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
@@ -101,6 +105,7 @@ class Feeder(Generic[BatchT]):
         collate_fn: Callable[[list[Any]], BatchT] | None = None,
         device: str | int | torch.device | DeviceBackend | None = None,
         transform: Callable[[Any], Any] | None = None,
+        on_error: Action | FailurePolicy = "raise",
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
@@ -131,9 +136,11 @@ class Feeder(Generic[BatchT]):
             limits=_resolve_limits(limits, batch_size, self._source),
             in_order=a_bool("in_order", in_order),
             length=self._length,
+            policy=as_policy(on_error),
             engines=an_engine(engine),
         )
         check_travels(self._recipe)
+        self._failures = FailureLog(self._recipe.policy)
         self._progress = Progress()
         self._fingerprint: str | None = None
         self._past = Counters()
@@ -181,7 +188,6 @@ class Feeder(Generic[BatchT]):
             self._close_iterator("a newer iterator of the same feeder was started")
         begun = self._order.begin(self._progress.next_position())
         start = begun.start
-        self._past.add(self._counters)
         claimed, stream = None, self._stream
         if self._pipeline is not None and self._pipeline.reusable() and stream is not None:
             claimed = stream.claim(begun.schedule, start) if begun.permutation is None else None
@@ -195,8 +201,10 @@ class Feeder(Generic[BatchT]):
             self._start_stream(stream)
         assert self._pipeline is not None
         self._pipeline.delivery.begin()
+        self._past.add(self._counters)
         self._counters = claimed
         self._progress.begin(start.epoch)
+        self._failures.begin()
         self._account = Account(begun.schedule, start, self._recipe.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(
             self._pipeline.delivery, claimed, observer=_Pass(self, self._account)
@@ -224,6 +232,7 @@ class Feeder(Generic[BatchT]):
     def _ended(self, account: Account) -> None:
         """The end of a pass was seen."""
         account.ended = True
+        self._failures.summarise(account.start.epoch, self._counters)
         # Done with: that it is dropped after its end says nothing.
         self._iterator = None
         self._in_a_row += 1
@@ -335,6 +344,14 @@ class Feeder(Generic[BatchT]):
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
         )
 
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The samples that failed so far, as their batches were handed out: key, index, stage, error and epoch.
+
+        At most the first 10,000; ``statistics(total=True).failures`` counts them all.
+        """
+        return self._failures.failures
+
     def close(self) -> None:
         """Stop the threads and wait for them, 5 s at most. Idempotent; the next ``iter()`` starts anew.
 
@@ -393,6 +410,8 @@ class _Pass:
 
     def handed_out(self, item: Ready) -> None:
         feeder = self._feeder
+        if item.failures:
+            feeder._failures.add(item.failures, self._account.start.epoch)
         if self._account.handed_out(item.number):
             feeder._progress.follow(self._account)
             feeder._order.began()
@@ -401,6 +420,7 @@ class _Pass:
             feeder._pipeline.runtime.watch(feeder)
 
     def failed(self, item: Failed) -> None:
+        self._feeder._failures.add(item.failures, self._account.start.epoch)
         self._feeder._progress.failed(self._account)
         self._feeder._in_a_row = 0
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from aiofeed.collate import Assembly, RowAssembly, misfit_error
 from aiofeed.config import ResolvedLimits
-from aiofeed.errors import DecodeError, FeedError, ReadError, SampleError
+from aiofeed.errors import FeedError
+from aiofeed.guard import AbandonedError, Guard, Watch
+from aiofeed.naming import decode_error, read_error
 from aiofeed.order import sample_seed
-from aiofeed.sources.dataset import FromDataset
+from aiofeed.pace import Pace
+from aiofeed.policy import FailurePolicy
+from aiofeed.reading import Encoded, Reader, nbytes, unless_overridden
+from aiofeed.retries import retry_blocking
 from aiofeed.types import BatchPlan, RowDecoder, Source
 
-# Work per executor job. A chunk costs the loop a task, two hops through executors and three wake-ups, which 25 ms of
-# decoding makes small; a batch still splits into a piece for each thread.
-CHUNK_S = 0.025
-FIRST_CHUNK = 16
 # Where a read takes this long, waiting is what costs. What a chunk's reads return is dealt with while those of other
 # chunks are on their way: with an eighth of the reads in each, an eighth of them pause for it and not half.
 SLOW_READ_S = 0.010
@@ -34,6 +37,7 @@ SMALL_DECODE_S = 0.000150
 TINY_DECODE_S = 0.000030
 
 _UNREAD: Any = object()
+_UNGUARDED = contextlib.nullcontext()
 
 
 @dataclass(eq=False)
@@ -43,6 +47,7 @@ class Outcome:
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
     read_s: float = 0.0
     nbytes: int = 0
+    retries: int = 0
     decode_s: float = 0.0
     collate_s: float = 0.0
 
@@ -55,6 +60,11 @@ class Fetcher(Protocol):
         """Whether a sample is ``(decoded, target)``."""
         ...
 
+    @property
+    def limit_s(self) -> float | None:
+        """Most seconds that ``decode`` may be at one sample."""
+        ...
+
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
         """How many samples the next executor job should have."""
         ...
@@ -63,51 +73,28 @@ class Fetcher(Protocol):
         """How many of ``threads`` decode threads are worth using now."""
         ...
 
-    async def read(self, indices: Sequence[int]) -> tuple[list[Any], int]:
-        """Encoded samples, an exception in the place of one that failed, and their bytes.
+    async def read(self, indices: Sequence[int]) -> Encoded:
+        """Encoded samples, an exception in the place of one that failed.
 
         Where ``decode`` is going to read them, nothing is in their places yet.
         """
         ...
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, stop: StopFlag) -> Outcome:
-        """Decode samples ``start``, ``start + 1``, ... of a batch into their places."""
+    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+        """Decode samples ``start``, ``start + 1``, ... of a batch into their places.
+
+        Raises:
+            AbandonedError: the guard's job was.
+        """
+        ...
+
+    def overdue(self, index: int) -> FeedError:
+        """The error of a sample at which ``decode`` was longer than ``limit_s``."""
         ...
 
     def key(self, index: int) -> str:
         """The sample's name, whatever the source says."""
         ...
-
-
-class StopFlag:
-    """Set once nobody wants the results any more: a running job then ends after the sample it is at."""
-
-    __slots__ = ("stopped",)
-
-    def __init__(self) -> None:
-        self.stopped = False
-
-
-class _Pace:
-    """Seconds of decoding per sample, followed by a moving average; from it the size of a chunk."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def observe(self, seconds: float, samples: int) -> None:
-        per_sample = seconds / max(samples, 1)
-        self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
-
-    def chunk_size(self, samples: int, threads: int) -> int:
-        even = -(-samples // threads)
-        if self.seconds == 0.0:
-            return max(1, min(FIRST_CHUNK, even))
-        wanted = max(1, int(CHUNK_S / self.seconds))
-        if wanted >= samples:
-            return samples
-        # As many pieces as threads, or a multiple: an odd piece would leave a thread idle at the end of an epoch.
-        pieces = max(threads, -(-samples // wanted) // threads * threads)
-        return -(-samples // pieces)
 
 
 class BytesFetcher:
@@ -118,30 +105,45 @@ class BytesFetcher:
         decoder: what makes samples of them.
         in_place: whether the decoder writes into the batch's rows (no ``collate_fn`` wants separate samples).
         length: of the source when the feeder was made; ``None``: what it is now.
+        policy: retries, time limits, and whether a chunk goes on after a sample that fails.
     """
 
     def __init__(
-        self, source: Source[Any], decoder: Callable[..., Any], *, in_place: bool, length: int | None = None
+        self,
+        source: Source[Any],
+        decoder: Callable[..., Any],
+        *,
+        in_place: bool,
+        length: int | None = None,
+        policy: FailurePolicy | None = None,
     ) -> None:
         self._source = source
         self._decoder = decoder
         self._in_place = in_place
         self._length = len(source) if length is None else length
-        self._read_many: Callable[[Sequence[int]], Any] | None = _unless_overridden(source, "read_many", ("read",))
-        self._read_now: Callable[[Sequence[int]], Sequence[Any]] | None = _unless_overridden(
+        self._policy = policy or FailurePolicy()
+        self._reader = Reader(source, self._policy)
+        self._read_now: Callable[[Sequence[int]], Sequence[Any]] | None = unless_overridden(
             source, "read_now", ("read", "read_many")
         )
+        if self._policy.read_timeout_s is not None:
+            self._read_now = None  # nothing could interrupt it
         self._target: Callable[[int], Any] | None = getattr(source, "target", None)
         self._takes_rng = takes_rng(decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._generators = threading.local()
-        self._pace = _Pace()
+        self._pace = Pace()
         self._read_s = 0.0
 
     @property
     def has_targets(self) -> bool:
         """Whether a sample is ``(decoded, target)``."""
         return self._target is not None
+
+    @property
+    def limit_s(self) -> float | None:
+        """Most seconds that ``decode`` may be at one sample."""
+        return self._policy.decode_timeout_s
 
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
         """As many samples as make a job worth its hops, and no more."""
@@ -161,14 +163,14 @@ class BytesFetcher:
         """All of them, but one where samples are so small that they are Python's work more than the decoder's."""
         return 1 if 0.0 < self._pace.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
-    async def read(self, indices: Sequence[int]) -> tuple[list[Any], int]:
+    async def read(self, indices: Sequence[int]) -> Encoded:
         """The encoded samples, errors in their places."""
         if self._reads_inline():
-            return [_UNREAD] * len(indices), 0
+            return Encoded([_UNREAD] * len(indices))
         started = time.perf_counter()
-        encoded = await self._read(indices)
+        encoded = await self._reader.read(indices)
         self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
-        return encoded, sum(map(_nbytes, encoded))
+        return encoded
 
     def _reads_inline(self) -> bool:
         """Whether reading is better left to the decode job.
@@ -182,88 +184,104 @@ class BytesFetcher:
             and bool(getattr(self._source, "answers_at_once", False))
         )
 
-    async def _read(self, indices: Sequence[int]) -> list[Any]:
-        if self._read_many is not None:
-            try:
-                encoded = list(await self._read_many(indices))
-            except BaseException:  # the user's coroutine; asked one by one below, it names who failed
-                if _is_cancelled():
-                    raise
-            else:
-                if len(encoded) == len(indices):
-                    return encoded
-                wrong = f"read_many returned {len(encoded)} samples for {len(indices)} indices"
-                return [ValueError(wrong)] * len(indices)
-        if len(indices) == 1:
-            return [await self._read_one(indices[0])]
-        return await asyncio.gather(*[self._read_one(index) for index in indices])
-
-    async def _read_one(self, index: int) -> Any:
-        try:
-            return await self._source.read(index)
-        except BaseException as error:  # the user's coroutine may raise anything; raised again by name
-            if isinstance(error, GeneratorExit) or _is_cancelled():
-                raise
-            return error
-
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, stop: StopFlag) -> Outcome:
-        """Decode a chunk; a sample that fails is reported, and the rest of the chunk left."""
+    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+        """Decode a chunk. After a sample that fails the rest is left where that raises."""
         outcome = Outcome()
-        if encoded[0] is _UNREAD:
-            encoded = self._read_chunk(plan.indices[start : start + len(encoded)], outcome)
+        if watch.guard is not None:
+            watch.guard.outcome = outcome
+        if encoded and encoded[0] is _UNREAD:
+            encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
         started = time.perf_counter()
         done = 0
         for position, data in enumerate(encoded, start):
-            if stop.stopped:
+            if watch.stop.stopped:
                 break
             encoded[position - start] = None
-            index = plan.indices[position]
             try:
                 if isinstance(data, BaseException):
                     raise data
-                self._decode_one(plan, position, index, data, assembly)
+                self._decode_one(plan, position, data, assembly, watch.guard)
+            except AbandonedError:
+                raise
             except BaseException as error:  # noqa: BLE001 - the user's decoder may raise anything; it becomes a value with a name
-                outcome.errors.append((position, self._named(error, index, reading=error is data)))
-                break
+                failed = (position, self._named(error, plan.indices[position], reading=error is data))
+                with _UNGUARDED if watch.guard is None else watch.guard.commit():
+                    outcome.errors.append(failed)
+                if self._policy.action == "raise":
+                    break
             done += 1
         outcome.decode_s = time.perf_counter() - started
         if done:
             self._pace.observe(outcome.decode_s, done)
         return outcome
 
-    def _read_chunk(self, indices: Sequence[int], outcome: Outcome) -> list[Any]:
+    def _read_chunk(self, indices: Sequence[int], outcome: Outcome, watch: Watch) -> list[Any]:
         assert self._read_now is not None
         started = time.perf_counter()
         try:
             encoded = list(self._read_now(indices))
+            if len(encoded) != len(indices):
+                raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
         except Exception:  # noqa: BLE001 - the user's source may raise anything; asked one by one, it names who failed
             encoded = [self._read_now_one(index) for index in indices]
+        if self._policy.retries:
+            for at, data in enumerate(encoded):
+                if isinstance(data, BaseException):
+                    attempt = partial(self._read_now_again, indices[at])
+                    encoded[at], retries = retry_blocking(self._policy, data, attempt, watch.stop)
+                    outcome.retries += retries
         outcome.read_s = time.perf_counter() - started
-        outcome.nbytes = sum(map(_nbytes, encoded))
+        outcome.nbytes = sum(map(nbytes, encoded))
         return encoded
 
     def _read_now_one(self, index: int) -> Any:
-        assert self._read_now is not None
         try:
-            [data] = self._read_now([index])
+            return self._read_now_again(index)
         except Exception as error:  # noqa: BLE001 - as above; it is raised again by name
             return error
+
+    def _read_now_again(self, index: int) -> Any:
+        assert self._read_now is not None
+        [data] = self._read_now([index])
+        if isinstance(data, BaseException):
+            raise data
         return data
 
-    def _decode_one(self, plan: BatchPlan, position: int, index: int, data: Any, assembly: Assembly) -> None:
-        if self._in_place:
-            assert isinstance(assembly, RowAssembly)
-            seed = sample_seed(plan.epoch_seed, plan.positions[position]) if self._takes_seed else None
-            decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-            decoder.decode_into(data, assembly.rows[position], seed)
+    def _decode_one(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard | None) -> None:
+        index = plan.indices[position]
+        if guard is not None:
+            guard.begin(position)
+        if not self._in_place:
+            sample = self._sample(plan, position, data)
+            if self._target is not None:
+                sample = (sample, self._target(index))
+            with _UNGUARDED if guard is None else guard.commit():
+                assembly.put(position, sample)
+            return
+        assert isinstance(assembly, RowAssembly)
+        decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+        seed = self._seed(plan, position) if self._takes_seed else None
+        row = assembly.rows[position]
+        if guard is None:
+            decoder.decode_into(data, row, seed)
             if self._target is not None:
                 assembly.put(position, self._target(index))
             return
+        # A late result must not reach a batch that has been handed out: it waits elsewhere for leave to enter.
+        out = np.empty_like(row)
+        decoder.decode_into(data, out, seed)
+        target = None if self._target is None else self._target(index)
+        with guard.commit():
+            row[...] = out
+            assembly.put(position, target)
+
+    def _sample(self, plan: BatchPlan, position: int, data: Any) -> Any:
         if self._takes_rng:
-            sample = self._decoder(data, rng=self._generator(sample_seed(plan.epoch_seed, plan.positions[position])))
-        else:
-            sample = self._decoder(data)
-        assembly.put(position, sample if self._target is None else (sample, self._target(index)))
+            return self._decoder(data, rng=self._generator(self._seed(plan, position)))
+        return self._decoder(data)
+
+    def _seed(self, plan: BatchPlan, position: int) -> int:
+        return sample_seed(plan.epoch_seed, plan.positions[position])
 
     def _generator(self, seed: int) -> Any:
         generator = getattr(self._generators, "torch", None)
@@ -277,107 +295,18 @@ class BytesFetcher:
         key = self.key(index)
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
-        if isinstance(error, SampleError):
-            return error
-        named: SampleError
         if not reading:
-            named = DecodeError(f"cannot decode {key!r}: {_told(error)}", key=key, index=index, stage="decode")
-        else:
-            hint = ""
-            if isinstance(error, IndexError):
-                with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
-                    hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
-            named = ReadError(f"cannot read {key!r}: {_told(error)}{hint}", key=key, index=index, stage="read")
-        named.__cause__ = without_our_frames(error)
-        return named
+            return decode_error(error, key, index)
+        hint = ""
+        if isinstance(error, IndexError):
+            with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
+                hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
+        return read_error(error, key, index, hint)
 
-
-class DatasetFetcher:
-    """Samples from a map-style ``Dataset``: nothing to read on the loop, everything in the executor."""
-
-    def __init__(self, source: FromDataset) -> None:
-        self._source = source
-        self._pace = _Pace()
-
-    has_targets = False
-
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """The whole batch where one thread does it all, as ``__getitems__`` expects."""
-        threads = limits.decode_threads
-        return samples if threads == 1 else self._pace.chunk_size(samples, threads)
-
-    def key(self, index: int) -> str:
-        """The dataset's name and the index."""
-        return self._source.key(index)
-
-    def lanes(self, threads: int) -> int:
-        """All of them: whoever said so many knows the dataset."""
-        return threads
-
-    async def read(self, indices: Sequence[int]) -> tuple[list[Any], int]:
-        """Nothing: a Dataset's items are made in a decode thread."""
-        return [None] * len(indices), 0
-
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, stop: StopFlag) -> Outcome:
-        """Get the items and store them."""
-        outcome = Outcome()
-        started = time.perf_counter()
-        indices = plan.indices[start : start + len(encoded)]
-        position = start
-        try:
-            if hasattr(self._source.dataset, "__getitems__"):
-                for position, item in enumerate(self._source.items(indices), start):
-                    assembly.put(position, item)
-            else:
-                for position, index in enumerate(indices, start):
-                    if stop.stopped:
-                        break
-                    assembly.put(position, self._source.dataset[index])
-        except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
-            outcome.errors.append((position, self._named(error, plan.indices[position])))
-        outcome.decode_s = time.perf_counter() - started
-        self._pace.observe(outcome.decode_s, len(encoded))
-        return outcome
-
-    def _named(self, error: BaseException, index: int) -> FeedError:
-        key = self.key(index)
-        if (misfit := misfit_error(error, key)) is not None:
-            return misfit
-        named = ReadError(f"cannot read {key!r}: {_told(error)}", key=key, index=index, stage="read")
-        named.__cause__ = without_our_frames(error)
-        return named
-
-
-def without_our_frames(error: BaseException) -> BaseException:
-    """The error with a traceback that begins in the user's code.
-
-    Beside being shorter it refers to none of our frames. They refer to what came of the chunk, and so to the error:
-    a cycle that would keep alive whatever the traceback comes to refer to, the trainer's own frames in the end.
-    """
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
-        traceback = traceback.tb_next
-    return error.with_traceback(traceback)
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody cancelled the running task; an error of the user's may be a ``CancelledError`` as well."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _unless_overridden(source: object, name: str, others: Sequence[str]) -> Any:
-    """A method that stands in for ``others``; ``None`` where a subclass has overridden one of those, but not it."""
-    rank = {each: _rank(source, each) for each in (name, *others)}
-    return getattr(source, name, None) if all(rank[name] <= rank[other] for other in others) else None
-
-
-def _rank(source: object, name: str) -> int:
-    """How far up the classes of ``source`` a method is found; last comes what ``__getattr__`` finds elsewhere."""
-    if name in getattr(source, "__dict__", {}):
-        return -1
-    kinds = type(source).__mro__
-    return next((depth for depth, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+    def overdue(self, index: int) -> FeedError:
+        """A ``DecodeError``, by name."""
+        late = TimeoutError(f"not decoded within decode_timeout_s={self._policy.decode_timeout_s:g}")
+        return decode_error(late, self.key(index), index)
 
 
 def takes_rng(decoder: Callable[..., Any]) -> bool:
@@ -392,20 +321,3 @@ def takes_rng(decoder: Callable[..., Any]) -> bool:
 def decodes_in_place(decoder: object) -> bool:
     """Whether a decoder fills rows of the batch's memory itself."""
     return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
-
-
-def _told(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _nbytes(encoded: Any) -> int:
-    if isinstance(encoded, bytes | bytearray):
-        return len(encoded)
-    if isinstance(encoded, memoryview):
-        return encoded.nbytes
-    if isinstance(encoded, tuple | list):
-        return sum(map(_nbytes, encoded))
-    if isinstance(encoded, dict):
-        return sum(map(_nbytes, encoded.values()))
-    return 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty
 from typing import Any, TypeAlias
 
 from aiofeed.counters import Counters
+from aiofeed.errors import SampleError
+from aiofeed.handoff import Handoff
 from aiofeed.staging import Lease
 
 
@@ -22,6 +25,7 @@ class Ready:
         reserved: bytes to release once it has left the queue.
         release: called with the item then, on the engine's loop.
         counters: of its epoch.
+        failures: of samples that were skipped or replaced.
     """
 
     number: int
@@ -31,6 +35,7 @@ class Ready:
     reserved: int = 0
     release: Callable[[Ready], None] | None = None
     counters: Counters = field(default_factory=Counters)
+    failures: tuple[SampleError, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +44,7 @@ class Failed:
 
     error: BaseException
     number: int | None = None
+    failures: tuple[SampleError, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,3 +58,17 @@ class Closed:
 
 
 Item: TypeAlias = Ready | Failed | Ended | Closed
+
+
+def drop_batches(handoff: Handoff[Item]) -> None:
+    """Let go of finished batches that nobody is going to take; what else is there stays."""
+    others = []
+    try:
+        while True:
+            item = handoff.get_nowait()
+            if not isinstance(item, Ready):
+                others.append(item)
+    except Empty:
+        pass
+    for other in others:
+        handoff.put(other)

@@ -145,12 +145,12 @@ class FeedIterator(Generic[BatchT_co]):
         if isinstance(item, Failed):
             self._finish()
             self._observer.failed(item)
-            error = item.error
+            failure = item.error
             try:
-                raise error
+                raise failure
             finally:
                 # The traceback refers to this frame, which must not refer to the error: dropped, it is to be gone.
-                del item, error
+                del item, failure
         assert isinstance(item, Closed)
         raise IteratorClosedError(self._closed or "this iterator was closed")
 

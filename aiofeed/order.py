@@ -168,6 +168,23 @@ class Stripe:
         return self.consumed + -(-max(self.length - self.consumed, 0) // self.world_size) * self.world_size
 
 
+@dataclass(frozen=True, eq=False)
+class PermutedOrder:
+    """The order of one epoch: a permutation, begun anew behind its end.
+
+    Args:
+        length: samples of the epoch.
+        permutation: which index stands where.
+    """
+
+    length: int
+    permutation: Permutation
+
+    def index_at(self, position: int) -> int:
+        """The index at a position."""
+        return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
+
+
 def plans(
     stripe: Stripe, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
 ) -> Iterator[BatchPlan]:
@@ -179,11 +196,12 @@ def plans(
     if not stripe.batches:
         return
     permutation = permute()
+    order = PermutedOrder(stripe.length, permutation)
     for number in range(stripe.batches):
         if number not in skip:
             positions = stripe.positions(number)
             indices = permutation(positions % stripe.length)
-            yield BatchPlan(number, _as_list(indices), _as_list(positions), of_epoch)
+            yield BatchPlan(number, _as_list(indices), _as_list(positions), of_epoch, order)
 
 
 def _as_list(values: Int64) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from aiofeed.config import ResolvedLimits
 from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
-from aiofeed.fetch import BytesFetcher, DatasetFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
-from aiofeed.items import Failed, Item
+from aiofeed.items import Failed, Item, drop_batches
+from aiofeed.policy import FailurePolicy
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
@@ -44,7 +46,8 @@ class Recipe:
     transform: Transform | None
     limits: ResolvedLimits
     in_order: bool = True
-    length: int | None = None
+    length: int = 0
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
     engines: int = 0
 
 
@@ -76,8 +79,15 @@ class Pipeline:
         self._opened = False
         self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
         self._finished: Handoff[Item] = Handoff()
+        # A feeder that was left or closed may live on for long; what was read ahead does not.
+        self.runtime.at_exit(partial(drop_batches, self._finished))
+        self.runtime.at_exit(self._memory.close)
         self._engine: Engine | None = None
-        self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        try:
+            self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        except BaseException:  # nobody will ever hold this pipeline, to stop it
+            self.runtime.stop()
+            raise
 
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
@@ -101,6 +111,8 @@ class Pipeline:
             limits=limits,
             budget=self._budget,
             in_order=recipe.in_order,
+            policy=recipe.policy,
+            length=recipe.length,
         )
         self.runtime.start(self._run(self._engine))
 
@@ -127,6 +139,8 @@ class Pipeline:
                 error.add_note(f"in {type(self._recipe.source).__name__}.open()")
             self._finished.put(Failed(as_exception(error)))
             return
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            return  # open() swallowed it, and nobody would cancel the engine again
         await engine.run()
 
     async def _open_source(self) -> None:
@@ -216,6 +230,7 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
         decode_threads=limits.decode_threads * (recipe.engines if isinstance(source, FromDataset) else 1),
         keep=limits.prefetch_batches + 1,
         in_order=recipe.in_order,
+        policy=recipe.policy,
     )
     return EngineProcesses(cargo, recipe.backend)
 
@@ -227,7 +242,7 @@ def _unchanged(batch: Any) -> Any:
 
 def _fetcher(recipe: Recipe) -> Fetcher:
     if isinstance(recipe.source, FromDataset):
-        return DatasetFetcher(recipe.source)
+        return DatasetFetcher(recipe.source, recipe.policy)
     assert recipe.decode is not None
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length)
+    return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)

@@ -46,6 +46,8 @@ class ThreadPull:
         self.pid = os.getpid()
         self._handoff = handoff
         self._memory = memory
+        self._stopped = False
+        self._watched: weakref.ref[Any] | None = None
         # Anything but True ends the thread. When the one that is watched is dropped, its weak reference lands here
         # (a C function: no Python code runs in the collector).
         self._room: SimpleQueue[object] = SimpleQueue()
@@ -65,6 +67,7 @@ class ThreadPull:
 
     def stop(self) -> None:
         """Signal the thread to end. Never blocks; an iterable that is computing its next batch is left to finish it."""
+        self._stopped = True
         self._room.put(False)
 
     def join(self, timeout_s: float) -> bool:
@@ -90,9 +93,13 @@ class ThreadPull:
         else:
             self._handoff.put(Closed())  # where it has not ended: a copy thread behind this one ends too
 
+    def _over(self) -> bool:
+        return self._stopped or (self._watched is not None and self._watched() is None)
+
     def _pull(self, iterator: Any) -> None:
         number = 0
-        while self._room.get() is True:
+        # Room that was there before it was told to end is not used any more.
+        while self._room.get() is True and not self._over():
             try:
                 batch = next(iterator)
             except StopIteration:

@@ -79,8 +79,12 @@ class Runtime:
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="aiofeed-engine", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread to be had, so nobody else is going to close the loop
+            self.loop.close()
+            raise
         lifetime.register(self)
-        self._thread.start()
 
     @property
     def stopping(self) -> bool:
@@ -169,6 +173,8 @@ class Runtime:
         self._watch_reads()
         await self._stop_signal.wait()
         self._stop_requested = True
+        self.read_pool.drain()
+        self.decode_pool.drain()
         await _cancel(set(self._tasks))
         for cleanup in reversed(self._cleanups):
             await _bounded(cleanup)

@@ -85,17 +85,32 @@ class HostMemory:
         """Nothing to do: blocks come back when nothing refers to them."""
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of memory, contents undefined; it is the user's until nothing refers to it."""
+        """``nbytes`` of memory, contents undefined; it is the user's until nothing refers to it.
+
+        Raises:
+            MemoryError: the system has no more.
+        """
         if nbytes < SMALL_BYTES:
             return np.empty(nbytes, np.uint8)
         with self._lock:
             self._collect()
-            block = self._find(nbytes) or mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE)
+            block = self._find(nbytes) or self._map(nbytes)
             # Derived arrays keep exactly this ndarray alive: its own base is no ndarray, so numpy stops here.
             owner: Bytes = np.frombuffer(block, np.uint8, nbytes)
             reference = weakref.ref(owner, self._dropped.append)
             self._lent[id(reference)] = (reference, block)
         return owner
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        size = -(-nbytes // _PAGE) * _PAGE
+        try:
+            return mmap.mmap(-1, size)
+        except OSError:
+            self._free.clear()  # what is kept for later may be what is missing now
+        try:
+            return mmap.mmap(-1, size)
+        except OSError as error:
+            raise MemoryError(f"no memory for {nbytes} bytes of a batch: {error.strerror}") from error
 
     def _find(self, nbytes: int) -> mmap.mmap | None:
         for position, block in enumerate(self._free):
@@ -114,6 +129,11 @@ class HostMemory:
         with self._lock:
             self._collect()
             self._free.clear()
+
+    def close(self) -> None:
+        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        self._keep = 0
+        self.clear()
 
 
 class PinnedMemory:
@@ -152,7 +172,8 @@ class PinnedMemory:
                 log.warning(
                     "memory cannot be pinned (%s): copies to the device will be slower and not overlap; "
                     "raise `ulimit -l` or the container's locked-memory limit",
-                    str(error),  # its traceback would keep batches alive in whoever keeps the record
+                    # As text: a log record that is kept would keep the traceback, and with it the batch.
+                    str(error),
                 )
         return np.empty(capacity, np.uint8)
 
@@ -172,6 +193,11 @@ class PinnedMemory:
         """Return the free blocks to the system."""
         with self._lock:
             self._free.clear()
+
+    def close(self) -> None:
+        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        self._keep = 0
+        self.clear()
 
 
 class PinnedLease:

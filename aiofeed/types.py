@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -129,6 +129,19 @@ class ArrayLeaf:
         self.pinned = pinned
 
 
+class EpochOrder(Protocol):
+    """The order of one epoch."""
+
+    @property
+    def length(self) -> int:
+        """How many positions it has."""
+        ...
+
+    def index_at(self, position: int) -> int | Awaitable[int]:
+        """The index at a position, or word of it to come; from ``length`` on it begins anew."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
     """One batch as the order gives it.
@@ -138,9 +151,11 @@ class BatchPlan:
         indices: positions in the source, in the order in which they stand in the batch.
         positions: position of each sample in the global order of the epoch.
         epoch_seed: what (seed, epoch) come to; with a position it gives that sample's own random numbers.
+        order: of the whole epoch, for whoever looks for a sample to take another's place.
     """
 
     number: int
     indices: Sequence[int]
     positions: Sequence[int]
     epoch_seed: int
+    order: EpochOrder | None = None

@@ -40,3 +40,16 @@ def test_what_is_reserved_comes_back(batches: list[tuple[int, int]], limit: int)
     for taken in held:
         budget.release(taken)
     assert budget.reserved_bytes == 0
+
+
+def test_what_was_read_counts_before_it_is_decoded() -> None:
+    """A batch that turns out larger than estimated keeps others out from the moment its bytes are known."""
+    budget = Budget(100, bytes_per_sample=1.0)
+    taken = budget.reserve(10)
+    assert budget.at_least(taken, 4) == 10
+    assert budget.admits(10)
+    taken = budget.at_least(taken, 95)
+    assert (taken, budget.reserved_bytes) == (95, 95)
+    assert not budget.admits(10)
+    budget.release(budget.correct(taken, 195, 10))
+    assert budget.reserved_bytes == 0

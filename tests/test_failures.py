@@ -28,6 +28,7 @@ from aiofeed import (
     SampleError,
 )
 from aiofeed.fetch import BytesFetcher, Outcome
+from aiofeed.guard import StopFlag, Watch
 from aiofeed.testing import SimulatedDevice
 
 
@@ -332,6 +333,6 @@ def test_files_read_where_they_are_decoded_fail_by_name(tmp_path: Path) -> None:
         (tmp_path / f"{index}").write_bytes(b"%d" % index)
     source = Files([*sorted(tmp_path.iterdir()), "no\0path"])
     fetcher = BytesFetcher(source, number, in_place=False)
-    read = fetcher._read_chunk(range(9), Outcome())
+    read = fetcher._read_chunk(range(9), Outcome(), Watch(StopFlag()))
     assert read[:8] == [b"%d" % index for index in range(8)]
     assert isinstance(read[8], ValueError)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +118,24 @@ def test_memory_that_cannot_be_pinned_falls_back_with_one_warning(caplog: pytest
     assert len(caplog.records) == 1
     assert "no locked memory left" in caplog.text
     assert not lease.pinned
+
+
+def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: pytest.LogCaptureFixture) -> None:
+    """A log record that somebody keeps has the error's text, not its traceback and the frames behind that."""
+
+    class Batch:
+        pass
+
+    def refuse(nbytes: int) -> np.ndarray:
+        raise RuntimeError("no locked memory left")
+
+    def work() -> weakref.ref[Batch]:
+        batch = Batch()
+        PinnedMemory(refuse, keep=4).take(100)
+        return weakref.ref(batch)
+
+    with caplog.at_level(logging.WARNING, "aiofeed"):
+        gone = work()
+    gc.collect()
+    assert len(caplog.records) == 1
+    assert gone() is None

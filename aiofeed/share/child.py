@@ -13,13 +13,14 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from aiofeed.counters import Counters
 from aiofeed.errors import CollateError, FeedError
 from aiofeed.runtime import Runtime
-from aiofeed.share.child_engine import ChildEngine, Commission
+from aiofeed.share.child_engine import AskedOrder, ChildEngine, Commission
 from aiofeed.share.failures import describe
 from aiofeed.share.messages import (
     Answer,
@@ -140,15 +141,18 @@ class _Worker:
             yield EpochBegins(Counters())  # of this batch alone
             yield plan
 
-    async def ask(self, serial: int, position: int) -> Answer:
-        """Which sample stands in for one of a batch that failed; called on the loop."""
+    async def ask(self, serial: int, position: int) -> int:
+        """The index at a position of the epoch's order; called on the loop."""
         ticket = next(self._tickets)
         self._asked[ticket] = asyncio.get_running_loop().create_future()
         self.send(Ask(ticket, serial, position))
         try:
-            return await self._asked[ticket]
+            answer = await self._asked[ticket]
         finally:
             del self._asked[ticket]
+        if answer.index is None:
+            raise FeedError(f"nobody knows what is at position {position} of the epoch")
+        return answer.index
 
     def send(self, message: FromEngine, descriptors: Sequence[int] = ()) -> None:
         """Tell the trainer; a batch whose description is too long for a message has failed."""
@@ -162,7 +166,7 @@ class _Worker:
                 f"the numbers and texts of a batch take {len(payload)} bytes beside its arrays; "
                 f"at most {MAX_MESSAGE_BYTES} can be handed to another process: put them into arrays"
             )
-            payload = encode(Broken(message.serial, [(0, describe(error))], message.spent, message.nbytes))
+            payload = encode(Broken(message.serial, describe(error), [], message.spent, message.nbytes))
         self._wire.send(payload, descriptors)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
@@ -179,9 +183,17 @@ class _Worker:
                 raise WireError("a plan before the source is open")
             if message.opened:
                 self._engine.may_decode.add(message.serial)
-            self._plans.put_nowait(_commission(message))
+            self._plans.put_nowait(self._commission(message))
         elif self._engine is not None:
             self._engine.told(message)
+
+    def _commission(self, plan: Plan) -> Commission:
+        if len(plan.indices) % 8 or len(plan.indices) != len(plan.positions) or not plan.indices:
+            raise WireError("a plan whose indices and positions do not fit together")
+        indices: list[int] = np.frombuffer(plan.indices, np.int64).tolist()
+        positions: list[int] = np.frombuffer(plan.positions, np.int64).tolist()
+        order = AskedOrder(plan.order_length, partial(self.ask, plan.serial)) if plan.order_length else None
+        return Commission(plan.number, indices, positions, plan.epoch_seed, order, plan.serial)
 
     def _lost(self, error: Exception | None) -> None:
         os._exit(1)  # the parent is gone; or what it says makes no sense, and then it hears of this
@@ -190,11 +202,3 @@ class _Worker:
         if os.getppid() != self._parent:
             os._exit(1)
         self._runtime.loop.call_later(HEARTBEAT_S, self._beat)
-
-
-def _commission(plan: Plan) -> Commission:
-    if len(plan.indices) % 8 or len(plan.indices) != len(plan.positions) or not plan.indices:
-        raise WireError("a plan whose indices and positions do not fit together")
-    indices: list[int] = np.frombuffer(plan.indices, np.int64).tolist()
-    positions: list[int] = np.frombuffer(plan.positions, np.int64).tolist()
-    return Commission(plan.number, indices, positions, plan.epoch_seed, plan.serial)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from aiofeed.batch import Batch
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
+from aiofeed.collate import Assembly, CollateAssembly, Kept, RowAssembly, TreeAssembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.engine import Engine
-from aiofeed.errors import FeedError
+from aiofeed.errors import SampleError
 from aiofeed.executor import ThreadPool
-from aiofeed.fetch import BytesFetcher, DatasetFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.share.failures import describe
-from aiofeed.share.messages import Broken, Ended, Filled, Free, FromEngine, Node, Open, Spent, WasRead
+from aiofeed.share.messages import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
 from aiofeed.share.packing import pack
 from aiofeed.share.slots import Slot, SlotMemory
 from aiofeed.share.travel import Cargo
@@ -26,8 +28,6 @@ from aiofeed.staging import Lease
 from aiofeed.stream import Step
 from aiofeed.types import BatchPlan
 
-# One error of a batch is raised; the others are counted. Nobody reads more of them than this.
-MOST_ERRORS = 16
 _UNBOUNDED = 1 << 30
 
 
@@ -36,6 +36,23 @@ class Commission(BatchPlan):
     """A plan, and the number by which the trainer knows it."""
 
     serial: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class AskedOrder:
+    """The epoch's order, which the trainer's side has.
+
+    Args:
+        length: how many positions it has.
+        ask: the index at a position.
+    """
+
+    length: int
+    ask: Callable[[int], Awaitable[int]]
+
+    def index_at(self, position: int) -> Awaitable[int]:
+        """The index at a position, once it has been said."""
+        return self.ask(position)
 
 
 class ChildEngine(Engine):
@@ -73,6 +90,8 @@ class ChildEngine(Engine):
             budget=Budget(sys.maxsize),
             # Finished batches leave at once: the trainer's side puts them in order.
             in_order=False,
+            policy=cargo.policy,
+            length=cargo.length,
         )
         self._tell = tell
         self._slots = memory
@@ -101,42 +120,34 @@ class ChildEngine(Engine):
                 self._told_read.add(plan.serial)
                 self._tell(WasRead(plan.serial), ())
 
-    def _hand_over(self, batch: Any) -> None:
+    def _hand_over(self, batch: Batch) -> None:
         self._budget.release(batch.reserved)
+        assert isinstance(batch.plan, Commission)
         serial = batch.plan.serial
         self._told_read.discard(serial)
-        nbytes = batch.encoded_bytes + (batch.assembly.nbytes if batch.assembly is not None else 0)
         counters = batch.counters
-        spent = Spent(
-            counters.bytes_read,
-            counters.read_s,
-            counters.decode_s,
-            counters.collate_s,
-            counters.failures,
-            counters.retries,
-        )
-        slot: Slot | None = batch.lease
-        if batch.errors:
+        spent = Spent(counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries)
+        failures = [describe(error) for error in batch.failures]
+        slot = batch.lease
+        assert slot is None or isinstance(slot, Slot)
+        if batch.error is not None:
             if slot is not None:
                 slot.give_back()
-            errors = sorted(batch.errors, key=_position)
-            told = [(position, describe(error)) for position, error in errors[:MOST_ERRORS]]
-            self._tell(Broken(serial, told, spent, nbytes), ())
+            self._tell(Broken(serial, describe(batch.error), failures, spent, batch.nbytes), ())
             return
         assert slot is not None
         segments, descriptors, retired = self._slots.introduce(slot.segments)
         self._lent[serial] = slot
-        node: Node = batch.result
-        self._tell(Filled(serial, node, spent, nbytes, self.chunk_size, segments, retired), descriptors)
+        kept = None if batch.kept is None else list(batch.kept)
+        filled = Filled(serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures)
+        self._tell(filled, descriptors)
 
-    def _deliver_failure(self, error: BaseException, number: int | None = None) -> None:
+    def _deliver_failure(
+        self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
+    ) -> None:
         if not self._failed:
             self._failed = True
             self._tell(Ended(describe(error)), ())
-
-
-def _position(entry: tuple[int, FeedError]) -> int:
-    return entry[0]
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -148,8 +159,8 @@ class _RowsInSlot(RowAssembly):
         self._slot = slot
         return self
 
-    def finish(self, keys: Sequence[str]) -> Any:
-        return pack(super().finish(keys), self._slot)
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        return pack(super().finish(keys, kept), self._slot)
 
 
 class _TreeInSlot(TreeAssembly):
@@ -157,8 +168,8 @@ class _TreeInSlot(TreeAssembly):
         self._slot = slot
         return self
 
-    def finish(self, keys: Sequence[str]) -> Any:
-        return pack(super().finish(keys), self._slot)
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        return pack(super().finish(keys, kept), self._slot)
 
 
 class _CollateInSlot(CollateAssembly):
@@ -166,8 +177,8 @@ class _CollateInSlot(CollateAssembly):
         self._slot = slot
         return self
 
-    def finish(self, keys: Sequence[str]) -> Any:
-        packed = pack(super().finish(keys), self._slot)
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        packed = pack(super().finish(keys, kept), self._slot)
         self.nbytes = self._slot.used
         return packed
 
@@ -186,7 +197,7 @@ def _new_assembly(cargo: Cargo, fetcher: Fetcher, samples: int, lease: Lease) ->
 def new_fetcher(cargo: Cargo) -> Fetcher:
     """What reads and decodes."""
     if isinstance(cargo.source, FromDataset):
-        return DatasetFetcher(cargo.source)
+        return DatasetFetcher(cargo.source, cargo.policy)
     assert cargo.decode is not None
     in_place = cargo.collate_fn is None and decodes_in_place(cargo.decode)
-    return BytesFetcher(cargo.source, cargo.decode, in_place=in_place, length=cargo.length)
+    return BytesFetcher(cargo.source, cargo.decode, in_place=in_place, length=cargo.length, policy=cargo.policy)

@@ -132,6 +132,7 @@ class Plan(_Struct, frozen=True):
         epoch_seed: of the samples' own random numbers.
         indices, positions: int64, in the order in which they stand in the batch.
         opened: whether it may be decoded at once.
+        order_length: of the epoch's order, in which samples can be asked for; 0 for none.
     """
 
     serial: int
@@ -140,6 +141,7 @@ class Plan(_Struct, frozen=True):
     indices: bytes
     positions: bytes
     opened: bool
+    order_length: int = 0
 
 
 class Open(_Struct, frozen=True):
@@ -155,17 +157,10 @@ class Free(_Struct, frozen=True):
 
 
 class Answer(_Struct, frozen=True):
-    """To an ``Ask``: another sample, or none.
-
-    Args:
-        ticket: the question's.
-        index: position in the source.
-        position: position in the global order of the epoch.
-    """
+    """To an ``Ask``: the index at a position; ``None`` where there is no order to ask."""
 
     ticket: int
     index: int | None = None
-    position: int | None = None
 
 
 class Stop(_Struct, frozen=True):
@@ -201,7 +196,6 @@ class Spent(_Struct, frozen=True):
     read_s: float = 0.0
     decode_s: float = 0.0
     collate_s: float = 0.0
-    failures: int = 0
     retries: int = 0
 
 
@@ -216,6 +210,8 @@ class Filled(_Struct, frozen=True):
         chunk_size: samples per executor job.
         segments: memory that is new.
         retired: numbers of segments that will not be used again.
+        kept: positions of the samples that are left; ``None``: all.
+        failures: of samples that were skipped or replaced.
     """
 
     serial: int
@@ -225,19 +221,22 @@ class Filled(_Struct, frozen=True):
     chunk_size: int
     segments: list[NewSegment] = []
     retired: list[int] = []
+    kept: list[int] | None = None
+    failures: list[Failure] = []
 
 
 class Broken(_Struct, frozen=True):
-    """A batch failed: errors by position in the batch."""
+    """A batch failed: the error to raise in its turn, and the failures of its samples."""
 
     serial: int
-    errors: list[tuple[int, Failure]]
+    error: Failure
+    failures: list[Failure]
     spent: Spent
     nbytes: int
 
 
 class Ask(_Struct, frozen=True):
-    """Which sample stands in for one that failed?"""
+    """Which sample is at a position of the epoch's order? For one that is to take another's place."""
 
     ticket: int
     serial: int

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,26 +58,18 @@ class EngineProcesses:
     Args:
         cargo: what they work with; it is pickled here and now.
         backend: the device that copies from their rings; ``None`` for the host.
-        answer: what an engine process's question for another sample is answered with; on the loop.
     """
 
-    def __init__(
-        self,
-        cargo: Cargo,
-        backend: DeviceBackend | None,
-        answer: Callable[[Ask, BatchPlan], Awaitable[Answer]] | None = None,
-    ) -> None:
+    def __init__(self, cargo: Cargo, backend: DeviceBackend | None) -> None:
         self.count = cargo.engines
         self._start: int | None = load_up(cargo)
         self._backend = backend
-        self._answer = answer
         self._processes: list[EngineProcess] = []
         self._serials = itertools.count()
         self._ready: asyncio.Future[None] | None = None
         self._error: FeedError | None = None
         self._broken: Callable[[FeedError], None] | None = None
         self._stopping = False
-        self._answering: set[asyncio.Task[None]] = set()
 
     def __del__(self) -> None:
         # Never started: nobody else closes it.
@@ -122,7 +114,8 @@ class EngineProcesses:
         work.free = partial(process.send, Free(serial))
         process.at_work[serial] = work
         indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
-        process.send(Plan(serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), opened))
+        length = 0 if plan.order is None else plan.order.length
+        process.send(Plan(serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), opened, length))
         return work
 
     def heard(self, process: EngineProcess, message: FromEngine) -> None:
@@ -139,9 +132,10 @@ class EngineProcesses:
             if self._ready is not None and not self._ready.done() and all(each.ready for each in self._processes):
                 self._ready.set_result(None)
         elif isinstance(message, Ask):
-            task = asyncio.get_running_loop().create_task(self._reply(process, message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            order = self._work(process, message.serial).plan.order
+            index = None if order is None or message.position < 0 else order.index_at(message.position)
+            assert index is None or isinstance(index, int)
+            process.send(Answer(message.ticket, index))
         elif isinstance(message, Ended):
             self._break(rebuild(message.error))
 
@@ -150,11 +144,6 @@ class EngineProcesses:
             return process.at_work[serial]
         except KeyError:
             raise WireError(f"word of batch {serial}, which nobody has asked for") from None
-
-    async def _reply(self, process: EngineProcess, ask: Ask) -> None:
-        work = self._work(process, ask.serial)
-        answer = Answer(ask.ticket) if self._answer is None else await self._answer(ask, work.plan)
-        process.send(answer)
 
     def lost(self, process: EngineProcess, error: Exception | None) -> None:
         """A process's connection has ended."""
@@ -214,8 +203,6 @@ class EngineProcesses:
     async def aclose(self) -> None:
         """End all of them; see above."""
         self._stopping = True
-        for task in self._answering:
-            task.cancel()
         for process in self._processes:
             if process.ready:
                 process.send(Stop())

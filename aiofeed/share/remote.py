@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from aiofeed.batch import Batch
 from aiofeed.budget import Budget
 from aiofeed.config import ResolvedLimits
 from aiofeed.engine import Engine
-from aiofeed.errors import FeedError
+from aiofeed.errors import FeedError, SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Item
+from aiofeed.policy import FailurePolicy
 from aiofeed.share.failures import rebuild
 from aiofeed.share.messages import Broken, Filled
 from aiofeed.share.packing import copied, in_place, unpack
@@ -35,7 +37,7 @@ class RemoteEngine(Engine):
     """Turns batch plans into finished batches, by processes.
 
     Args:
-        steps, limits, budget, handoff, in_order: as for any engine.
+        steps, limits, budget, handoff, in_order, policy, length: as for any engine.
         processes: who reads and decodes.
         fetcher: knows the samples' names; it reads nothing here.
         wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
@@ -57,6 +59,8 @@ class RemoteEngine(Engine):
         limits: ResolvedLimits,
         budget: Budget,
         in_order: bool,
+        policy: FailurePolicy,
+        length: int,
     ) -> None:
         super().__init__(
             steps,
@@ -70,8 +74,12 @@ class RemoteEngine(Engine):
             limits=limits,
             budget=budget,
             in_order=in_order,
+            policy=policy,
+            length=length,
         )
         self._processes = processes
+        self._memory = memory
+        self._wrap = wrap
 
     async def run(self) -> None:
         """As of any engine; it ends early where a process does."""
@@ -82,17 +90,16 @@ class RemoteEngine(Engine):
         self._deliver_failure(error)
         self._room.set()
 
-    async def _start_chunks(self, group: asyncio.TaskGroup, batch: Any, samples: int) -> None:
-        batch.unread = 1
+    async def _start_chunks(self, batch: Batch, samples: int) -> None:
         was_read = partial(self._was_read, batch)
         work = self._processes.assign(batch.plan, opened=batch.gate.is_set(), was_read=was_read)
-        group.create_task(self._assemble(batch, work, batch.gate.is_set()))
+        self._group.create_task(self._assemble(batch, work, batch.gate.is_set()))
 
-    def _was_read(self, batch: Any) -> None:
+    def _was_read(self, batch: Batch) -> None:
         batch.unread = 0
         self._open_gates()
 
-    async def _assemble(self, batch: Any, work: Work, opened: bool) -> None:
+    async def _assemble(self, batch: Batch, work: Work, opened: bool) -> None:
         if not opened:
             await batch.gate.wait()
             work.open()
@@ -101,17 +108,19 @@ class RemoteEngine(Engine):
         for name in reply.spent.__struct_fields__:
             setattr(counters, name, getattr(counters, name) + getattr(spent, name))
         if isinstance(reply, Broken):
-            batch.errors += [(position, _feed_error(rebuild(failure))) for position, failure in reply.errors]
+            batch.error = _feed_error(rebuild(reply.error))
         else:
+            batch.kept = reply.kept
             await self._take(batch, work, reply)
-        batch.reserved = self._budget.correct(batch.reserved, reply.nbytes, len(batch.plan.indices))
-        batch.complete = True
-        self._deliver()
+        failures = map(rebuild, reply.failures)
+        batch.failures = [batch.tally.know(error) for error in failures if isinstance(error, SampleError)]
+        batch.encoded_bytes = reply.nbytes
+        self._complete(batch)
         if isinstance(reply, Filled) and not isinstance(batch.lease, RingLease):
             # Last: the word wakes another process, which may take this one's core from the consumer's thread.
             work.free()
 
-    async def _take(self, batch: Any, work: Work, filled: Filled) -> None:
+    async def _take(self, batch: Batch, work: Work, filled: Filled) -> None:
         """The batch out of its slot; on its way to a device it may stay there."""
         self.chunk_size = filled.chunk_size
         ring = work.process.ring

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiofeed.policy import FailurePolicy
+
 _WAY_OUT = 'or use engine="thread"'
 
 # Whether this process is one that is being started, and imports what it needs.
@@ -35,17 +37,19 @@ class Cargo:
         read_concurrency, decode_threads: of all of them together.
         keep: free segments kept for later batches.
         in_order: whether batches have to be in order.
+        policy: what becomes of samples that fail.
     """
 
     source: Any
     decode: Callable[..., Any] | None
     collate_fn: Callable[[list[Any]], Any] | None
-    length: int | None
+    length: int
     engines: int
     read_concurrency: int
     decode_threads: int
     keep: int
     in_order: bool
+    policy: FailurePolicy
 
     def share(self, total: int, number: int) -> int:
         """What process ``number`` has of a limit; all have something."""

@@ -114,7 +114,8 @@ def _read_files_blocking(paths: Sequence[str]) -> tuple[list[bytes | OSError], f
         try:
             contents.append(read_file(path))
         except OSError as error:
-            contents.append(error)
+            # Its traceback refers to this frame, and so to the bytes of all the other files.
+            contents.append(error.with_traceback(None))
     return contents, time.perf_counter() - started
 
 

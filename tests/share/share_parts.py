@@ -194,6 +194,10 @@ def collate_structure(samples: list[Any]) -> Any:
     }
 
 
+def collate_numbers(samples: list[Any]) -> Any:
+    return np.array([int(sample) for sample in samples])
+
+
 class Opaque:
     """What no process takes from another."""
 

@@ -18,11 +18,13 @@ from aiofeed import (
     CollateError,
     DecodeError,
     DecodeImage,
+    FailurePolicy,
     Feeder,
     ImageFolder,
     IteratorClosedError,
     Limits,
     ReadError,
+    TooManyFailures,
 )
 from aiofeed.share.remote import INLINE_BYTES
 from aiofeed.testing import SimulatedDevice
@@ -294,6 +296,51 @@ def test_decode_errors_come_with_their_cause() -> None:
     with pytest.raises(DecodeError, match="StrangeError: how strange") as caught:
         list(feeder)
     assert "share_parts.StrangeError" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("action", ["skip", "replace"])
+@pytest.mark.parametrize("collate_fn", [None, parts.collate_numbers])
+def test_bad_samples_are_skipped_or_replaced_as_ever(action: Any, collate_fn: Any) -> None:
+    """The same batches, and the same failures of them, as the thread engine's; neighbours that fail included."""
+    seen = []
+    for engine in ("thread", "process:2"):
+        with Feeder(
+            parts.Numbers(60, bad=(7, 8, 9, 31)),
+            decode=parts.fails_at_seventeen,
+            batch_size=6,
+            shuffle=True,
+            seed=4,
+            collate_fn=collate_fn,
+            on_error=FailurePolicy(action, max_failures=10),
+            engine=engine,
+        ) as feeder:
+            batches = [numbers(feeder) for _ in range(2)]
+            failures = [(each.key, each.index, each.stage, each.epoch, str(each.error)) for each in feeder.failures]
+            seen.append((batches, failures, feeder.statistics().failures, feeder.statistics().samples))
+    assert seen[0] == seen[1]
+    assert len(seen[0][1]) == 10
+
+
+def test_too_many_failures_stop_the_feeder() -> None:
+    """Those of all processes count together."""
+    policy = FailurePolicy("skip", max_failures=2)
+    feeder = Feeder(
+        parts.Numbers(60, bad=(5, 20, 40)), decode=parts.number, batch_size=6, on_error=policy, engine="process:2"
+    )
+    seen = []
+    with pytest.raises(TooManyFailures, match="3 samples failed"):
+        for batch in feeder:
+            seen += batch.tolist()
+    assert seen == [number for number in range(36) if number not in (5, 20)]
+
+
+def test_time_outs_and_retries_are_the_processes(tmp_path: Path) -> None:
+    """A read that does not end within its time has failed, after the retries that were allowed."""
+    policy = FailurePolicy("skip", retries=1, read_timeout_s=0.05)
+    source = parts.SlowAt(12, (5,), str(tmp_path / "never"))
+    with Feeder(source, decode=parts.number, batch_size=4, on_error=policy, engine="process") as feeder:
+        assert numbers(feeder) == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
+        assert (feeder.statistics().failures, feeder.statistics().retries) == (1, 1)
 
 
 def test_an_error_of_open_is_raised_at_the_for_line() -> None:

@@ -7,18 +7,21 @@ import os
 import socket
 from typing import Any, cast
 
+import pytest
 import share_parts as parts
 
+from aiofeed.errors import FeedError
+from aiofeed.policy import FailurePolicy
 from aiofeed.runtime import Runtime
 from aiofeed.share.child import _Worker
-from aiofeed.share.messages import Answer, Ask, FromEngine, decode_from_engine
+from aiofeed.share.messages import FromEngine, decode_from_engine
 from aiofeed.share.process import EngineProcess
 from aiofeed.share.processes import EngineProcesses
 from aiofeed.share.travel import Cargo
 from aiofeed.share.wire import Wire
 from aiofeed.types import BatchPlan
 
-CARGO = Cargo(parts.Numbers(4), parts.number, None, 4, 1, 1, 1, 2, True)
+CARGO = Cargo(parts.Numbers(4), parts.number, None, 4, 1, 1, 1, 2, True, FailurePolicy())
 
 
 class Trainer:
@@ -43,36 +46,37 @@ class Trainer:
         self._processes.heard(cast("EngineProcess", self), message)
 
 
-async def ask(answer: Any) -> list[Answer]:
-    """Two questions at once about position 2 and 3 of batch 0."""
+async def ask(order: Any) -> list[int]:
+    """Two questions at once about positions of the epoch of batch 0."""
     ours, theirs = socket.socketpair()
-    processes = EngineProcesses(CARGO, None, answer)
+    processes = EngineProcesses(CARGO, None)
     trainer = Trainer(ours, processes)
-    work = type("Work", (), {"plan": BatchPlan(7, [0, 1, 2, 3], [4, 5, 6, 7], 1)})()
-    trainer.at_work[0] = work
+    trainer.at_work[0] = type("Work", (), {"plan": BatchPlan(7, [0, 1, 2, 3], [4, 5, 6, 7], 1, order)})()
     worker = _Worker(cast("Runtime", None), CARGO, os.getppid(), 0)
     worker._wire = Wire(theirs, received=worker._received, lost=lambda error: None)
-    answers = await asyncio.gather(worker.ask(0, 2), worker.ask(0, 3))
-    worker._wire.close()
-    trainer.close()
-    await processes.aclose()
-    return answers
+    try:
+        return await asyncio.gather(worker.ask(0, 2), worker.ask(0, 3))
+    finally:
+        worker._wire.close()
+        trainer.close()
+        await processes.aclose()
 
 
-async def test_a_question_is_answered_by_the_trainer() -> None:
-    """Which plan and which position it is about; answers find their questions, in whatever order they come."""
-    second = asyncio.Event()
+class Backwards:
+    """An order of a hundred."""
 
-    async def answer(question: Ask, plan: BatchPlan) -> Answer:
-        if question.position == 2:
-            await second.wait()
-        second.set()
-        return Answer(question.ticket, plan.indices[question.position] + 100, plan.positions[question.position] + 100)
+    length = 100
 
-    found = await ask(answer)
-    assert [(each.index, each.position) for each in found] == [(102, 106), (103, 107)]
+    def index_at(self, position: int) -> int:
+        return 99 - position
 
 
-async def test_without_anybody_to_answer_there_is_none() -> None:
-    """The question is answered with nothing rather than left open."""
-    assert [(each.index, each.position) for each in await ask(None)] == [(None, None)] * 2
+async def test_a_question_is_answered_from_the_epochs_order() -> None:
+    """Each answer finds its question."""
+    assert await ask(Backwards()) == [97, 96]
+
+
+async def test_without_an_order_there_is_no_answer() -> None:
+    """The question is answered all the same, rather than left open."""
+    with pytest.raises(FeedError, match="nobody knows"):
+        await ask(None)

@@ -208,7 +208,7 @@ def test_messages_survive() -> None:
     """Both directions, with 64-bit seeds."""
     plan = Plan(1, 2, 2**64 - 1, np.arange(3).tobytes(), b"", True)
     assert messages.decode_to_engine(messages.encode(plan)) == plan
-    ask, answer = Ask(1, 2, 3), Answer(1, 5, 6)
+    ask, answer = Ask(1, 2, 3), Answer(1, 5)
     assert messages.decode_from_engine(messages.encode(ask)) == ask
     assert messages.decode_to_engine(messages.encode(answer)) == answer
 
@@ -219,10 +219,10 @@ def test_errors_cross_with_their_causes() -> None:
     missing.add_note("looked twice")
     error = ReadError("cannot read", key="a\udcff", index=3, stage="read")
     error.__cause__ = missing
-    payload = messages.encode(messages.Broken(1, [(0, describe(error))], Spent(), 0))
+    payload = messages.encode(messages.Broken(1, describe(error), [], Spent(), 0))
     message = messages.decode_from_engine(payload)
     assert isinstance(message, messages.Broken)
-    again = rebuild(message.errors[0][1])
+    again = rebuild(message.error)
     assert type(again) is ReadError
     assert (again.key, again.index, again.stage) == ("a\udcff", 3, "read")
     cause = again.__cause__

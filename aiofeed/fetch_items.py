@@ -1,0 +1,131 @@
+"""A ``Dataset``'s items: nothing to read on the loop, reading and decoding are one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from aiofeed.collate import Assembly, misfit_error
+from aiofeed.config import ResolvedLimits
+from aiofeed.errors import FeedError
+from aiofeed.fetch import Outcome
+from aiofeed.guard import AbandonedError, Guard, Watch
+from aiofeed.naming import read_error
+from aiofeed.pace import Pace
+from aiofeed.policy import FailurePolicy
+from aiofeed.reading import Encoded
+from aiofeed.retries import retry_blocking
+from aiofeed.sources.dataset import FromDataset
+from aiofeed.types import BatchPlan
+
+
+class DatasetFetcher:
+    """Samples from a map-style ``Dataset``: nothing to read on the loop, everything in the executor.
+
+    Args:
+        source: the dataset.
+        policy: retries, time limits, and whether a chunk goes on after an item that fails.
+    """
+
+    has_targets = False
+
+    def __init__(self, source: FromDataset, policy: FailurePolicy | None = None) -> None:
+        self._source = source
+        self._policy = policy or FailurePolicy()
+        self._pace = Pace()
+        limits = (self._policy.read_timeout_s, self._policy.decode_timeout_s)
+        self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
+
+    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
+        """The whole batch where one thread does it all, as ``__getitems__`` expects."""
+        threads = limits.decode_threads
+        return samples if threads == 1 else self._pace.chunk_size(samples, threads)
+
+    def key(self, index: int) -> str:
+        """The dataset's name and the index."""
+        return self._source.key(index)
+
+    def lanes(self, threads: int) -> int:
+        """All of them: whoever said so many knows the dataset."""
+        return threads
+
+    async def read(self, indices: Sequence[int]) -> Encoded:
+        """Nothing: a Dataset's items are made in a decode thread."""
+        return Encoded([None] * len(indices))
+
+    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+        """Get the items and store them."""
+        outcome = Outcome()
+        if watch.guard is not None:
+            watch.guard.outcome = outcome
+        started = time.perf_counter()
+        positions = range(start, start + len(encoded))
+        # A limit on the time of one item is kept by asking for one at a time.
+        many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
+        if not many or not self._put_many(plan, positions, assembly, outcome):
+            for position in positions:
+                if watch.stop.stopped:
+                    break
+                try:
+                    self._put_one(plan, position, assembly, watch, outcome)
+                except AbandonedError:
+                    raise
+                except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
+                    failed = (position, self._named(error, plan.indices[position]))
+                    with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
+                        outcome.errors.append(failed)
+                    if self._policy.action == "raise":
+                        break
+        outcome.decode_s = time.perf_counter() - started
+        self._pace.observe(outcome.decode_s, len(encoded))
+        return outcome
+
+    def _put_many(self, plan: BatchPlan, positions: range, assembly: Assembly, outcome: Outcome) -> bool:
+        """Get all items in one call; False where that fails, and each has to be asked for to learn which it was."""
+        try:
+            items = self._source.items(plan.indices[positions.start : positions.stop])
+        except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; asked one by one, it names who failed
+            return False
+        for position, item in zip(positions, items, strict=True):
+            try:
+                assembly.put(position, item)
+            except BaseException as error:  # noqa: BLE001 - the item's own methods may raise anything
+                outcome.errors.append((position, self._named(error, plan.indices[position])))
+                if self._policy.action == "raise":
+                    break
+        return True
+
+    def _put_one(self, plan: BatchPlan, position: int, assembly: Assembly, watch: Watch, outcome: Outcome) -> None:
+        get = partial(self._get, plan.indices[position], position, watch.guard)
+        try:
+            item = get()
+        except Exception as error:
+            if watch.guard is not None:
+                watch.guard.pause()
+            if not self._policy.retries or isinstance(error, AbandonedError):
+                raise
+            item, retries = retry_blocking(self._policy, error, get, watch.stop)
+            outcome.retries += retries
+            if isinstance(item, BaseException):
+                raise item from None
+        if watch.guard is None:
+            assembly.put(position, item)
+        else:
+            with watch.guard.commit():
+                assembly.put(position, item)
+
+    def _get(self, index: int, position: int, guard: Guard | None) -> Any:
+        if guard is not None:
+            guard.begin(position)
+        return self._source.dataset[index]
+
+    def _named(self, error: BaseException, index: int) -> FeedError:
+        key = self.key(index)
+        return misfit_error(error, key) or read_error(error, key, index)
+
+    def overdue(self, index: int) -> FeedError:
+        """A ``ReadError``, by name."""
+        return read_error(TimeoutError(f"no item within {self.limit_s:g} s"), self.key(index), index)

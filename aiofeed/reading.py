@@ -1,0 +1,162 @@
+"""Reading samples of a ``Source``: many at a time, each with its time limit and its further attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiofeed.policy import FailurePolicy, backoff_s
+from aiofeed.types import Source
+
+
+@dataclass(eq=False)
+class Encoded:
+    """What a chunk's reads gave.
+
+    Args:
+        samples: encoded samples, an exception in the place of one that failed.
+        nbytes: their bytes.
+        retries: further attempts that it took.
+    """
+
+    samples: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+    retries: int = 0
+
+
+class Reader:
+    """A source's coroutines, called so that whatever they raise becomes a value; used on the loop.
+
+    Args:
+        source: what is read.
+        policy: time limit and retries.
+    """
+
+    def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
+        self._source = source
+        self._policy = policy
+        self._read_many: Callable[[Sequence[int]], Any] | None = unless_overridden(source, "read_many", ("read",))
+        self._jitter = random.Random()
+        # Reads that ran over and do not heed their cancellation; kept so that they are not collected in mid-air.
+        self._left: set[asyncio.Future[Any]] = set()
+
+    async def read(self, indices: Sequence[int]) -> Encoded:
+        """The samples, errors in their places."""
+        got = Encoded()
+        got.samples = await self._read(indices, got)
+        got.nbytes = sum(map(nbytes, got.samples))
+        return got
+
+    async def _read(self, indices: Sequence[int], got: Encoded) -> list[Any]:
+        if self._read_many is not None:
+            try:
+                samples = list(await self._limited(self._read_many(indices)))
+            except BaseException:  # the user's coroutine; asked one by one below, it names who failed
+                if is_cancelled():
+                    raise
+            else:
+                if len(samples) != len(indices):
+                    wrong = f"read_many returned {len(samples)} samples for {len(indices)} indices"
+                    return [ValueError(wrong)] * len(indices)
+                if self._policy.retries:
+                    await self._again(indices, samples, got)
+                return samples
+        if len(indices) == 1:
+            return [await self._read_one(indices[0], got)]
+        return await asyncio.gather(*[self._read_one(index, got) for index in indices])
+
+    async def _again(self, indices: Sequence[int], samples: list[Any], got: Encoded) -> None:
+        """Try again what ``read_many`` could not read but may in a moment."""
+        passing = [
+            at
+            for at, sample in enumerate(samples)
+            if isinstance(sample, BaseException) and self._policy.can_pass(sample)
+        ]
+        if passing:
+            found = await asyncio.gather(*[self._read_one(indices[at], got, failed=samples[at]) for at in passing])
+            for at, sample in zip(passing, found, strict=True):
+                samples[at] = sample
+
+    async def _read_one(self, index: int, got: Encoded, failed: BaseException | None = None) -> Any:
+        """One sample, or the last attempt's error; ``failed`` is that of an attempt that was made before."""
+        attempt = 0
+        while True:
+            if failed is not None:
+                if attempt == self._policy.retries or not self._policy.can_pass(failed):
+                    return failed
+                attempt += 1
+                got.retries += 1
+                await asyncio.sleep(backoff_s(attempt, self._jitter))
+            try:
+                return await self._limited(self._source.read(index))
+            except BaseException as error:  # the user's coroutine may raise anything; raised again by name
+                if isinstance(error, GeneratorExit) or is_cancelled():
+                    raise
+                failed = error
+
+    async def _limited(self, reading: Any) -> Any:
+        limit_s = self._policy.read_timeout_s
+        if limit_s is None:
+            return await reading
+        task = asyncio.ensure_future(_as_coroutine(reading))
+        try:
+            await asyncio.wait((task,), timeout=limit_s)
+            if task.done():
+                return task.result()
+            raise TimeoutError(f"no answer within read_timeout_s={limit_s:g}")
+        finally:
+            # Also where this coroutine itself is cancelled. What blocks in a thread gives its place to another there.
+            if not task.done():
+                self._left.add(task)
+                task.add_done_callback(self._forget)
+                task.cancel()
+
+    def _forget(self, task: asyncio.Future[Any]) -> None:
+        self._left.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: its time-out was reported long ago
+
+
+def _as_coroutine(reading: Any) -> Coroutine[Any, Any, Any]:
+    return reading if inspect.iscoroutine(reading) else _awaited(reading)
+
+
+async def _awaited(reading: Any) -> Any:
+    return await reading
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled the running task; an error of the user's may be a ``CancelledError`` as well."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def unless_overridden(source: object, name: str, others: Sequence[str]) -> Any:
+    """A method that stands in for ``others``; ``None`` where a subclass has overridden one of those, but not it."""
+    rank = {each: _rank(source, each) for each in (name, *others)}
+    return getattr(source, name, None) if all(rank[name] <= rank[other] for other in others) else None
+
+
+def _rank(source: object, name: str) -> int:
+    """How far up the classes of ``source`` a method is found; last comes what ``__getattr__`` finds elsewhere."""
+    if name in getattr(source, "__dict__", {}):
+        return -1
+    kinds = type(source).__mro__
+    return next((depth for depth, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+
+
+def nbytes(encoded: Any) -> int:
+    """Bytes of an encoded sample, as far as they can be seen."""
+    if isinstance(encoded, bytes | bytearray):
+        return len(encoded)
+    if isinstance(encoded, memoryview):
+        return encoded.nbytes
+    if isinstance(encoded, tuple | list):
+        return sum(map(nbytes, encoded))
+    if isinstance(encoded, dict):
+        return sum(map(nbytes, encoded.values()))
+    return 0

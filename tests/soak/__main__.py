@@ -1,0 +1,84 @@
+"""`python -m tests.soak --minutes 3 --seed 1`; `--episode K` replays one episode of that seed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from tests.soak.configurations import ViolationError
+from tests.soak.runner import EXTRA_CASES, EXTRAS, Soak
+
+MOST_BROKEN = 5
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0, help="how long (default 3)")
+    parser.add_argument("--seed", type=int, default=None, help="of everything drawn; default: another each time")
+    parser.add_argument("--episode", type=int, default=None, help="run this episode alone")
+    parser.add_argument("--times", type=int, default=1, help="how often, with --episode (default 1)")
+    return parser.parse_args()
+
+
+def _numbers(arguments: argparse.Namespace) -> Iterator[int]:
+    if arguments.episode is not None:
+        for _ in range(arguments.times):
+            yield arguments.episode
+        return
+    ends = time.monotonic() + 60 * arguments.minutes
+    for number in count():
+        if time.monotonic() > ends:
+            return
+        yield number
+
+
+def _shown(soak: Soak, numbers: Iterator[int], minutes: float) -> Iterator[int]:
+    """The numbers, with progress on a terminal where rich is there to show it."""
+    try:
+        from rich.progress import Progress, TimeElapsedColumn
+    except ImportError:
+        yield from numbers
+        return
+    started = time.monotonic()
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("soak", total=60 * minutes)
+        for number in numbers:
+            what = f"{soak.tally['episodes']} episodes, {soak.tally['epochs']} epochs, {len(soak.broken)} broken"
+            progress.update(task, completed=time.monotonic() - started, description=what)
+            yield number
+
+
+def main() -> int:
+    """Run, print the totals; 1 where a promise was broken."""
+    arguments = _arguments()
+    seed = arguments.seed if arguments.seed is not None else time.time_ns() % (1 << 31)
+    print(f"seed: {seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        soak = Soak(seed, Path(folder), fatal=True)
+        for number in _shown(soak, _numbers(arguments), arguments.minutes):
+            if not soak.run(number):
+                print(soak.broken[-1], flush=True)
+                traceback.print_exception(soak.error)
+                if len(soak.broken) >= MOST_BROKEN:
+                    break
+    if arguments.episode is None:
+        for name, function in EXTRAS.items():
+            function(EXTRA_CASES, seed)
+            print(f"{name}: {EXTRA_CASES} cases")
+        try:
+            soak.checks.check_growth()
+        except ViolationError as error:
+            soak.broken.append(str(error))
+            print(error)
+    print(soak.totals())
+    return 1 if soak.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

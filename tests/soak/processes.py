@@ -1,0 +1,84 @@
+"""Episodes with other processes: a fork with a live feeder, a spawned one that gets a feeder. Slow, so rare."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from typing import Any
+
+from aiofeed import IteratorClosedError
+from tests.soak.checks import HANG_S
+from tests.soak.configurations import ViolationError
+from tests.soak.episodes import Episode, whole_epoch
+
+
+def fork(episode: Episode) -> None:
+    """A child made with a live feeder: its iterator says whose it is, the feeder works, the parent goes on."""
+    rig = episode.rig(fixed={"latency": None})
+    iterator = iter(rig.feeder)
+    seen = rig.begin()
+    for _ in range(episode.random.randrange(3)):
+        batch = next(iterator, None)
+        if batch is not None:
+            seen.take(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of several threads: that is what is tested
+        child = os.fork()
+    if child == 0:
+        _in_the_child(rig, iterator)
+    _, status = os.waitpid(child, 0)
+    if (code := os.waitstatus_to_exitcode(status)) != 0:
+        raise ViolationError(f"the child ended with {code}")
+    for batch in iterator:
+        seen.take(batch)
+    seen.complete()
+    episode.tally["forks"] += 1
+
+
+def _in_the_child(rig: Any, iterator: Any) -> None:
+    import signal
+
+    signal.alarm(int(HANG_S))
+    try:
+        try:
+            next(iterator)
+        except (IteratorClosedError, StopIteration):
+            pass
+        else:
+            os._exit(3)
+        whole_epoch(rig)
+        rig.feeder.close()
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(4)
+
+
+def _spawned(feeder: Any, results: Any) -> None:
+    results.put([[int(index) for index in batch[:, 0].tolist()] for batch in feeder])
+    feeder.close()
+
+
+def spawn(episode: Episode) -> None:
+    """A feeder among the arguments of a spawned process gives its epoch there."""
+    rig = episode.rig(fixed={"latency": None, "width": 4})
+    if episode.random.random() < 0.5:
+        whole_epoch(rig)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=_spawned, args=(rig.feeder, results))
+    process.start()
+    process.join(HANG_S)
+    if process.exitcode != 0:
+        process.kill()
+        raise ViolationError(f"the spawned process ended with {process.exitcode}")
+    got = results.get()
+    process.close()
+    results.close()
+    wanted = rig.configuration.expected(rig.feeder.epoch + 1 if rig.feeder.state_dict()["epoch"] else 0)
+    if sorted(got) != sorted(wanted):
+        raise ViolationError(f"the spawned process got {got}, not {wanted}")
+    episode.tally["spawns"] += 1

@@ -1,0 +1,151 @@
+"""Sources whose samples prove which they are, and that fail or dawdle as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from aiofeed import Files
+
+FILES = 96
+"""How many real files there are, of `FILE_WIDTH` numbers each."""
+
+FILE_WIDTH = 4
+
+
+def encoded(index: int, width: int) -> bytes:
+    """A sample's bytes: its index, as often as it is wide."""
+    return np.full(width, index, np.int64).tobytes()
+
+
+@dataclass
+class Faults:
+    """What goes wrong; empty again, everything works.
+
+    Args:
+        unread: samples whose read raises.
+        short: samples of which a read returns too little.
+        open_fails: `open` raises.
+    """
+
+    unread: frozenset[int] = frozenset()
+    short: frozenset[int] = frozenset()
+    open_fails: bool = False
+
+    def clear(self) -> None:
+        """Let everything work again."""
+        self.unread = self.short = frozenset()
+        self.open_fails = False
+
+
+@dataclass
+class Numbers:
+    """A source of coroutines.
+
+    Args:
+        length: how many samples.
+        width: numbers in each.
+        weather: "calm" answers at once, "turns" after some turns of the loop, "tail" now and then much later.
+        seed: of the weather.
+    """
+
+    length: int
+    width: int
+    weather: str = "calm"
+    seed: int = 0
+    faults: Faults = field(default_factory=Faults)
+    opened: int = 0
+    closed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def open(self) -> None:
+        await asyncio.sleep(0)
+        if self.faults.open_fails:
+            raise ConnectionError("no way in")
+        self.opened += 1
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        self.closed += 1
+
+    async def read(self, index: int) -> bytes:
+        await self._wait()
+        if index in self.faults.unread:
+            raise OSError(5, "input/output error")
+        data = encoded(index, self.width)
+        return data[: len(data) // 2 + 3] if index in self.faults.short else data
+
+    async def _wait(self) -> None:
+        if self.weather == "turns":
+            for _ in range(self.random.randrange(4)):
+                await asyncio.sleep(0)
+        elif self.weather == "tail" and self.random.random() < 0.1:
+            await asyncio.sleep(min(0.0002 * self.random.paretovariate(1.1), 0.02))
+
+
+class Many(Numbers):
+    """A source that reads several at once, some of them in a thread."""
+
+    async def read_many(self, indices: Sequence[int]) -> list[Any]:
+        if self.random.random() < 0.2:
+            await asyncio.to_thread(int)
+        return list(await asyncio.gather(*[self.read(index) for index in indices], return_exceptions=True))
+
+
+class Items(Dataset[torch.Tensor]):
+    """A torch Dataset of the same samples."""
+
+    def __init__(self, length: int, width: int) -> None:
+        self.length = length
+        self.width = width
+        self.faults = Faults()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.faults.unread:
+            raise OSError(5, "input/output error")
+        return torch.full((self.width,), index)
+
+
+class Decode:
+    """Bytes to a tensor; too few bytes are an error."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        if len(data) != 8 * self.width:
+            raise ValueError(f"{8 * self.width} bytes expected, got {len(data)}")
+        return torch.from_numpy(np.frombuffer(data, np.int64).copy())
+
+
+def write_files(folder: Path) -> list[Path]:
+    """Small real files, one sample each."""
+    paths = [folder / f"{index:03d}" for index in range(FILES)]
+    for index, path in enumerate(paths):
+        path.write_bytes(encoded(index, FILE_WIDTH))
+    return paths
+
+
+def files(folder: Path, length: int) -> Files:
+    """A source of the first `length` files."""
+    paths = [folder / f"{index:03d}" for index in range(length)]
+    return Files(paths if all(path.exists() for path in paths) else write_files(folder)[:length])
