@@ -7,6 +7,7 @@ holds that (a fork of the parent's), the parent's number and, on Linux, the kern
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -68,8 +69,9 @@ def main(connection: int, start: int, parent: int, number: int) -> None:
         sock.setblocking(True)
         sock.sendall(frame(encode(Ended(describe(failed)))))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it any more
+                stream.flush()
         # Threads that are inside a decode they cannot leave, and whatever the user's modules left behind, end here.
         os._exit(status)
 

@@ -112,7 +112,8 @@ class Slot:
         """``nbytes`` of the slot."""
         with self._lock:
             if not self.segments or self._next + nbytes > self.segments[-1].nbytes:
-                self.segments.append(self._memory.take(nbytes))
+                # As large as all before it: however many arrays a first batch has, its segments are few.
+                self.segments.append(self._memory.take(max(nbytes, self.used)))
                 self._next = 0
             start = self._next
             self._next = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT

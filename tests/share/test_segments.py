@@ -133,6 +133,23 @@ def test_slots_are_used_again_and_grow() -> None:
     assert len(memory._free) == 2
 
 
+def test_a_first_batch_of_many_arrays_has_few_segments() -> None:
+    """Their descriptors travel with one message, which has room for few."""
+    memory = SlotMemory(keep=4)
+    slot = memory.lease()
+    arrays = [slot.take(300_000) for _ in range(200)]
+    assert len(slot.segments) <= 10
+    assert all(slot.locate(each) is not None for each in arrays)
+    slot.give_back()
+    again = memory.lease()
+    for _ in range(200):
+        again.take(300_000)
+    assert len(again.segments) <= 10
+    for kept in (again.segments, memory._free):
+        for descriptor in memory.introduce(kept)[1]:
+            os.close(descriptor)
+
+
 def test_a_slot_is_given_back_once() -> None:
     """Twice is as once."""
     memory = SlotMemory(keep=4)
