@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        steps: Iterable[Step] | AsyncIterable[Step],
+        steps: Iterable[Step],
         *,
         batch_size: int,
         fetcher: Fetcher,
@@ -125,23 +125,28 @@ class Engine:
             self._handoff.put(Failed(error, number, failures))
 
     async def _plan(self) -> None:
-        async for step in _in_turn(self._steps):
-            if isinstance(step, EpochBegins):
-                self._counters = step.counters
-                self._tally = Tally(self._policy, self._length)
-            elif isinstance(step, EpochEnds):
-                self._line.append(step)
-                self._deliver()
-            else:
-                samples = len(step.indices)
-                await self._until(partial(self._has_room, samples))
-                if self._failed:
-                    return
-                batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
-                self._line.append(batch)
-                self._assembling += 1
-                self._open_gates()
-                await self._start_chunks(batch, samples)
+        for step in self._steps:
+            await self._plan_step(step)
+            if self._failed:
+                return
+
+    async def _plan_step(self, step: Step) -> None:
+        if isinstance(step, EpochBegins):
+            self._counters = step.counters
+            self._tally = Tally(self._policy, self._length)
+        elif isinstance(step, EpochEnds):
+            self._line.append(step)
+            self._deliver()
+        else:
+            samples = len(step.indices)
+            await self._until(partial(self._has_room, samples))
+            if self._failed:
+                return
+            batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
+            self._line.append(batch)
+            self._assembling += 1
+            self._open_gates()
+            await self._start_chunks(batch, samples)
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         size = min(self._fetcher.chunk_size(samples, self._limits), self._limits.read_concurrency)
@@ -308,13 +313,3 @@ class Engine:
             elif not entry.gate.is_set() and (self._in_order or entry.unread == 0):
                 entry.gate.set()
                 self._opened += 1
-
-
-async def _in_turn(steps: Iterable[Step] | AsyncIterable[Step]) -> AsyncIterator[Step]:
-    """The steps, whether they are there to be had or still have to come."""
-    if isinstance(steps, AsyncIterable):
-        async for step in steps:
-            yield step
-    else:
-        for step in steps:
-            yield step

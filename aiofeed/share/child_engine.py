@@ -78,7 +78,7 @@ class ChildEngine(Engine):
             device_batches=_UNBOUNDED,
         )
         super().__init__(
-            steps,
+            (),
             batch_size=1,
             fetcher=fetcher,
             new_assembly=partial(_new_assembly, cargo, fetcher),
@@ -93,6 +93,7 @@ class ChildEngine(Engine):
             policy=cargo.policy,
             length=cargo.length,
         )
+        self._arriving = steps
         self._tell = tell
         self._slots = memory
         self._tells_reads = not cargo.in_order
@@ -107,6 +108,12 @@ class ChildEngine(Engine):
             self._open_gates()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
             slot.give_back()
+
+    async def _plan(self) -> None:
+        async for step in self._arriving:
+            await self._plan_step(step)
+            if self._failed:
+                return
 
     def _open_gates(self) -> None:
         for entry in self._line:
