@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +11,9 @@ from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dat
 from aiofeed.types import Source
 
 _DATALOADER_ARGUMENTS: Mapping[str, str] = {
-    "num_workers": "reading and decoding run in threads here; Limits(decode_threads=...) bounds them, and a Dataset "
-    "that is thread-safe goes in as FromDataset(dataset, threads={value})",
+    "num_workers": "reading and decoding run in threads here, bounded by Limits(decode_threads=...); "
+    'engine="process:{value}" has them run in so many processes, and a Dataset that is thread-safe goes in as '
+    "FromDataset(dataset, threads={value})",
     "pin_memory": "memory is pinned wherever device= is an accelerator",
     "pin_memory_device": "pass device=",
     "prefetch_factor": "pass limits=Limits(prefetch_batches={value})",
@@ -76,6 +78,25 @@ def adopt_decoder(source: Source[Any] | FromDataset, decode: Any) -> Callable[..
     if isinstance(decode, type):
         raise TypeError(f"decode must be an object that decodes, got the class {decode.__name__}; call it first")
     return decode  # type: ignore[no-any-return]
+
+
+def an_engine(value: object) -> int:
+    """How many processes ``engine=`` asks for; 0 for threads.
+
+    Raises:
+        TypeError, ValueError: it is none of "thread", "process" and "process:4".
+    """
+    expected = 'expected "thread", "process", or "process:4" for so many processes'
+    if not isinstance(value, str):
+        raise TypeError(f"engine must be a str, got {value!r}; {expected}")
+    kind, colon, number = value.partition(":")
+    if value == "thread":
+        return 0
+    if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+        raise ValueError(f"engine={value!r}: {expected}")
+    if not hasattr(socket, "send_fds"):
+        raise ValueError(f'engine={value!r} needs Unix sockets, which this system lacks; use engine="thread"')
+    return int(number) if colon else 1
 
 
 def an_int(what: str, value: object) -> int:

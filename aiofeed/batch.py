@@ -27,7 +27,7 @@ class Batch:
         counters: of its epoch.
         tally: of its epoch's failures.
         reserved: bytes reserved for it.
-        unread: chunks that have not been read.
+        unread: chunks that have not been read; 1 before there are any.
         unaccounted: chunks the loop has not heard the outcome of.
         undecoded: chunks that are not decoded; guarded by ``lock``, as ``errors`` is.
         encoded_bytes: of what was read.
@@ -46,7 +46,7 @@ class Batch:
     counters: Counters
     tally: Tally
     reserved: int
-    unread: int = 0
+    unread: int = 1
     unaccounted: int = 0
     undecoded: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 if TYPE_CHECKING:
@@ -117,6 +118,10 @@ class TorchBackend:
             self._new_stream = lambda: cuda.Stream(device)
             self._new_event = lambda: cuda.Event(blocking=True)
             self._current = lambda: torch.cuda.current_stream(device)
+            # What else a backend may have: shared memory is page-locked by these, once, and copied from directly.
+            # Without them it is copied to memory from `pin` first.
+            self.register: Callable[[NDArray[np.uint8]], None] = partial(_register, device)
+            self.unregister: Callable[[NDArray[np.uint8]], None] = partial(_unregister, device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -186,6 +191,24 @@ class TorchBackend:
     def is_pinned(self, tensor: torch.Tensor, /) -> bool:
         """Whether torch knows the tensor's memory as page-locked."""
         return tensor.is_pinned()
+
+
+def _register(device: torch.device, memory: NDArray[np.uint8]) -> None:
+    """Page-lock memory that is there already. torch does not track its copies: whoever reuses it waits for an event."""
+    import torch
+
+    cuda: Any = torch.cuda  # in part without types
+    with cuda.device(device):
+        cuda.check_error(cuda.cudart().cudaHostRegister(memory.__array_interface__["data"][0], memory.nbytes, 0))
+
+
+def _unregister(device: torch.device, memory: NDArray[np.uint8]) -> None:
+    """Undo ``_register``."""
+    import torch
+
+    cuda: Any = torch.cuda
+    with cuda.device(device):
+        cuda.check_error(cuda.cudart().cudaHostUnregister(memory.__array_interface__["data"][0]))
 
 
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

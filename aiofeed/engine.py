@@ -126,22 +126,27 @@ class Engine:
 
     async def _plan(self) -> None:
         for step in self._steps:
-            if isinstance(step, EpochBegins):
-                self._counters = step.counters
-                self._tally = Tally(self._policy, self._length)
-            elif isinstance(step, EpochEnds):
-                self._line.append(step)
-                self._deliver()
-            else:
-                samples = len(step.indices)
-                await self._until(partial(self._has_room, samples))
-                if self._failed:
-                    return
-                batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
-                self._line.append(batch)
-                self._assembling += 1
-                self._open_gates()
-                await self._start_chunks(batch, samples)
+            await self._plan_step(step)
+            if self._failed:
+                return
+
+    async def _plan_step(self, step: Step) -> None:
+        if isinstance(step, EpochBegins):
+            self._counters = step.counters
+            self._tally = Tally(self._policy, self._length)
+        elif isinstance(step, EpochEnds):
+            self._line.append(step)
+            self._deliver()
+        else:
+            samples = len(step.indices)
+            await self._until(partial(self._has_room, samples))
+            if self._failed:
+                return
+            batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
+            self._line.append(batch)
+            self._assembling += 1
+            self._open_gates()
+            await self._start_chunks(batch, samples)
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         size = min(self._fetcher.chunk_size(samples, self._limits), self._limits.read_concurrency)

@@ -67,7 +67,16 @@ class IteratorClosedError(FeedError):
 
 
 class WorkerDiedError(FeedError):
-    """A process or thread that feeds this iterator ended without being asked to."""
+    """A process or thread that feeds this iterator ended without being asked to.
+
+    Args:
+        message: what happened.
+        exit_status: of the process, negative for a signal; ``None`` where it is not known.
+    """
+
+    def __init__(self, message: str, exit_status: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 def as_exception(error: BaseException) -> Exception:

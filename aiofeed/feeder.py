@@ -16,6 +16,7 @@ from aiofeed.arguments import (
     a_seed,
     adopt_decoder,
     adopt_source,
+    an_engine,
     an_int,
     refuse_dataloader_arguments,
 )
@@ -26,7 +27,7 @@ from aiofeed.failures import Failure, FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Pipeline, Recipe
+from aiofeed.pipeline import Pipeline, Recipe, check_travels
 from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
@@ -75,12 +76,18 @@ class Feeder(Generic[BatchT]):
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
         in_order: ``False`` hands out whichever batch is finished, so that a slow file holds up its own batch only.
+        engine: "thread" reads and decodes in threads of this process; "process", or "process:4" for four of them, in
+            processes of their own, which leave the GIL to the training loop. They share ``read_concurrency`` and
+            ``decode_threads``, and each one beyond the first adds a batch to ``prefetch_batches``; a ``Dataset`` has
+            a copy, with ``threads`` of its own, in each. Source, decoder and ``collate_fn`` are sent there by pickle,
+            as they are at ``iter()``.
 
     A batch is what ``DataLoader`` would give. With ``DecodeImage`` and no ``collate_fn`` the images are uint8
     [N, 3, H, W] in channels_last memory. A batch that is kept is never overwritten.
 
     Raises:
-        TypeError: an argument of the wrong kind, or one of ``DataLoader``'s that makes no sense here.
+        TypeError: an argument of the wrong kind, one of ``DataLoader``'s that makes no sense here, or one that cannot
+            be sent to a process.
         ValueError: a value out of range, or a device that does not exist.
     """
 
@@ -102,6 +109,7 @@ class Feeder(Generic[BatchT]):
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
+        engine: str = "thread",
         **unknown: Any,
     ) -> None:
         refuse_dataloader_arguments(unknown)
@@ -129,7 +137,9 @@ class Feeder(Generic[BatchT]):
             in_order=a_bool("in_order", in_order),
             length=self._length,
             policy=as_policy(on_error),
+            engines=an_engine(engine),
         )
+        check_travels(self._recipe)
         self._failures = FailureLog(self._recipe.policy)
         self._progress = Progress()
         self._fingerprint: str | None = None

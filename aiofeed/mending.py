@@ -63,7 +63,8 @@ async def _replace_one(
     assert order is not None
     met: dict[int, SampleError] = {}
     for step in range(1, order.length):
-        index = order.index_at(plan.positions[position] + step)
+        found = order.index_at(plan.positions[position] + step)
+        index = found if isinstance(found, int) else await found
         if (known := tally.known.get(index)) is not None:
             met[index] = known
             if step % YIELD_STEPS == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
+    from aiofeed.share.processes import EngineProcesses
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -47,6 +48,7 @@ class Recipe:
     in_order: bool = True
     length: int = 0
     policy: FailurePolicy = field(default_factory=FailurePolicy)
+    engines: int = 0
 
 
 class Pipeline:
@@ -60,6 +62,7 @@ class Pipeline:
     def __init__(self, recipe: Recipe, after: Pipeline | None = None) -> None:
         self._recipe = recipe
         limits = recipe.limits
+        self._processes = _processes(recipe)
         self.runtime: Runtime = Runtime(
             read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
             decode_threads=limits.decode_threads,
@@ -67,7 +70,7 @@ class Pipeline:
         )
         self._fetcher = _fetcher(recipe)
         # One more than may wait or be decoded: the consumer's.
-        keep = limits.prefetch_batches + 1
+        keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
         self._memory: HostMemory | PinnedMemory
         if recipe.backend is None:
             self._memory = HostMemory(keep)
@@ -91,16 +94,23 @@ class Pipeline:
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
         recipe = self._recipe
-        self._engine = Engine(
+        make: Callable[..., Engine] = partial(Engine, new_assembly=self._new_assembly)
+        limits = recipe.limits
+        if self._processes is not None:
+            from aiofeed.share.remote import RemoteEngine
+
+            make = partial(RemoteEngine, processes=self._processes)
+            # Each process beyond the first is to have a batch to decode while the others do.
+            limits = replace(limits, prefetch_batches=limits.prefetch_batches + recipe.engines - 1)
+        self._engine = make(
             stream,
             batch_size=recipe.batch_size,
             fetcher=self._fetcher,
-            new_assembly=self._new_assembly,
             wrap=as_tensors if recipe.backend is None else _unchanged,
             memory=self._memory,
             executor=self.runtime.decode_pool,
             handoff=self._finished,
-            limits=recipe.limits,
+            limits=limits,
             budget=self._budget,
             in_order=recipe.in_order,
             policy=recipe.policy,
@@ -131,7 +141,8 @@ class Pipeline:
         except BaseException as error:  # the user's coroutine may raise anything; it is raised at the `for` line
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            error.add_note(f"in {type(self._recipe.source).__name__}.open()")
+            if self._processes is None:
+                error.add_note(f"in {type(self._recipe.source).__name__}.open()")
             self._finished.put(Failed(as_exception(error)))
             return
         if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -140,6 +151,11 @@ class Pipeline:
 
     async def _open_source(self) -> None:
         if self._opened:
+            return
+        if self._processes is not None:
+            self._opened = True
+            self.runtime.at_stop(self._processes.aclose)
+            await self._processes.start()  # the source is opened there
             return
         source = self._recipe.source
         if (opener := getattr(source, "open", None)) is not None:
@@ -191,6 +207,38 @@ class Pipeline:
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's loop."""
         await self.delivery.stopped()
+
+
+def check_travels(recipe: Recipe) -> None:
+    """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
+    if recipe.engines:
+        from aiofeed.share import travel
+
+        travel.check_travels(source=recipe.source, decode=recipe.decode, collate_fn=recipe.collate_fn)
+
+
+def _processes(recipe: Recipe) -> EngineProcesses | None:
+    if not recipe.engines:
+        return None
+    from aiofeed.share.processes import EngineProcesses
+    from aiofeed.share.travel import Cargo, check_not_starting
+
+    check_not_starting()
+    limits, source = recipe.limits, recipe.source
+    cargo = Cargo(
+        source=source,
+        decode=recipe.decode,
+        collate_fn=recipe.collate_fn,
+        length=recipe.length,
+        engines=recipe.engines,
+        read_concurrency=limits.read_concurrency,
+        # Each process has a copy of a Dataset.
+        decode_threads=limits.decode_threads * (recipe.engines if isinstance(source, FromDataset) else 1),
+        keep=limits.prefetch_batches + 1,
+        in_order=recipe.in_order,
+        policy=recipe.policy,
+    )
+    return EngineProcesses(cargo, recipe.backend)
 
 
 def _unchanged(batch: Any) -> Any:

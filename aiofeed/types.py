@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -137,8 +137,8 @@ class EpochOrder(Protocol):
         """How many positions it has."""
         ...
 
-    def index_at(self, position: int) -> int:
-        """The index at a position; from ``length`` on it begins anew."""
+    def index_at(self, position: int) -> int | Awaitable[int]:
+        """The index at a position, or word of it to come; from ``length`` on it begins anew."""
         ...
 
 

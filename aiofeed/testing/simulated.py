@@ -132,6 +132,16 @@ class SimulatedDevice:
         weakref.finalize(memory, self._pinned.pop, start, None).atexit = False
         return memory
 
+    def register(self, memory: NDArray[np.uint8], /) -> None:
+        """Count memory that is there already as page-locked."""
+        if self._pin_fails:
+            raise RuntimeError(f"simulated device error: {memory.nbytes} bytes cannot be registered")
+        self._pinned[memory.ctypes.data] = memory.nbytes
+
+    def unregister(self, memory: NDArray[np.uint8], /) -> None:
+        """Undo ``register``."""
+        del self._pinned[memory.ctypes.data]
+
     def is_pinned(self, tensor: torch.Tensor, /) -> bool:
         """Whether the tensor lies in memory from ``pin``."""
         address = tensor.data_ptr()

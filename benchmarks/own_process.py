@@ -1,0 +1,266 @@
+"""What does an engine in a process of its own leave to a training loop that is Python, and what does its ring cost?
+
+Two questions. A step that holds the GIL all the time (a loop in Python, 25 ms or so), with JPEGs being decoded beside
+it by one thread, in the trainer's process or in one of its own: its median time against that of the same step with
+nothing beside it, on the cores that are left when the decoder has one; and images per second. Then a batch of 10 MB
+from the end of its decoding in the other process to the consumer, who waits for it: what passes beyond the time
+of one copy of it, as the reader of two bare processes (shared memory and a pipe) takes it; the same for a worker of
+``DataLoader``, and for the two.
+
+Targets: a step at most 1.05 of the step alone; hand-over at most 100 microseconds beyond the copy.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.data import jpeg_folder
+from benchmarks.figures import Figure, at_most, column, per, rates
+from benchmarks.harness import Contender, Measure, Settings, interleave
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from numpy.typing import NDArray
+
+TITLE = "An engine in a process of its own"
+
+SIZE = 224
+BATCH = 16
+STEP_ROUNDS = 300_000
+LARGE_BYTES = 10_000_000
+DECODE_S = 0.015
+
+
+def run(settings: Settings) -> list[Figure]:
+    steps = settings.size(60, 3)
+    options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96))), "steps": steps}
+    imports = ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage")
+    alone = Contender("alone", step_alone, {"steps": steps}, ("torch",))
+    beside = [
+        Contender(f'engine="{engine}"', step_beside, {**options, "engine": engine}, imports)
+        for engine in ("process", "thread")
+    ]
+    samples = interleave([alone, *beside], settings)
+    step = {label: column(rounds, "step_s") for label, rounds in samples.items()}
+    large = {"batches": settings.size(40, 3)}
+    contenders = [
+        Contender('engine="process"', large_batches, large, ("torch", "aiofeed:Feeder")),
+        Contender("DataLoader, 1 worker", large_batches_of_data_loader, large, ("torch.utils.data",)),
+        Contender("two bare processes", two_bare_processes, large, ("numpy",)),
+    ]
+    across = interleave(contenders, settings)
+    copy_s = column(across["two bare processes"], "copy_s")
+    beyond_us = {
+        label: tuple(1e6 * (late - copy) for late, copy in zip(column(rounds, "late_s"), copy_s, strict=True))
+        for label, rounds in across.items()
+    }
+    ours = 'engine="process"'
+    return [
+        Figure(f"step beside {ours} / alone", per(step[ours], step["alone"]), target=at_most(1.05)),
+        Figure('step beside engine="thread" / alone', per(step['engine="thread"'], step["alone"])),
+        *[Figure(f"images beside steps: {each.label}", rates(samples[each.label]), "/s") for each in beside],
+        *[
+            Figure(f"10 MB handed over, beyond the copy: {label}", us, "us", at_most(100) if label == ours else None)
+            for label, us in beyond_us.items()
+        ],
+        Figure("10 MB copied, by the reader of two bare processes", tuple(1e6 * copy for copy in copy_s), "us"),
+    ]
+
+
+def step() -> int:
+    """Python, and nothing that lets go of the GIL."""
+    total = 0
+    for number in range(STEP_ROUNDS):
+        total += number & 3
+    return total
+
+
+def median_step(steps: int) -> float:
+    """Seconds of the median step."""
+    taken = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+@contextmanager
+def step_alone(steps: int) -> Iterator[Measure]:
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if len(before) > 1:
+        os.sched_setaffinity(0, sorted(before)[:-1])  # the decoder would have the last
+    try:
+        yield lambda: {"step_s": median_step(steps)}
+    finally:
+        if before:
+            os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def step_beside(folder: str, steps: int, engine: str) -> Iterator[Measure]:
+    import aiofeed
+
+    decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
+    limits = aiofeed.Limits(decode_threads=1)
+    feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
+        aiofeed.ImageFolder(folder), decode=decode, batch_size=BATCH, limits=limits, engine=engine
+    )
+
+    def passes() -> Iterator[Any]:
+        for _ in feeder.epochs(1 << 30):
+            yield from feeder
+
+    def measure() -> Mapping[str, float]:
+        taken, started = [], time.perf_counter()
+        for _ in range(steps):
+            next(batches)
+            begun = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - begun)
+        wall_s = time.perf_counter() - started
+        return {"step_s": statistics.median(taken), "items": steps * BATCH, "wall_s": wall_s}
+
+    with feeder:
+        batches = passes()
+        for _ in range(4):
+            next(batches)
+        yield measure
+        batches.close()
+
+
+class LargeBatches:
+    """A source without bytes, for a decoder that makes 10 MB of nothing."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def read(self, index: int) -> bytes:
+        return b"sample"
+
+
+class Stamped:
+    """Fills a row with 10 MB and, last of all, the time."""
+
+    takes_seed = False
+
+    def __init__(self) -> None:
+        from aiofeed.types import Row
+
+        self.row = Row((LARGE_BYTES // 8,), "int64")
+
+    def __call__(self, data: bytes, /) -> NDArray[np.int64]:
+        out = np.empty(LARGE_BYTES // 8, np.int64)
+        self.decode_into(data, out)
+        return out
+
+    def decode_into(self, data: object, out: NDArray[np.int64], seed: int | None = None) -> None:
+        out[:] = 1
+        time.sleep(DECODE_S)  # the consumer is waiting by the time it is done
+        out[0] = time.perf_counter_ns()
+
+
+def lateness(batch: Any) -> float:
+    """Seconds since a batch was stamped."""
+    return (time.perf_counter_ns() - int(batch.flatten()[0])) / 1e9
+
+
+def median_lateness(batches: Iterator[Any], count: int) -> dict[str, float]:
+    """How long after their stamps batches come; the median."""
+    return {"late_s": statistics.median(lateness(next(batches)) for _ in range(count))}
+
+
+def write_when_told(memory: Any, told: Connection) -> None:
+    """The other one of two bare processes."""
+    out, decoder = np.frombuffer(memory, np.int64), Stamped()
+    while told.recv_bytes() == b"go":
+        decoder.decode_into(b"", out)
+        told.send_bytes(b"done")
+
+
+@contextmanager
+def two_bare_processes(batches: int) -> Iterator[Measure]:
+    context = multiprocessing.get_context("spawn")
+    memory = context.RawArray("b", LARGE_BYTES)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=write_when_told, args=(memory, theirs), daemon=True)
+    process.start()
+    shared = np.frombuffer(memory, np.int64)
+    private = np.zeros_like(shared)
+
+    def measure() -> Mapping[str, float]:
+        late, copying = [], []
+        for _ in range(batches):
+            ours.send_bytes(b"go")
+            ours.recv_bytes()
+            started = time.perf_counter()
+            np.copyto(private, shared)
+            copying.append(time.perf_counter() - started)
+            late.append(lateness(private))
+        return {"late_s": statistics.median(late), "copy_s": statistics.median(copying)}
+
+    measure()
+    yield measure
+    ours.send_bytes(b"stop")
+    process.join()
+
+
+@contextmanager
+def large_batches(batches: int) -> Iterator[Measure]:
+    import aiofeed
+
+    limits = aiofeed.Limits(decode_threads=1, prefetch_batches=1)
+    source = LargeBatches(1 << 30)
+    with aiofeed.Feeder(source, decode=Stamped(), batch_size=1, limits=limits, engine="process") as feeder:
+        iterator = iter(feeder)
+        for _ in range(5):
+            next(iterator)
+        yield lambda: median_lateness(iterator, batches)
+
+
+class LargeDataset:
+    """The same, as a Dataset."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        out = np.empty(LARGE_BYTES // 8, np.int64)
+        Stamped().decode_into(b"", out)
+        return torch.from_numpy(out)
+
+
+@contextmanager
+def large_batches_of_data_loader(batches: int) -> Iterator[Measure]:
+    from torch.utils.data import DataLoader
+
+    # Without collation, which would copy once more; one batch ahead, as above.
+    loader: Any = DataLoader(
+        LargeDataset(),  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=1,
+        prefetch_factor=1,
+        sampler=range(1 << 20),
+        multiprocessing_context="spawn",
+    )
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    yield lambda: median_lateness(iterator, batches)

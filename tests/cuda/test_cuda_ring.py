@@ -1,0 +1,38 @@
+"""A device that copies straight from the ring of an engine process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from aiofeed import Feeder, Limits
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "share"))
+
+import share_parts as parts
+
+pytestmark = pytest.mark.cuda
+
+
+def test_slots_are_page_locked_once_and_their_copies_are_right() -> None:
+    """Epoch after epoch, with the consumer's stream far behind: every byte, and memory that torch knows as pinned."""
+    limits = Limits(decode_threads=2)
+    slow = torch.zeros(4000, 4000, device="cuda")
+    with Feeder(
+        parts.Numbers(64), decode=parts.large, batch_size=4, device="cuda", engine="process", limits=limits
+    ) as (feeder):
+        sums = []
+        for _ in range(3):
+            for batch in feeder:
+                torch.mm(slow, slow)
+                sums.append(batch.to(torch.int64).sum(dim=1))
+        assert feeder._pipeline is not None
+        assert feeder._pipeline._processes is not None
+        [process] = feeder._pipeline._processes._processes
+        assert process.ring.pinned
+        assert all(torch.from_numpy(each.memory).is_pinned() for each in process.ring._segments.values())
+    expected = torch.arange(64).repeat(3) * (1 << 20)
+    assert torch.equal(torch.cat(sums).cpu(), expected)
