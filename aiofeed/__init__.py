@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aiofeed.failures import Failure
     from aiofeed.feeder import Feeder
     from aiofeed.policy import FailurePolicy
+    from aiofeed.scattering import scatter
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
 _HOMES = {
-    # the one object, and the bridge alone
+    # the one object, the bridge alone, and one batch over several devices
     "Feeder": "aiofeed.feeder",
     "prefetch": "aiofeed.bridge",
+    "scatter": "aiofeed.scattering",
     # sources and decoders
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
@@ -65,6 +67,7 @@ _HOMES = {
 __all__ = [  # noqa: RUF022 - grouped as above
     "Feeder",
     "prefetch",
+    "scatter",
     "ImageFolder",
     "Files",
     "FromDataset",

@@ -21,14 +21,28 @@ def why_absent(wanted: str | None, kind: str | None) -> str:
         return f"{present(kind, torch.accelerator.device_count())}; {_WAY_OUT}"
     if wanted not in (None, "cuda"):
         return f"torch {torch.__version__} sees no such device; {_WAY_OUT}"
-    if torch.version.cuda is None and torch.version.hip is None:
+    return f"{why_none()}; {_WAY_OUT}"
+
+
+def built_without_cuda() -> bool:
+    """Whether this build of torch has neither CUDA nor ROCm."""
+    import torch
+
+    return torch.version.cuda is None and torch.version.hip is None
+
+
+def why_none() -> str:
+    """Why torch sees no accelerator at all."""
+    import torch
+
+    if built_without_cuda():
         return (
             f"this torch ({torch.__version__}) is a build without CUDA, so it sees no accelerator; install a CUDA "
-            f"build (https://pytorch.org/get-started/locally); {_WAY_OUT}"
+            f"build (https://pytorch.org/get-started/locally)"
         )
     if hidden := hidden_by("cuda"):
-        return f"torch sees no accelerator{hidden}; {_WAY_OUT}"
-    return f"torch {torch.__version__} sees no accelerator: {driver_error()}; {_WAY_OUT}"
+        return f"torch sees no accelerator{hidden}"
+    return f"torch {torch.__version__} sees no accelerator: {driver_error()}"
 
 
 def driver_error() -> str:

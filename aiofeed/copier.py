@@ -107,7 +107,7 @@ class Copier:
                 moved = self._transformed(moved)
                 return InFlight(moved, copied, backend.record(self._side))
             except Exception:
-                self._settle()
+                self.settle()
                 raise
 
     def deliver(self, in_flight: InFlight) -> Any:
@@ -155,14 +155,14 @@ class Copier:
         try:
             return self.transform(batch)
         except BaseException as error:
-            self._settle()
+            self.settle()
             found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if _is_tensor(leaf))
             raise DeviceCopyError(
                 f"transform raised {type(error).__name__} on {self.backend.name}, given {found or 'no tensors'}: "
                 f"{error}"
             ) from error
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the copies queued so far, so that their host memory is free when the error is seen."""
         try:
             self.backend.record(self._side).synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -21,7 +21,7 @@ from aiofeed.arguments import (
 )
 from aiofeed.config import Limits, ResolvedLimits, positive_int, resolve
 from aiofeed.counters import Counters, FeedStatistics
-from aiofeed.device import resolve_device
+from aiofeed.devices import resolve_devices
 from aiofeed.failures import Failure, FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
@@ -35,9 +35,7 @@ from aiofeed.stream import Stream
 from aiofeed.types import Source
 
 if TYPE_CHECKING:
-    import torch
-
-    from aiofeed.device import DeviceBackend
+    from aiofeed.devices import Device
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.types import Decoder
 
@@ -67,8 +65,10 @@ class Feeder(Generic[BatchT]):
         pad: make ranks even by repeating the head of the epoch's list (by cutting, with ``drop_last``). ``False``
             gives each sample once; ranks may then differ by a batch.
         collate_fn: makes a batch of a list of samples; default: what torch's ``default_collate`` gives.
-        device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device.
-        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
+        device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device. A list of
+            devices: each batch is a tuple with one part per device, split as ``scatter`` does it.
+        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread);
+            with several devices, to each part on its own.
         on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
             or a ``FailurePolicy``, which also has retries and time limits.
         limits: what may be used at most; chosen at run time by default.
@@ -96,7 +96,7 @@ class Feeder(Generic[BatchT]):
         drop_last: bool = False,
         pad: bool = True,
         collate_fn: Callable[[list[Any]], BatchT] | None = None,
-        device: str | int | torch.device | DeviceBackend | None = None,
+        device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
         limits: Limits | None = None,
@@ -123,7 +123,7 @@ class Feeder(Generic[BatchT]):
             decode=adopt_decoder(self._source, decode),
             batch_size=batch_size,
             collate_fn=a_callable("collate_fn", collate_fn),
-            backend=resolve_device(device),
+            backend=resolve_devices(device),
             transform=a_callable("transform", transform),
             limits=_resolve_limits(limits, batch_size, self._source),
             in_order=a_bool("in_order", in_order),
@@ -155,7 +155,7 @@ class Feeder(Generic[BatchT]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._recipe = replace(self._recipe, backend=resolve_device(self._device))
+        self._recipe = replace(self._recipe, backend=resolve_devices(self._device))
         self._reset()
 
     def __len__(self) -> int:

@@ -27,6 +27,7 @@ from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
+    from aiofeed.devices import DeviceGroup
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -40,7 +41,7 @@ class Recipe:
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | None
-    backend: DeviceBackend | None
+    backend: DeviceBackend | DeviceGroup | None
     transform: Transform | None
     limits: ResolvedLimits
     in_order: bool = True
@@ -102,12 +103,12 @@ class Pipeline:
         backend = self._recipe.backend
         if backend is None:
             return HostDelivery(self.runtime, self._finished, transform=self._recipe.transform)
-        from aiofeed.copier import Copier
+        from aiofeed.group_copier import copier_for
 
         return DeviceDelivery(
             self.runtime,
             self._finished,
-            Copier(backend, self._recipe.transform),
+            copier_for(backend, self._recipe.transform),
             room=self._recipe.limits.device_batches,
         )
 
