@@ -88,7 +88,7 @@ class Copier:
             nonlocal there_before
             if type(leaf) is ArrayLeaf:
                 return self._copy_leaf(leaf, reading)
-            if not _is_tensor(leaf):
+            if not is_tensor(leaf):
                 return leaf
             moved = self._copy(leaf, reading)
             there_before = there_before or moved is leaf
@@ -116,7 +116,7 @@ class Copier:
         stream = backend.current_stream()
         backend.wait(stream, in_flight.ready)
         for leaf in leaves(in_flight.batch):
-            if _is_tensor(leaf):
+            if is_tensor(leaf):
                 backend.hold(leaf, stream)
         return in_flight.batch
 
@@ -156,7 +156,7 @@ class Copier:
             return self.transform(batch)
         except BaseException as error:
             self.settle()
-            found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if _is_tensor(leaf))
+            found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if is_tensor(leaf))
             raise DeviceCopyError(
                 f"transform raised {type(error).__name__} on {self.backend.name}, given {found or 'no tensors'}: "
                 f"{error}"
@@ -176,7 +176,8 @@ def _drop_copied(sources: _Sources) -> bool:
     return not sources
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether a leaf is a tensor; without importing torch for what is not."""
     # Cheaper than an import for what is no tensor; arrays and scalars have no such attribute.
     if not hasattr(value, "__torch_function__") or isinstance(value, type):
         return False

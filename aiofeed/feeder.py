@@ -23,6 +23,7 @@ from aiofeed.config import Limits, ResolvedLimits, positive_int, resolve
 from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.devices import resolve_devices
 from aiofeed.failures import Failure, FailureLog
+from aiofeed.host_backend import HostBackend
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
@@ -31,6 +32,7 @@ from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.state import Account, Progress, SavedState
+from aiofeed.static_copier import check_static, statics_for
 from aiofeed.stream import Stream
 from aiofeed.types import Source
 
@@ -75,9 +77,12 @@ class Feeder(Generic[BatchT]):
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
         in_order: ``False`` hands out whichever batch is finished, so that a slow file holds up its own batch only.
+        static_batches: hand every batch out in the same tensors, for CUDA graphs: valid until the next ``next``, at
+            fixed addresses for the feeder's life. Costs a copy within the device per batch. Needs ``drop_last=True``
+            (or a length that ``batch_size`` divides) and batches that are all alike; refuses ``on_error="skip"``.
 
     A batch is what ``DataLoader`` would give. With ``DecodeImage`` and no ``collate_fn`` the images are uint8
-    [N, 3, H, W] in channels_last memory. A batch that is kept is never overwritten.
+    [N, 3, H, W] in channels_last memory. A batch that is kept is never overwritten, ``static_batches`` excepted.
 
     Raises:
         TypeError: an argument of the wrong kind, or one of ``DataLoader``'s that makes no sense here.
@@ -102,6 +107,7 @@ class Feeder(Generic[BatchT]):
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
+        static_batches: bool = False,
         **unknown: Any,
     ) -> None:
         refuse_dataloader_arguments(unknown)
@@ -118,6 +124,7 @@ class Feeder(Generic[BatchT]):
             shard=shard,
         )
         self._device = device
+        self._static_batches = a_bool("static_batches", static_batches)
         self._recipe = Recipe(
             source=self._source,
             decode=adopt_decoder(self._source, decode),
@@ -130,6 +137,14 @@ class Feeder(Generic[BatchT]):
             length=self._length,
             policy=as_policy(on_error),
         )
+        if static_batches:
+            check_static(
+                drop_last=drop_last,
+                length=None if sampler is not None else self._length,
+                batch_size=batch_size,
+                policy=self._recipe.policy,
+            )
+            self._recipe = _with_statics(self._recipe)
         self._failures = FailureLog(self._recipe.policy)
         self._progress = Progress()
         self._fingerprint: str | None = None
@@ -148,7 +163,7 @@ class Feeder(Generic[BatchT]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
-        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None)}
+        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=())}
         for name in ("_pipeline", "_stream", "_iterator", "_account", "_counters", "_in_a_row", "_bound"):
             del kept[name]
         return kept
@@ -156,6 +171,8 @@ class Feeder(Generic[BatchT]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._recipe = replace(self._recipe, backend=resolve_devices(self._device))
+        if self._static_batches:
+            self._recipe = _with_statics(self._recipe)
         self._reset()
 
     def __len__(self) -> int:
@@ -427,6 +444,11 @@ def _fingerprint(source: Source[Any] | FromDataset, length: int) -> str:
         return str(own())
     kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
     return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
+
+
+def _with_statics(recipe: Recipe) -> Recipe:
+    backend = recipe.backend or HostBackend()
+    return replace(recipe, backend=backend, statics=statics_for(backend))
 
 
 def _a_shuffle(value: object) -> Shuffle:

@@ -13,6 +13,7 @@ from aiofeed.device import DeviceBackend, Event
 from aiofeed.devices import DeviceGroup
 from aiofeed.errors import DeviceCopyError
 from aiofeed.split import split
+from aiofeed.static_copier import StaticBatch, StaticCopier
 
 
 class _All:
@@ -80,14 +81,20 @@ class GroupCopier:
 
 
 def copier_for(
-    backend: DeviceBackend | DeviceGroup, transform: Callable[[Any], Any] | None = None
+    backend: DeviceBackend | DeviceGroup,
+    transform: Callable[[Any], Any] | None = None,
+    statics: Sequence[StaticBatch] = (),
 ) -> Copier | GroupCopier:
     """What copies to a device, or to each of several.
 
     Args:
         backend: as ``resolve_devices`` gives it.
         transform: called with each batch, or each part of it, on its device's side stream.
+        statics: per device, the tensors that every batch is handed out in; none: each batch is in its own.
     """
-    if isinstance(backend, DeviceGroup):
-        return GroupCopier(backend, [Copier(each, transform) for each in backend.backends])
-    return Copier(backend, transform)
+    if not isinstance(backend, DeviceGroup):
+        return StaticCopier(backend, transform, statics[0]) if statics else Copier(backend, transform)
+    if statics:
+        pairs = zip(backend.backends, statics, strict=True)
+        return GroupCopier(backend, [StaticCopier(each, transform, static) for each, static in pairs])
+    return GroupCopier(backend, [Copier(each, transform) for each in backend.backends])

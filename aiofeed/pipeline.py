@@ -28,6 +28,7 @@ from aiofeed.types import Collate, Source
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
     from aiofeed.devices import DeviceGroup
+    from aiofeed.static_copier import StaticBatch
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -47,6 +48,7 @@ class Recipe:
     in_order: bool = True
     length: int = 0
     policy: FailurePolicy = field(default_factory=FailurePolicy)
+    statics: tuple[StaticBatch, ...] = ()
 
 
 class Pipeline:
@@ -108,7 +110,7 @@ class Pipeline:
         return DeviceDelivery(
             self.runtime,
             self._finished,
-            copier_for(backend, self._recipe.transform),
+            copier_for(backend, self._recipe.transform, self._recipe.statics),
             room=self._recipe.limits.device_batches,
         )
 
