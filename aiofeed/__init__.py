@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aiofeed.config import Limits
     from aiofeed.counters import FeedStatistics
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.diagnosis import DeviceReport, device_report
     from aiofeed.errors import (
         BatchFailedError,
         CollateError,
@@ -50,6 +51,8 @@ _HOMES = {
     "FailurePolicy": "aiofeed.policy",
     "FeedStatistics": "aiofeed.counters",
     "Failure": "aiofeed.failures",
+    "device_report": "aiofeed.diagnosis",
+    "DeviceReport": "aiofeed.diagnosis",
     # errors
     "FeedError": "aiofeed.errors",
     "SampleError": "aiofeed.errors",
@@ -78,6 +81,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FailurePolicy",
     "FeedStatistics",
     "Failure",
+    "device_report",
+    "DeviceReport",
     "FeedError",
     "SampleError",
     "ReadError",
