@@ -79,14 +79,16 @@ class StaticCopier(Copier):
     def _tensors(self, arrived: Any) -> list[torch.Tensor]:
         import torch
 
-        static, layout = self.static, _layout(arrived)
+        static, layout = self.static, repr(map_leaves(_Described, arrived))
+        found = [leaf for leaf in leaves(arrived) if is_tensor(leaf)]
         if static.tensors is None:
-            found = [leaf for leaf in leaves(arrived) if is_tensor(leaf)]
             if any(leaf.layout is not torch.strided for leaf in found):
                 raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self.backend.name}: {layout}")
             static.layout = layout
             return [torch.empty_like(leaf, requires_grad=False) for leaf in found]
-        if layout != static.layout:
+        # Not by what is printed alone: a container may print as it likes, and copy_ would broadcast.
+        alike = [(leaf.shape, leaf.dtype) for leaf in found] == [(each.shape, each.dtype) for each in static.tensors]
+        if layout != static.layout or not alike:
             raise DeviceCopyError(
                 f"static_batches=True needs batches that are all alike; the first on {self.backend.name} was "
                 f"{static.layout}, this one is {layout}"
@@ -94,13 +96,9 @@ class StaticCopier(Copier):
         return static.tensors
 
 
-def _layout(batch: Any) -> str:
-    """Structure, shapes and dtypes, as errors quote them."""
-    described = map_leaves(_Described, batch)
-    return repr(described)
-
-
 class _Described:
+    """A leaf as errors quote it: dtype and shape of a tensor."""
+
     def __init__(self, leaf: Any) -> None:
         self._leaf = leaf
 

@@ -238,6 +238,21 @@ class TestRefused:
             with pytest.raises(StopIteration):
                 next(iterator)
 
+    def test_containers_that_do_not_print(self):
+        """A container's own ``repr`` hides no difference: nothing is broadcast over a larger batch."""
+
+        class Silent(dict):
+            def __repr__(self):
+                return "silent"
+
+        def collate(samples):
+            x = torch.stack([sample[0] for sample in samples])
+            return Silent(x=x if x[0] == 0 else x[:1])
+
+        feeder = feeder_of(torch.arange(8.0), collate_fn=collate)
+        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="all alike"):
+            list(feeder)
+
     def test_sparse(self):
         """Sparse tensors have no fixed memory."""
         feeder = feeder_of(torch.arange(8.0), device=None, transform=lambda batch: batch[0].to_sparse())

@@ -54,7 +54,7 @@ class TestBytes:
 
     def test_larger_batches(self, backend):
         """Copies that take a while."""
-        check_feeder("cuda", streams=in_turn, slow=slow, batches=100, batch_size=4_096)
+        check_feeder("cuda", streams=in_turn, slow=slow, batches=60, batch_size=2_048)
 
     def test_the_check_sees_mistakes(self, backend, monkeypatch):
         """A feeder whose copier never waits fails the check."""
