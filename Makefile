@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 
-.PHONY: venv test test-long soak lint docs demo bench clean help
+.PHONY: venv test test-long soak lint docs demo bench bench-gpu clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -52,6 +52,9 @@ demo: $(STAMP)  ## a training run on generated images
 
 bench: $(STAMP)  ## the benchmarks: ratios, and a picture
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(STAMP)  ## the benchmarks that need a GPU; without one they say so
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

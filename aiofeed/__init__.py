@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aiofeed.config import Limits
     from aiofeed.counters import FeedStatistics
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.diagnosis import DeviceReport, device_report
     from aiofeed.errors import (
         BatchFailedError,
         CollateError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from aiofeed.failures import Failure
     from aiofeed.feeder import Feeder
     from aiofeed.policy import FailurePolicy
+    from aiofeed.scattering import scatter
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -33,9 +35,10 @@ if TYPE_CHECKING:
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
 _HOMES = {
-    # the one object, and the bridge alone
+    # the one object, the bridge alone, and one batch over several devices
     "Feeder": "aiofeed.feeder",
     "prefetch": "aiofeed.bridge",
+    "scatter": "aiofeed.scattering",
     # sources and decoders
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
@@ -48,6 +51,8 @@ _HOMES = {
     "FailurePolicy": "aiofeed.policy",
     "FeedStatistics": "aiofeed.counters",
     "Failure": "aiofeed.failures",
+    "device_report": "aiofeed.diagnosis",
+    "DeviceReport": "aiofeed.diagnosis",
     # errors
     "FeedError": "aiofeed.errors",
     "SampleError": "aiofeed.errors",
@@ -65,6 +70,7 @@ _HOMES = {
 __all__ = [  # noqa: RUF022 - grouped as above
     "Feeder",
     "prefetch",
+    "scatter",
     "ImageFolder",
     "Files",
     "FromDataset",
@@ -75,6 +81,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FailurePolicy",
     "FeedStatistics",
     "Failure",
+    "device_report",
+    "DeviceReport",
     "FeedError",
     "SampleError",
     "ReadError",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Iterable, Sized
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aiofeed.arguments import a_callable
 from aiofeed.config import DEVICE_BATCHES, PREFETCH_BATCHES, positive_int
 from aiofeed.copy_thread import CopyThread
 from aiofeed.counters import Counters
-from aiofeed.device import resolve_device
+from aiofeed.devices import DeviceGroup, resolve_devices
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, Ready
 from aiofeed.iterator import FeedIterator
@@ -19,9 +19,8 @@ from aiofeed.runtime import Runtime
 from aiofeed.staging import PinnedMemory
 
 if TYPE_CHECKING:
-    import torch
-
     from aiofeed.device import DeviceBackend
+    from aiofeed.devices import Device
 
 BatchT = TypeVar("BatchT")
 Transform = Callable[[Any], Any]
@@ -29,7 +28,7 @@ Transform = Callable[[Any], Any]
 
 def prefetch(
     batches: Iterable[BatchT] | AsyncIterable[BatchT],
-    device: str | int | torch.device | DeviceBackend | None = None,
+    device: Device | Sequence[Device] = None,
     *,
     transform: Transform | None = None,
     prefetch_batches: int = PREFETCH_BATCHES,
@@ -40,6 +39,7 @@ def prefetch(
     Args:
         batches: an iterable is iterated in a thread of its own; an async iterable on an event loop of its own.
         device: where tensors go, nested in tuple, list, dict, namedtuple or dataclass; ``None``: look-ahead alone.
+            A list of devices: a batch comes as a tuple with one part per device, as ``scatter`` gives it.
         transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
         prefetch_batches: batches that may wait in host memory.
         device_batches: batches that may be on the device before they are asked for.
@@ -60,7 +60,7 @@ class Prefetch(Generic[BatchT]):
     def __init__(
         self,
         batches: Iterable[BatchT] | AsyncIterable[BatchT],
-        device: str | int | torch.device | DeviceBackend | None,
+        device: Device | Sequence[Device],
         transform: Transform | None,
         prefetch_batches: int,
         device_batches: int,
@@ -68,7 +68,7 @@ class Prefetch(Generic[BatchT]):
         if not isinstance(batches, Iterable | AsyncIterable) and not hasattr(batches, "__getitem__"):
             raise TypeError(f"prefetch takes an iterable or an async iterable of batches, got {batches!r}")
         self._batches = batches
-        self._backend = resolve_device(device)
+        self._backend = resolve_devices(device)
         self._transform: Transform | None = a_callable("transform", transform)
         self._prefetch_batches = positive_int("prefetch_batches", prefetch_batches)
         self._device_batches = positive_int("device_batches", device_batches)
@@ -181,14 +181,14 @@ class _CopiedDelivery(_PullDelivery):
         self,
         producer: ThreadPull | _LoopProducer,
         finished: Handoff[Item],
-        backend: DeviceBackend,
+        backend: DeviceBackend | DeviceGroup,
         transform: Transform | None,
         room: int,
     ) -> None:
-        from aiofeed.copier import Copier
+        from aiofeed.group_copier import copier_for
 
         super().__init__(producer, Handoff(), None)
-        self._copier = Copier(backend, transform)
+        self._copier = copier_for(backend, transform)
         self._copier.follow()
 
         def issued(item: Ready) -> None:

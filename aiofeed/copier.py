@@ -88,7 +88,7 @@ class Copier:
             nonlocal there_before
             if type(leaf) is ArrayLeaf:
                 return self._copy_leaf(leaf, reading)
-            if not _is_tensor(leaf):
+            if not is_tensor(leaf):
                 return leaf
             moved = self._copy(leaf, reading)
             there_before = there_before or moved is leaf
@@ -107,7 +107,7 @@ class Copier:
                 moved = self._transformed(moved)
                 return InFlight(moved, copied, backend.record(self._side))
             except Exception:
-                self._settle()
+                self.settle()
                 raise
 
     def deliver(self, in_flight: InFlight) -> Any:
@@ -116,7 +116,7 @@ class Copier:
         stream = backend.current_stream()
         backend.wait(stream, in_flight.ready)
         for leaf in leaves(in_flight.batch):
-            if _is_tensor(leaf):
+            if is_tensor(leaf):
                 backend.hold(leaf, stream)
         return in_flight.batch
 
@@ -155,14 +155,14 @@ class Copier:
         try:
             return self.transform(batch)
         except BaseException as error:
-            self._settle()
-            found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if _is_tensor(leaf))
+            self.settle()
+            found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if is_tensor(leaf))
             raise DeviceCopyError(
                 f"transform raised {type(error).__name__} on {self.backend.name}, given {found or 'no tensors'}: "
                 f"{error}"
             ) from error
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the copies queued so far, so that their host memory is free when the error is seen."""
         try:
             self.backend.record(self._side).synchronize()
@@ -176,7 +176,8 @@ def _drop_copied(sources: _Sources) -> bool:
     return not sources
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether a leaf is a tensor; without importing torch for what is not."""
     # Cheaper than an import for what is no tensor; arrays and scalars have no such attribute.
     if not hasattr(value, "__torch_function__") or isinstance(value, type):
         return False

@@ -25,6 +25,7 @@ from aiofeed.staging import Lease
 if TYPE_CHECKING:
     from aiofeed.copier import Copier
     from aiofeed.device import Event
+    from aiofeed.group_copier import GroupCopier
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class CopyThread:
 
     def __init__(
         self,
-        copier: Copier,
+        copier: Copier | GroupCopier,
         incoming: Handoff[Item],
         outgoing: Handoff[Item],
         *,

@@ -14,6 +14,7 @@ from aiofeed.runtime import Runtime
 
 if TYPE_CHECKING:
     from aiofeed.copier import Copier
+    from aiofeed.group_copier import GroupCopier
 
 Transform = Callable[[Any], Any]
 
@@ -97,7 +98,7 @@ class DeviceDelivery:
         self,
         runtime: Runtime,
         finished: Handoff[Item],
-        copier: Copier,
+        copier: Copier | GroupCopier,
         *,
         room: int,
     ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+
+from aiofeed.absent import hidden_by, present, why_absent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -253,7 +254,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
     if isinstance(device, DeviceBackend) and not isinstance(device, type):
         return device
     if isinstance(device, list | tuple):
-        raise TypeError(f"device={device!r}: one feeder feeds one device; make one feeder per device")
+        raise TypeError(f"device={device!r}: one device is wanted here, not several")
     import torch
 
     if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
@@ -268,12 +269,12 @@ def resolve_device(device: object) -> DeviceBackend | None:
     if wanted_type == "cpu":
         return None
     if wanted_type is None or wanted_type != kind:
-        raise ValueError(f"device={device!r}: {_why_absent(wanted_type, kind)}")
+        raise ValueError(f"device={device!r}: {why_absent(wanted_type, kind)}")
     count = torch.accelerator.device_count()
     if index is None:
         index = _default_index(kind)
     if not 0 <= index < count:
-        raise ValueError(f"device={device!r}: there is no index {index}; {_present(kind, count)}{_hidden_by(kind)}")
+        raise ValueError(f"device={device!r}: there is no index {index}; {present(kind, count)}{hidden_by(kind)}")
     return TorchBackend(torch.device(wanted_type, index))
 
 
@@ -306,46 +307,3 @@ def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | No
             f"like ({str(error).splitlines()[0]})"
         ) from error
     return parsed.type, parsed.index
-
-
-_WAY_OUT = 'device=None gives host tensors, device="auto" takes what there is'
-
-
-def _why_absent(wanted: str | None, kind: str | None) -> str:
-    import torch
-
-    if kind is not None:
-        return f"{_present(kind, torch.accelerator.device_count())}; {_WAY_OUT}"
-    if wanted not in (None, "cuda"):
-        return f"torch {torch.__version__} sees no such device; {_WAY_OUT}"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"this torch ({torch.__version__}) is a build without CUDA, so it sees no accelerator; install a CUDA "
-            f"build (https://pytorch.org/get-started/locally); {_WAY_OUT}"
-        )
-    if hidden := _hidden_by("cuda"):
-        return f"torch sees no accelerator{hidden}; {_WAY_OUT}"
-    return f"torch {torch.__version__} sees no accelerator: {_driver_error()}; {_WAY_OUT}"
-
-
-def _driver_error() -> str:
-    import torch
-
-    start: Callable[[], object] = torch.cuda.init
-    try:
-        start()
-    except Exception as error:  # noqa: BLE001 - the reason is what was asked for, in whatever type the driver gives it
-        return str(error).strip().split(". ")[0].splitlines()[0].rstrip(".")
-    return "the driver reports no device"
-
-
-def _present(kind: str, count: int) -> str:
-    names = ", ".join(f"{kind}:{index}" for index in range(count))
-    return f"present: {names}" if names else f"no {kind} device is present"
-
-
-def _hidden_by(kind: str) -> str:
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if kind == "cuda" else ():
-        if variable in os.environ:
-            return f" ({variable}={os.environ[variable]!r} limits what is visible)"
-    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -22,8 +22,9 @@ from aiofeed.arguments import (
 )
 from aiofeed.config import Limits, ResolvedLimits, positive_int, resolve
 from aiofeed.counters import Counters, FeedStatistics
-from aiofeed.device import resolve_device
+from aiofeed.devices import resolve_devices
 from aiofeed.failures import Failure, FailureLog
+from aiofeed.host_backend import HostBackend
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
@@ -32,13 +33,12 @@ from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.state import Account, Progress, SavedState
+from aiofeed.static_copier import check_static, statics_for
 from aiofeed.stream import Stream
 from aiofeed.types import Source
 
 if TYPE_CHECKING:
-    import torch
-
-    from aiofeed.device import DeviceBackend
+    from aiofeed.devices import Device
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.types import Decoder
 
@@ -68,8 +68,10 @@ class Feeder(Generic[BatchT]):
         pad: make ranks even by repeating the head of the epoch's list (by cutting, with ``drop_last``). ``False``
             gives each sample once; ranks may then differ by a batch.
         collate_fn: makes a batch of a list of samples; default: what torch's ``default_collate`` gives.
-        device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device.
-        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
+        device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device. A list of
+            devices: each batch is a tuple with one part per device, split as ``scatter`` does it.
+        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread);
+            with several devices, to each part on its own.
         on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
             or a ``FailurePolicy``, which also has retries and time limits.
         limits: what may be used at most; chosen at run time by default.
@@ -81,9 +83,12 @@ class Feeder(Generic[BatchT]):
             ``decode_threads``, and each one beyond the first adds a batch to ``prefetch_batches``; a ``Dataset`` has
             a copy, with ``threads`` of its own, in each. Source, decoder and ``collate_fn`` are sent there by pickle,
             as they are at ``iter()``.
+        static_batches: hand every batch out in the same tensors, for CUDA graphs: valid until the next ``next``, at
+            fixed addresses for the feeder's life. Costs a copy within the device per batch. Needs ``drop_last=True``
+            (or a length that ``batch_size`` divides) and batches that are all alike; refuses ``on_error="skip"``.
 
     A batch is what ``DataLoader`` would give. With ``DecodeImage`` and no ``collate_fn`` the images are uint8
-    [N, 3, H, W] in channels_last memory. A batch that is kept is never overwritten.
+    [N, 3, H, W] in channels_last memory. A batch that is kept is never overwritten, ``static_batches`` excepted.
 
     Raises:
         TypeError: an argument of the wrong kind, one of ``DataLoader``'s that makes no sense here, or one that cannot
@@ -103,13 +108,14 @@ class Feeder(Generic[BatchT]):
         drop_last: bool = False,
         pad: bool = True,
         collate_fn: Callable[[list[Any]], BatchT] | None = None,
-        device: str | int | torch.device | DeviceBackend | None = None,
+        device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
         engine: str = "thread",
+        static_batches: bool = False,
         **unknown: Any,
     ) -> None:
         refuse_dataloader_arguments(unknown)
@@ -126,12 +132,13 @@ class Feeder(Generic[BatchT]):
             shard=shard,
         )
         self._device = device
+        self._static_batches = a_bool("static_batches", static_batches)
         self._recipe = Recipe(
             source=self._source,
             decode=adopt_decoder(self._source, decode),
             batch_size=batch_size,
             collate_fn=a_callable("collate_fn", collate_fn),
-            backend=resolve_device(device),
+            backend=resolve_devices(device),
             transform=a_callable("transform", transform),
             limits=_resolve_limits(limits, batch_size, self._source),
             in_order=a_bool("in_order", in_order),
@@ -140,6 +147,14 @@ class Feeder(Generic[BatchT]):
             engines=an_engine(engine),
         )
         check_travels(self._recipe)
+        if static_batches:
+            check_static(
+                drop_last=drop_last,
+                length=None if sampler is not None else self._length,
+                batch_size=batch_size,
+                policy=self._recipe.policy,
+            )
+            self._recipe = _with_statics(self._recipe)
         self._failures = FailureLog(self._recipe.policy)
         self._progress = Progress()
         self._fingerprint: str | None = None
@@ -158,14 +173,16 @@ class Feeder(Generic[BatchT]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
-        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None)}
+        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=())}
         for name in ("_pipeline", "_stream", "_iterator", "_account", "_counters", "_in_a_row", "_bound"):
             del kept[name]
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._recipe = replace(self._recipe, backend=resolve_device(self._device))
+        self._recipe = replace(self._recipe, backend=resolve_devices(self._device))
+        if self._static_batches:
+            self._recipe = _with_statics(self._recipe)
         self._reset()
 
     def __len__(self) -> int:
@@ -451,6 +468,11 @@ def _fingerprint(source: Source[Any] | FromDataset, length: int) -> str:
         return str(own())
     kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
     return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
+
+
+def _with_statics(recipe: Recipe) -> Recipe:
+    backend = recipe.backend or HostBackend()
+    return replace(recipe, backend=backend, statics=statics_for(backend))
 
 
 def _a_shuffle(value: object) -> Shuffle:

@@ -11,12 +11,17 @@ _UNKNOWN_MEMORY = 8 << 30
 
 def cpus() -> int:
     """Cores this process may keep busy: its affinity, cut by the cgroup's quota (v2, then v1)."""
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        count = os.cpu_count() or 1
-    quota = _cpu_quota()
+    count = affinity()
+    quota = cpu_quota()
     return max(1, min(count, int(quota + 0.5))) if quota is not None else count
+
+
+def affinity() -> int:
+    """Cores this process may run on; all of them where the system does not say."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        return os.cpu_count() or 1
 
 
 def free_memory() -> int:
@@ -28,7 +33,13 @@ def free_memory() -> int:
     return available
 
 
-def _cpu_quota() -> float | None:
+def memory_limit() -> int | None:
+    """Bytes that the cgroup allows; ``None`` where it sets no limit."""
+    return _read_int(_CGROUP / "memory.max")
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of time that the cgroup allows (v2, then v1); ``None`` where it sets no limit."""
     text = _read(_CGROUP / "cpu.max")
     if text:
         quota, _, period = text.partition(" ")

@@ -12,6 +12,7 @@ from aiofeed.budget import Budget
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
+from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
 from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
@@ -29,6 +30,7 @@ from aiofeed.types import Collate, Source
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
     from aiofeed.share.processes import EngineProcesses
+    from aiofeed.static_copier import StaticBatch
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -42,13 +44,14 @@ class Recipe:
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | None
-    backend: DeviceBackend | None
+    backend: DeviceBackend | DeviceGroup | None
     transform: Transform | None
     limits: ResolvedLimits
     in_order: bool = True
     length: int = 0
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     engines: int = 0
+    statics: tuple[StaticBatch, ...] = ()
 
 
 class Pipeline:
@@ -126,12 +129,12 @@ class Pipeline:
         backend = self._recipe.backend
         if backend is None:
             return HostDelivery(self.runtime, self._finished, transform=self._recipe.transform)
-        from aiofeed.copier import Copier
+        from aiofeed.group_copier import copier_for
 
         return DeviceDelivery(
             self.runtime,
             self._finished,
-            Copier(backend, self._recipe.transform),
+            copier_for(backend, self._recipe.transform, self._recipe.statics),
             room=self._recipe.limits.device_batches,
         )
 
@@ -238,7 +241,9 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
         in_order=recipe.in_order,
         policy=recipe.policy,
     )
-    return EngineProcesses(cargo, recipe.backend)
+    backend = recipe.backend
+    # What one device's driver has locked, all of its kind copy from.
+    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
 
 
 def _unchanged(batch: Any) -> Any:

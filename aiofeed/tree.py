@@ -20,23 +20,31 @@ def is_dataclass_instance(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def map_leaves(function: Leaf, tree: Any) -> Any:
-    """A tree of the same structure with ``function`` applied to each leaf; containers keep their types."""
+def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """A tree of the same structure with ``function`` applied to each leaf; containers keep their types.
+
+    Args:
+        function: what each leaf becomes.
+        tree: nested.
+        is_leaf: containers for which this is true are leaves.
+    """
+    if is_leaf is not None and is_leaf(tree):
+        return function(tree)
     kind = type(tree)
     if kind is tuple:
-        return tuple([map_leaves(function, item) for item in tree])
+        return tuple([map_leaves(function, item, is_leaf) for item in tree])
     if kind is list:
-        return [map_leaves(function, item) for item in tree]
+        return [map_leaves(function, item, is_leaf) for item in tree]
     if kind is dict:
-        return {name: map_leaves(function, item) for name, item in tree.items()}
+        return {name: map_leaves(function, item, is_leaf) for name, item in tree.items()}
     if is_namedtuple(tree):
-        return kind._make([map_leaves(function, item) for item in tree])
+        return kind._make([map_leaves(function, item, is_leaf) for item in tree])
     if isinstance(tree, Mapping):
-        return like_mapping(tree, {name: map_leaves(function, item) for name, item in tree.items()})
+        return like_mapping(tree, {name: map_leaves(function, item, is_leaf) for name, item in tree.items()})
     if isinstance(tree, list):
-        return like_list(tree, [map_leaves(function, item) for item in tree])
+        return like_list(tree, [map_leaves(function, item, is_leaf) for item in tree])
     if is_dataclass_instance(tree):
-        return _map_dataclass(function, tree)
+        return _map_dataclass(function, tree, is_leaf)
     return function(tree)
 
 
@@ -51,7 +59,7 @@ def like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def like_list(model: list[Any], items: list[Any]) -> Any:
-    """``items``, as many as the model has, in a list of the model's type."""
+    """``items`` in a list of the model's type."""
     if type(model) is list:
         return items
     clone = copy.copy(model)
@@ -59,11 +67,11 @@ def like_list(model: list[Any], items: list[Any]) -> Any:
     return clone
 
 
-def _map_dataclass(function: Leaf, tree: Any) -> Any:
+def _map_dataclass(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
     # Fields are set past __init__ and __post_init__: they ran when the batch was made.
     clone = copy.copy(tree)
     for field in dataclasses.fields(tree):
-        object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name)))
+        object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name), is_leaf))
     return clone
 
 

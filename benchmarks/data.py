@@ -28,6 +28,11 @@ def jpeg_folder(data: Path, count: int) -> Path:
     return _made(data / f"jpeg-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_jpegs(folder, count))
 
 
+def noise_folder(data: Path, count: int) -> Path:
+    """``count`` JPEGs of 500 x 400, quality 90, of coarse and fine noise: where there are no photographs."""
+    return _made(data / f"noise-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_noise(folder, count))
+
+
 def tiny_folder(data: Path, count: int) -> Path:
     """``count`` files of 2 KB of random bytes, 1,000 per sub-folder."""
     return _made(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
@@ -74,6 +79,20 @@ def _write_jpegs(folder: Path, count: int) -> None:
         box = (left, top, left + width, top + height)
         part = picture.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS, box=box)
         part.save(folder / name / f"{number:05d}.jpg", quality=QUALITY)
+
+
+def _write_noise(folder: Path, count: int) -> None:
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for number in range(count):
+        parent = folder / f"{number % 10}"
+        parent.mkdir(exist_ok=True)
+        coarse = Image.fromarray(random.integers(0, 256, (20, 25, 3), dtype=np.uint8))
+        picture = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)).astype(np.int16)
+        picture += random.integers(-12, 13, picture.shape, dtype=np.int16)
+        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(parent / f"{number:05d}.jpg", quality=QUALITY)
 
 
 def photographs() -> dict[str, Image.Image]:

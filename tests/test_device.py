@@ -96,8 +96,8 @@ class TestResolve:
 
     @pytest.mark.parametrize("given", [["cuda:0", "cuda:1"], ("cuda",)])
     def test_several(self, given):
-        """Several devices need several feeders."""
-        with pytest.raises(TypeError, match="one feeder per device"):
+        """A list is no device."""
+        with pytest.raises(TypeError, match="one device is wanted here, not several"):
             resolve_device(given)
 
 

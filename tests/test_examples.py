@@ -240,6 +240,19 @@ def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
         assert re.search(rf"^{re.escape(way)} +[0-9.]+ s, batches equal$", output, re.MULTILINE)
 
 
+# --- several_devices --------------------------------------------------------------------------------------------------
+
+
+def test_several_devices_trains_as_one_device_does() -> None:
+    """The loss falls, and two parts of a batch with averaged gradients give what one device gives."""
+    losses = {}
+    for devices in (["cpu"], ["cpu", "cpu"]):
+        output = run("several_devices.py", "--devices", *devices)
+        losses[len(devices)] = [float(loss) for loss in re.findall(r"^epoch \d: loss ([0-9.]+)", output, re.MULTILINE)]
+    assert losses[1][1] < losses[1][0]
+    assert losses[2] == pytest.approx(losses[1], rel=0.01, abs=1e-5)
+
+
 # --- lightning_resume, accelerate_loop, torchrun_ddp, checkpoint_dcp --------------------------------------------------
 
 

@@ -38,9 +38,8 @@ class SimulatedDevice:
         memory_bytes: capacity; beyond it ``torch.OutOfMemoryError``.
         pin_fails: ``pin`` raises.
         copy_fails_at: the copy that fails, counted from 1.
+        index: how it is named: "simulated:0".
     """
-
-    name = "simulated:0"
 
     def __init__(
         self,
@@ -50,7 +49,9 @@ class SimulatedDevice:
         memory_bytes: int | None = None,
         pin_fails: bool = False,
         copy_fails_at: int | None = None,
+        index: int = 0,
     ) -> None:
+        self.name = f"simulated:{index}"
         self.device = torch.device("cpu")
         self._schedule = Schedule(seed, latency)
         self._memory = Allocator(memory_bytes, self._schedule)

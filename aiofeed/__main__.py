@@ -1,0 +1,10 @@
+"""``python -m aiofeed``."""
+
+from __future__ import annotations
+
+import sys
+
+from aiofeed.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Do batches reach the device as fast as the bus allows?
+
+Batches that lie in pinned memory are handed through ``prefetch`` and dropped; beside it a bare loop that copies the
+same memory on a stream of its own, two copies ahead. Pageable batches have to be copied into pinned memory first, which
+costs a pass over the host's memory: given to compare with.
+
+Target: at least 0.9 of the bare loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import aiofeed
+from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.gpu.setup import Setup, pinned
+
+TITLE = "Copies of batches to the device"
+
+
+def run(setup: Setup) -> list[Figure]:
+    backend = setup.backend
+    nbytes, batches = setup.size(64 << 20, 1 << 12), setup.size(64, 4)
+    in_pinned, in_pageable = [pinned(backend, nbytes) for _ in range(3)], [pageable(nbytes) for _ in range(3)]
+    moved = {"bytes": float(nbytes * batches)}
+
+    def bare() -> Mapping[str, float]:
+        side = backend.side_stream()
+        ahead: list[Any] = []
+        with backend.on(side):
+            for number in range(batches):
+                backend.copy(in_pinned[number % len(in_pinned)])
+                ahead.append(backend.record(side))
+                if len(ahead) > 2:
+                    ahead.pop(0).synchronize()
+        return moved
+
+    def through(memory: list[Any]) -> Mapping[str, float]:
+        for _ in aiofeed.prefetch(cycle(memory, batches), device=setup.device):
+            pass
+        return moved
+
+    samples = setup.interleave(
+        {"bare loop": bare, "prefetch": lambda: through(in_pinned), "pageable": lambda: through(in_pageable)}
+    )
+    rates = {label: per(column(found, "bytes", 1e-9), column(found, "wall_s")) for label, found in samples.items()}
+    return [
+        Figure(
+            "prefetch, pinned batches / bare loop", per(rates["prefetch"], rates["bare loop"]), target=at_least(0.9)
+        ),
+        Figure("prefetch, pageable batches / bare loop", per(rates["pageable"], rates["bare loop"])),
+        *[Figure(f"rate: {label}", values, "GB/s") for label, values in rates.items()],
+    ]
+
+
+def pageable(nbytes: int) -> Any:
+    import torch
+
+    return torch.ones(nbytes, dtype=torch.uint8)
+
+
+def cycle(memory: list[Any], batches: int) -> Iterator[Any]:
+    for number in range(batches):
+        yield memory[number % len(memory)]
