@@ -69,7 +69,7 @@ def read_file(path: str, rules: Rules = _ANY) -> bytes:
             raise _too_large(path, f"{size} bytes are", rules.max_bytes)
         # Exactly the file and a byte: a much larger buffer is cut down afterwards, which costs ten times the read.
         data = os.read(descriptor, size + 1 if size else _UNSIZED)
-        if len(data) != size:
+        if len(data) < size or not size:
             data = _rest(descriptor, data, path, rules.max_bytes)
         # A file that is being written would give half a picture. Of a file that is as long as it was, and was read to
         # that length, no second read has to show that there is no more: so the two calls of fstat cost one read less.
