@@ -488,6 +488,45 @@ def test_a_progressive_jpeg_of_thousands_of_scans_is_refused(tmp_path: Path) -> 
     assert (abs(fed(tmp_path / "usual.jpg").astype(int) - (200, 60, 30)) < 6).all()
 
 
+def long_comment(size: int) -> bytes:
+    gif = encoded("GIF")
+    start = 13 + (3 << (gif[10] & 7) + 1)
+    return gif[:start] + b"!\xfe" + (b"\xff" + b"x" * 255) * (size >> 8) + b"\0" + gif[start:]
+
+
+def long_exif(size: int, fill: bytes = b"") -> bytes:
+    jpeg = encoded("JPEG", quality=95)
+    segment = b"\xff\xe1\xff\xffExif\0\0" + b"x" * (65533 - 6)
+    return jpeg[:2] + (fill + segment) * (size >> 16) + jpeg[2:]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [(long_comment, (64 << 20,)), (long_exif, (160 << 20,)), (long_exif, (160 << 20, b"\xff"))],
+    ids=["GIF", "JPEG", "JPEG with fill bytes"],
+)
+def test_metadata_that_would_be_copied_for_minutes_is_refused(
+    tmp_path: Path, make: Callable[..., bytes], arguments: tuple[Any, ...]
+) -> None:
+    """Pillow joins EXIF segments and comment blocks one by one; too many in front of the pixels are refused."""
+    (tmp_path / "long").write_bytes(make(*arguments))
+    error = error_of(tmp_path / "long")
+    assert isinstance(error, DecodeError)
+    assert "MiB of metadata in front of its pixels" in str(error)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: long_comment(1 << 20), lambda: long_exif(2 << 20), lambda: noisy("JPEG") + bytes(40 << 20)],
+    ids=["GIF", "JPEG", "tail"],
+)
+def test_other_metadata_and_long_files_are_not(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    """A megabyte of it, or a long tail, is no reason to refuse a picture."""
+    (tmp_path / "long").write_bytes(make())
+    assert fed(tmp_path / "long").shape == (8, 8, 3)
+
+
 # --- what is odd, but a picture
 
 

@@ -232,7 +232,7 @@ def set_number(data: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 def truncate(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    return data[: rng.randrange(1, len(data))]
+    return data[: rng.randrange(len(data))]
 
 
 def insert(data: bytes, other: bytes, rng: random.Random) -> bytes:
@@ -252,7 +252,7 @@ def duplicate(data: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 def splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    return data[: rng.randrange(1, len(data))] + other[rng.randrange(len(other)) :]
+    return data[: rng.randrange(len(data))] + other[rng.randrange(len(other)) :]
 
 
 def shuffle_pieces(data: bytes, other: bytes, rng: random.Random) -> bytes:

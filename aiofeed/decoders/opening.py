@@ -15,6 +15,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from aiofeed.decoders.exif import check_directories
+from aiofeed.decoders.proportion import check_metadata, check_scans
 from aiofeed.decoders.quiet import hush_plugins
 
 # What people train on. Left out on purpose: EPS, which Pillow hands to Ghostscript, a PostScript interpreter; what has
@@ -22,10 +23,6 @@ from aiofeed.decoders.quiet import hush_plugins
 # formats inside (ICO, ICNS, BLP, IPTC); what Pillow can only recognise (WMF, HDF5, MPEG, ...); what nobody has.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _MULTI_PICTURE = "MPO"  # a JPEG with further ones behind it; no plugin of its own in Pillow
-
-# How many full pictures a progressive JPEG's scans may come to. Each is a pass over all pixels for as little as ten
-# bytes, so that one small file could take hours; files in the wild have about ten scans.
-_PASSES = 16
 
 # What Pillow says where a plugin ends without a mode or with a side of 0.
 _PLAIN = {"not identified by this driver": "its header gives no pixels"}
@@ -58,6 +55,7 @@ def open_image(data: bytes, max_pixels: int, formats: Collection[str] = FORMATS)
     """
     if not data:
         raise ValueError("no bytes: the file is empty")
+    check_metadata(data)
     image: ImageFile.ImageFile
     if data.startswith(b"\xff\xd8\xff") and ("JPEG" in formats or _MULTI_PICTURE in formats):
         image = JpegFile(BytesIO(data))
@@ -65,7 +63,7 @@ def open_image(data: bytes, max_pixels: int, formats: Collection[str] = FORMATS)
         image.decodermaxblock = max(len(data), image.decodermaxblock)
         check_pixels(image.size, max_pixels)
         if "progressive" in image.info:
-            _check_scans(data, image.size, max_pixels)
+            check_scans(data, image.size, max_pixels)
         return image
     canvas = _webp_canvas(data)
     if canvas is not None:  # libwebp reserves memory for all of it as soon as it is opened
@@ -85,16 +83,6 @@ def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         raise ValueError(
             f"the image has {width} x {height} = {width * height} pixels (width x height), more than "
             f"max_pixels={max_pixels} allows; raise max_pixels if such images are expected"
-        )
-
-
-def _check_scans(data: bytes, size: tuple[int, int], max_pixels: int) -> None:
-    scans = data.count(b"\xff\xda")
-    pixels = size[0] * size[1]
-    if scans * pixels > _PASSES * max_pixels:
-        raise ValueError(
-            f"the image has {pixels} pixels in {scans} scans, more than {_PASSES} scans of max_pixels={max_pixels} "
-            f"pixels; raise max_pixels if such images are expected"
         )
 
 
