@@ -238,10 +238,12 @@ def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, mo
         lambda: os.truncate(path, len(whole) // 2),
         lambda: os.truncate(path, 0),
         lambda: path.write_bytes(whole + b"more"),
+        lambda: (path.write_bytes(whole + b"more"), os.utime(path, ns=(2, 2))),
         lambda: (path.write_bytes(whole[::-1]), os.utime(path, ns=(1, 1))),
     ]
     for change in changes:
         path.write_bytes(whole)
+        os.utime(path, ns=(2, 2))  # so that one of the changes leaves the time, and one the size, as it was
         with monkeypatch.context() as patched:
             meddling(patched, change)
             with pytest.raises(OSError, match="the file changed while it was read") as caught:

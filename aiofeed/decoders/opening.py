@@ -6,6 +6,7 @@ that. The plugins are asked directly, so that the limit is the decoder's own and
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Collection
@@ -89,8 +90,15 @@ def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
 def _load_plugins(*, everything: bool) -> list[str]:
     with _plugins_lock:
         (Image.init if everything else Image.preinit)()
-        hush_plugins()
-        return list(Image.ID)
+        names = list(Image.ID)
+        _hush(len(names))
+        return names
+
+
+@functools.cache
+def _hush(plugins: int) -> None:
+    # Once for each number of plugins: the look at all modules takes half as long as decoding a small picture.
+    hush_plugins()
 
 
 def _open_any(data: bytes, formats: Collection[str]) -> ImageFile.ImageFile:
