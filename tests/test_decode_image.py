@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import zlib
+from numbers import Number
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps, features
 
 from aiofeed.decoders import DecodeImage
+from aiofeed.decoders.exif import orientation_in, orientation_of
 from aiofeed.decoders.modes import to_rgb
-from aiofeed.decoders.opening import JpegFile, _regular_orientation, open_image, orientation_of
+from aiofeed.decoders.opening import JpegFile, open_image
 from aiofeed.types import Row, RowDecoder
 
 BILINEAR = Image.Resampling.BILINEAR
@@ -116,7 +118,8 @@ def test_equals_pillow(kind, mode, options, size):
     if feature and not features.check(feature):
         pytest.skip(f"this Pillow is built without {kind}")
     data = encode(picture(mode), kind, **options)
-    assert np.array_equal(decode(DecodeImage(size, scaled=False), data), pillow(data, *size))
+    decoder = DecodeImage(size, scaled=False, formats=(*DecodeImage.formats, "TGA", "ICO"))
+    assert np.array_equal(decode(decoder, data), pillow(data, *size))
 
 
 @pytest.mark.parametrize(
@@ -226,33 +229,44 @@ def test_absurd_exif_is_no_orientation(tiff):
     order=st.sampled_from("<>"),
     entries=st.lists(
         st.tuples(
-            st.sampled_from([ORIENTATION, 0x010F, 0x0128, 0x0111]),
-            st.sampled_from([1, 2, 3, 4, 9]),
-            st.sampled_from([0, 1, 2]),
-            st.integers(0, 10),
+            st.sampled_from([ORIENTATION, ORIENTATION, 0x010F, 0x0128, 0x0111]),
+            st.integers(0, 18),
+            st.sampled_from([0, 1, 2, 3, 2**32 - 1]),
+            st.integers(0, 60),
         ),
         max_size=4,
     ),
-    prefix=st.sampled_from([b"", b"Exif\0\0"]),
+    prefix=st.sampled_from([b"", b"Exif\0\0", b"Exif\0\0Exif\0\0"]),
+    header=st.sampled_from([None, None, None, b"II\0*", b"MM*\0", b"II+\0", b"none"]),
+    start=st.sampled_from([8, 8, 8, 0, 2, 20, 10_000]),
+    tail=st.binary(max_size=24),
     cut=st.integers(0, 6),
 )
-@example("<", [(ORIENTATION, 3, 1, 6), (ORIENTATION, 3, 1, 8)], b"", 0)  # the last of two counts
-@example(">", [(ORIENTATION, 3, 1, 0), (0x0128, 3, 1, 2)], b"Exif\0\0", 0)
-def test_short_cut_through_exif_agrees_with_pillow(order, entries, prefix, cut):
-    """Where the short cut answers for a directory, Pillow's parser gives the same answer."""
-    tiff = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, len(entries))
+@settings(max_examples=400, deadline=None)
+@example("<", [(ORIENTATION, 3, 1, 6), (ORIENTATION, 3, 1, 8)], b"", None, 8, b"", 0)  # the last of two counts
+@example(">", [(ORIENTATION, 3, 1, 0), (0x0128, 3, 1, 2)], b"Exif\0\0", None, 8, b"", 0)
+@example("<", [(ORIENTATION, 5, 1, 26)], b"", None, 8, struct.pack("<II", 12, 2), 0)  # a fraction that is 6
+@example("<", [(ORIENTATION, 11, 1, 0x40C0)], b"", None, 8, b"", 0)
+def test_orientation_is_what_pillows_parser_finds(order, entries, prefix, header, start, tail, cut):
+    """For any directory, sound or not, what is read here is what Pillow's parser finds, failures included."""
+    tiff = (header or (b"II*\0" if order == "<" else b"MM\0*")) + struct.pack(order + "IH", start, len(entries))
     for tag, kind, count, value in entries:
-        tiff += struct.pack(order + "HHIHxx", tag, kind, count, value)
-    data = prefix + tiff + bytes(4)
+        tiff += struct.pack(order + ("HHII" if order == "<" else "HHIHxx"), tag, kind, count, value)
+    data = prefix + tiff + bytes(4) + tail
     data = data[: len(data) - cut]
-    found = _regular_orientation(data)
-    if found is not None:
-        tags = Image.Exif()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    tags = Image.Exif()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
             tags.load(data)
-        theirs = tags.get(ORIENTATION, 0)
-        assert found == (theirs if theirs in range(2, 9) or ORIENTATION not in tags else 1)
+        except Exception:
+            with pytest.raises(ValueError, match="header of a TIFF"):
+                orientation_in(data)
+            return
+        theirs = tags.get(ORIENTATION)
+    usual = theirs is None or (isinstance(theirs, Number) and theirs in range(2, 9))
+    found = orientation_in(data)
+    assert found == (theirs if usual else 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"exif": exif(1)}], ids=["none", "upright"])
@@ -653,7 +667,9 @@ def test_a_row_of_a_batch_is_filled_and_its_neighbours_are_not():
 
 def test_pickles_and_compares_by_value():
     """A copy by pickle is equal, prints alike and decodes alike."""
-    decoder = DecodeImage([24, 40], crop="random", scale=[0.2, 1], flip=True, scaled=False, max_pixels=10**6)
+    decoder = DecodeImage(
+        [24, 40], crop="random", scale=[0.2, 1], flip=True, scaled=False, max_pixels=10**6, formats=["png", "Jpeg"]
+    )
     copy = pickle.loads(pickle.dumps(decoder))
     data = encode(picture(), "JPEG")
     assert copy == decoder
@@ -690,6 +706,11 @@ def test_pickles_and_compares_by_value():
         ({"size": 8, "flip": 0.5}, TypeError, "flip must be True or False, got 0.5"),
         ({"size": 8, "max_pixels": 0}, ValueError, "max_pixels must be 1 or more, got 0"),
         ({"size": 8, "max_pixels": None}, TypeError, "max_pixels must be an int, got None"),
+        ({"size": 8, "formats": "JPEG"}, TypeError, "formats must be a tuple of names, as .* got 'JPEG'"),
+        ({"size": 8, "formats": None}, TypeError, "formats must be a tuple of names, as .* got None"),
+        ({"size": 8, "formats": ("PNG", 3)}, TypeError, "formats must be a tuple of names"),
+        ({"size": 8, "formats": ()}, ValueError, "formats must name one format or more, got none"),
+        ({"size": 8, "formats": ("JPG",)}, ValueError, "formats has 'JPG', which this Pillow cannot open; it knows .*"),
     ],
 )
 def test_arguments_are_checked(options, error, message):
@@ -729,7 +750,7 @@ def test_the_package_imports_nothing_until_asked():
 
 def test_the_first_images_of_a_process_decode_in_several_threads_at_once():
     """Pillow's plugins load once, whichever threads meet their formats first, and each gets its right picture."""
-    kinds = ["TIFF", "PNG", "JPEG", "TGA", "GIF", *(["WEBP"] if features.check("webp") else [])]
+    kinds = ["TIFF", "PNG", "JPEG", "PPM", "GIF", *(["WEBP"] if features.check("webp") else [])]
     files = [encode(Image.new("RGB", (8, 8), (250, 0, 0)), kind) for kind in kinds] * 3
     run_python(
         "import threading, numpy as np\n"

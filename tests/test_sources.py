@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
 from aiofeed.fetch import BytesFetcher
-from aiofeed.sources.files import read_file
+from aiofeed.sources.reading import read_file
 
 
 def read_all(source: Files) -> list[bytes | OSError]:
@@ -58,17 +58,6 @@ def test_an_error_stands_in_its_files_place(tmp_path: Path) -> None:
 def test_a_file_that_does_not_know_its_size_is_read_to_the_end() -> None:
     """Files of /proc say that they are empty, and are not."""
     assert b"Name:" in read_file("/proc/self/status")
-
-
-def test_a_pipe_is_read_to_its_end() -> None:
-    """Short reads are continued until there is nothing more."""
-    reader, writer = os.pipe()
-    try:
-        os.write(writer, b"x" * 60_000)
-        os.close(writer)
-        assert read_file(f"/dev/fd/{reader}") == b"x" * 60_000
-    finally:
-        os.close(reader)
 
 
 def test_targets_come_with_the_files() -> None:

@@ -7,17 +7,19 @@ alone.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import PIL
-from PIL import Image
+from PIL import Image, ImageFile
 
+from aiofeed.decoders.arguments import bounds, names_of, positive, size_of
+from aiofeed.decoders.exif import orientation_of
 from aiofeed.decoders.geometry import (
     Box,
     SplitMix64,
@@ -29,7 +31,8 @@ from aiofeed.decoders.geometry import (
     scaled_box,
 )
 from aiofeed.decoders.modes import to_rgb
-from aiofeed.decoders.opening import JpegFile, check_pixels, open_image, orientation_of
+from aiofeed.decoders.opening import FORMATS, JpegFile, check_pixels, open_image
+from aiofeed.decoders.quiet import decoding
 from aiofeed.types import Row
 
 if TYPE_CHECKING:
@@ -37,9 +40,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Whichever was installed last serves, and many packages pull Pillow in: say which one it is.
-logging.getLogger("aiofeed").info(
-    "images are decoded by %s %s", "Pillow-SIMD" if ".post" in PIL.__version__ else "Pillow", PIL.__version__
-)
+_log = logging.getLogger("aiofeed")
+_log.info("images are decoded by %s %s", "Pillow-SIMD" if ".post" in PIL.__version__ else "Pillow", PIL.__version__)
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -54,13 +56,17 @@ _UPRIGHT = {
 
 @dataclass(frozen=True)
 class DecodeImage:
-    """Decode the bytes of one image file, in any format and mode that Pillow reads, to uint8 RGB, [3, H, W].
+    """Decode the bytes of one image file, of any mode that Pillow reads, to uint8 RGB, [3, H, W].
 
     EXIF orientation is honoured, alpha dropped, the first frame taken; 16 bits become 8 by their high byte. The filter
     is Pillow's antialiased bilinear. With a pair as ``size`` and ``scaled=False`` the result equals
     ``exif_transpose``, ``convert("RGB")``, ``resize((W, H), BILINEAR)`` bit for bit, for all modes of 8 bits. Crops
     are boxes of one resize: at their border the filter sees the pixels just outside, where torchvision's
     ``RandomResizedCrop`` cuts first. Safe to call from several threads at once.
+
+    A damaged file is decoded as Pillow decodes it, or is an error; what Pillow warns and logs about it is dropped. A
+    truncated one is an error, unless the program has set Pillow's own ``ImageFile.LOAD_TRUNCATED_IMAGES``, which
+    is obeyed, and told to the log.
 
     Args:
         size: a pair is exactly (height, width), aspect not kept; an int gives size x size.
@@ -72,12 +78,18 @@ class DecodeImage:
         flip: mirror left to right, every second sample by its seed.
         scaled: decode a JPEG at 1/2, 1/4 or 1/8 where what is shown of it stays at least twice the target on both axes.
         max_pixels: limit on width x height, checked in the header before memory is taken. The default is where
-            Pillow's own ``Image.open`` refuses; a larger one may be given. (Pictures inside ICO, ICNS and BLP files,
-            which have headers of their own, also keep to Pillow's.)
+            Pillow's own ``Image.open`` refuses; a larger one may be given. A progressive JPEG may have 16 scans of as
+            many pixels. (Pictures inside ICO, ICNS and BLP files, which have headers of their own, also keep to
+            Pillow's.)
+        formats: which formats may be opened, by Pillow's names, in any case. The default is what people train on:
+            JPEG (with MPO, of which the first picture counts), PNG, WEBP, GIF, BMP, TIFF, PPM (with PGM, PBM, PAM and
+            PFM), AVIF and JPEG2000, as far as this Pillow has them. More can be asked for, ``(*DecodeImage.formats,
+            "TGA")``; mind that for "EPS" Pillow runs Ghostscript, a PostScript interpreter, on whatever the file says.
 
     Raises:
         TypeError: what is decoded is not bytes.
-        ValueError, OSError: it is no image, broken, truncated, of no pixels or of more than ``max_pixels``.
+        ValueError, OSError: it is no image, of another format, broken, truncated, of no pixels or of more than
+            ``max_pixels``.
     """
 
     size: int | tuple[int, int]
@@ -88,29 +100,31 @@ class DecodeImage:
     flip: bool = field(default=False, kw_only=True)
     scaled: bool = field(default=True, kw_only=True)
     max_pixels: int = field(default=178_956_970, kw_only=True)
+    formats: tuple[str, ...] = field(default=FORMATS, kw_only=True)
 
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "size", _size(self.size))
+        put(self, "size", size_of(self.size))
         height, width = self.size if isinstance(self.size, tuple) else (self.size, self.size)
         if self.crop not in ("center", "random"):
             raise ValueError(f'crop must be "center" or "random", got {self.crop!r}')
         if self.resize is not None:
-            put(self, "resize", _positive("resize", self.resize))
+            put(self, "resize", positive("resize", self.resize))
             if isinstance(self.size, tuple) or self.crop == "random":
                 given = f"size={self.size!r}" if isinstance(self.size, tuple) else 'crop="random"'
                 raise ValueError(f'resize={self.resize} is for an int size with crop="center", not for {given}')
             if self.resize < self.size:
                 raise ValueError(f"resize must be size={self.size} or more, got {self.resize}")
-        put(self, "scale", _bounds("scale", self.scale, highest=1.0))
-        put(self, "ratio", _bounds("ratio", self.ratio, highest=math.inf))
+        put(self, "scale", bounds("scale", self.scale, highest=1.0))
+        put(self, "ratio", bounds("ratio", self.ratio, highest=math.inf))
         for name in ("flip", "scaled"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        put(self, "max_pixels", _positive("max_pixels", self.max_pixels))
+        put(self, "max_pixels", positive("max_pixels", self.max_pixels))
+        put(self, "formats", names_of(self.formats))
         put(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         put(self, "takes_seed", self.crop == "random" or self.flip)
 
@@ -142,7 +156,11 @@ class DecodeImage:
         height, width, _ = self.row.shape
         target = (width, height) if self.scaled else None
         picture, view = load_picture(
-            _as_bytes(data), lambda w, h: self.view(w, h, seed), target=target, max_pixels=self.max_pixels
+            _as_bytes(data),
+            lambda w, h: self.view(w, h, seed),
+            target=target,
+            max_pixels=self.max_pixels,
+            formats=self.formats,
         )
         render(picture, view, out)
 
@@ -168,7 +186,12 @@ class DecodeImage:
 
 
 def load_picture(
-    data: bytes, choose: Callable[[int, int], View], *, target: tuple[int, int] | None, max_pixels: int
+    data: bytes,
+    choose: Callable[[int, int], View],
+    *,
+    target: tuple[int, int] | None,
+    max_pixels: int,
+    formats: Collection[str] = FORMATS,
 ) -> tuple[Image.Image, View]:
     """Decode ``data`` to an upright RGB picture; what ``choose(width, height)`` chose, in that picture's pixels.
 
@@ -180,8 +203,11 @@ def load_picture(
         OSError, ValueError: the picture cannot be had. Whatever else Pillow's plugins raise over broken files
             (``SyntaxError``, ``struct.error``, ``zlib.error``, ...) becomes an ``OSError`` that says so.
     """
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        _tell_of_truncated_images()
+    decoding.now = True
     try:
-        image = open_image(data, max_pixels)
+        image = open_image(data, max_pixels, formats)
         if not isinstance(image, JpegFile):
             image.load()
             check_pixels(image.size, max_pixels)  # an icon may turn out larger than its directory said
@@ -200,6 +226,8 @@ def load_picture(
         raise
     except Exception as error:  # Plugins trip over broken files in their own ways.
         raise OSError(f"broken image: {type(error).__name__}: {error}") from error
+    finally:
+        decoding.now = False
     if orientation != 1:
         # Before the resize, which is horizontal first: turned afterwards, the last bits would differ.
         picture = picture.transpose(_UPRIGHT[orientation])
@@ -217,6 +245,13 @@ def render(picture: Image.Image, view: View, out: NDArray[np.uint8]) -> None:
     out.data.cast("B")[:] = small.tobytes()
 
 
+@functools.cache
+def _tell_of_truncated_images() -> None:
+    _log.warning(
+        "ImageFile.LOAD_TRUNCATED_IMAGES is set: of a truncated image whatever is missing is made up, without an error"
+    )
+
+
 def _as_bytes(data: object) -> bytes:
     if isinstance(data, bytes):
         return data
@@ -227,34 +262,3 @@ def _as_bytes(data: object) -> bytes:
             f"DecodeImage takes the bytes of one image, got {type(data).__name__}; where a sample is of several files, "
             "decode= takes a callable of your own, which may hand the image's bytes to a DecodeImage"
         ) from None
-
-
-def _positive(name: str, value: object) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or more, got {number}")
-    return number
-
-
-def _size(size: Any) -> int | tuple[int, int]:
-    if isinstance(size, (tuple, list)):
-        if len(size) != 2:
-            raise ValueError(f"size must be an int or a pair (height, width), got {size!r}")
-        return _positive("height in size", size[0]), _positive("width in size", size[1])
-    return _positive("size", size)
-
-
-def _bounds(name: str, value: Any, *, highest: float) -> tuple[float, float]:
-    allowed = f"0 < low <= high{' <= 1' if highest == 1.0 else ''}"
-    try:
-        low, high = (float(bound) for bound in value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a pair (low, high) of numbers with {allowed}, got {value!r}") from None
-    if not (0 < low <= high <= highest and math.isfinite(high)):
-        raise ValueError(f"{name} must be a pair (low, high) with {allowed}, got {value!r}")
-    return low, high

@@ -1,4 +1,4 @@
-"""From bytes to an image file whose header has been read and checked, and which way up it is.
+"""From bytes to an image file whose format is allowed and whose header has been read and checked.
 
 Pillow's ``Image.open`` is not called: its limit on pixels is one number for the whole process, and it warns below
 that. The plugins are asked directly, so that the limit is the decoder's own and nothing global is touched.
@@ -6,21 +6,30 @@ that. The plugins are asked directly, so that the limit is the decoder's own and
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
+from collections.abc import Collection
 from io import BytesIO
 
-from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
-_ORIENTATION = ExifTags.Base.Orientation.value
-_SHORT = 3
-_XMP_KEYS = ("xmp", "XML:com.adobe.xmp")
+from aiofeed.decoders.exif import check_directories
+from aiofeed.decoders.proportion import check_metadata, check_scans
+from aiofeed.decoders.quiet import hush_plugins
+
+# What people train on. Left out on purpose: EPS, which Pillow hands to Ghostscript, a PostScript interpreter; what has
+# no signature (TGA, PCD, IM, ...), so that damage to another format may pass for it; what has pictures of further
+# formats inside (ICO, ICNS, BLP, IPTC); what Pillow can only recognise (WMF, HDF5, MPEG, ...); what nobody has.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+_MULTI_PICTURE = "MPO"  # a JPEG with further ones behind it; no plugin of its own in Pillow
 
 # What Pillow says where a plugin ends without a mode or with a side of 0.
 _PLAIN = {"not identified by this driver": "its header gives no pixels"}
 
 _plugins_lock = threading.Lock()
+hush_plugins()
 
 
 class JpegFile(JpegImageFile):
@@ -30,27 +39,38 @@ class JpegFile(JpegImageFile):
         pass
 
 
-def open_image(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
+def known_formats() -> set[str]:
+    """The names that ``formats`` may have: what this Pillow has plugins for, third parties' included."""
+    _load_plugins(everything=True)
+    return {*Image.OPEN, *FORMATS, _MULTI_PICTURE}
+
+
+def open_image(data: bytes, max_pixels: int, formats: Collection[str] = FORMATS) -> ImageFile.ImageFile:
     """Read the header of ``data``; no pixels yet.
 
     A JPEG is always a ``JpegFile`` (of a multi-picture file the first one).
 
     Raises:
-        OSError: no plugin of Pillow reads this, or its header is broken.
-        ValueError: more than ``max_pixels`` pixels, or none.
+        OSError: none of ``formats`` is this, or its header is broken.
+        ValueError: more than ``max_pixels`` pixels, or none; another format; out of all proportion.
     """
     if not data:
         raise ValueError("no bytes: the file is empty")
+    check_metadata(data)
     image: ImageFile.ImageFile
-    if data.startswith(b"\xff\xd8\xff"):
+    if data.startswith(b"\xff\xd8\xff") and ("JPEG" in formats or _MULTI_PICTURE in formats):
         image = JpegFile(BytesIO(data))
         # The whole file in one call of libjpeg: the GIL is let go of once, not once per 64 KiB.
         image.decodermaxblock = max(len(data), image.decodermaxblock)
-    else:
-        canvas = _webp_canvas(data)
-        if canvas is not None:  # libwebp reserves memory for all of it as soon as it is opened
-            check_pixels(canvas, max_pixels)
-        image = _open_any(data)
+        check_pixels(image.size, max_pixels)
+        if "progressive" in image.info:
+            check_scans(data, image.size, max_pixels)
+        return image
+    canvas = _webp_canvas(data)
+    if canvas is not None:  # libwebp reserves memory for all of it as soon as it is opened
+        check_pixels(canvas, max_pixels)
+    check_directories(data, max_pixels)
+    image = _open_any(data, formats)
     check_pixels(image.size, max_pixels)
     return image
 
@@ -67,16 +87,29 @@ def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
-def _open_any(data: bytes) -> ImageFile.ImageFile:
-    """What ``Image.open`` does with the registered plugins, without its check of the size."""
+def _load_plugins(*, everything: bool) -> list[str]:
+    with _plugins_lock:
+        (Image.init if everything else Image.preinit)()
+        names = list(Image.ID)
+        _hush(len(names))
+        return names
+
+
+@functools.cache
+def _hush(plugins: int) -> None:
+    # Once for each number of plugins: the look at all modules takes half as long as decoding a small picture.
+    hush_plugins()
+
+
+def _open_any(data: bytes, formats: Collection[str]) -> ImageFile.ImageFile:
+    """What ``Image.open(formats=...)`` does with the registered plugins, without its check of the size."""
     prefix = data[:16]
     tried: set[str] = set()
     notes: list[str] = []
-    for load_plugins in (Image.preinit, Image.init):
-        with _plugins_lock:
-            load_plugins()
-            names = [name for name in Image.ID if name not in tried]
-        for name in names:
+    for everything in (False, True):
+        for name in _load_plugins(everything=everything):
+            if name in tried or name not in formats:
+                continue
             tried.add(name)
             factory, accept = Image.OPEN[name]
             verdict = accept is None or accept(prefix)
@@ -88,8 +121,24 @@ def _open_any(data: bytes) -> ImageFile.ImageFile:
                 except (SyntaxError, IndexError, TypeError, struct.error) as error:  # as Image.open: not its format
                     if accept is not None:  # those without would be asked about any file
                         notes.append(f"{name}: {_PLAIN.get(str(error), error)}")
+    if others := [name for name in Image.ID if name not in formats and _claims(name, prefix)]:
+        raise ValueError(
+            f"this looks like {' or '.join(others)}, which formats={tuple(formats)!r} leaves out; "
+            f"add it to formats if such files are expected, and trusted"
+        )
     why = f" ({'; '.join(notes)})" if notes else ""
-    raise UnidentifiedImageError(f"Pillow knows no such image: {len(data)} bytes that begin with {prefix!r}{why}")
+    raise UnidentifiedImageError(
+        f"Pillow knows no such image: {len(data)} bytes that begin with {prefix!r}{why}; formats={tuple(formats)!r}"
+    )
+
+
+def _claims(name: str, prefix: bytes) -> bool:
+    """Whether a plugin takes this for its format, by the signature alone."""
+    accept = Image.OPEN[name][1]
+    try:
+        return accept is not None and accept(prefix) in (True, 1)
+    except Exception:  # noqa: BLE001 - plugins trip over few bytes; this is only to name what is refused anyway
+        return False
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int] | None:
@@ -103,51 +152,3 @@ def _webp_canvas(data: bytes) -> tuple[int, int] | None:
         bits = int.from_bytes(data[21:25], "little")
         return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
     return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
-
-
-def orientation_of(image: Image.Image) -> int:
-    """EXIF orientation, 1 to 8, as ``ImageOps.exif_transpose`` finds it: in EXIF, else in XMP.
-
-    1 where there is none, or where the metadata are beyond reading. All but JPEG must be loaded: PNG may hold EXIF
-    behind its pixels, and Pillow turns TIFF upright while loading. A file without EXIF costs a look into a dict; a
-    regular directory is read here in 1 to 4 microseconds, where Pillow's parser takes 15 to 50; the rest is Pillow's.
-    """
-    info = image.info
-    exif = info.get("exif")
-    if isinstance(exif, bytes):
-        found = _regular_orientation(exif)
-        if found is not None and (found or not any(key in info for key in _XMP_KEYS)):
-            return found or 1
-    elif not ("Raw profile type exif" in info or hasattr(image, "tag_v2") or any(key in info for key in _XMP_KEYS)):
-        return 1
-    try:
-        value = image.getexif().get(_ORIENTATION, 1)
-        return int(value) if value in (2, 3, 4, 5, 6, 7, 8) else 1
-    except Exception:  # noqa: BLE001 - whatever absurd metadata trip in Pillow's parser: the picture itself is sound
-        return 1
-
-
-def _regular_orientation(exif: bytes) -> int | None:
-    """Orientation in a well-formed first directory, 0 where it has none; ``None``: let Pillow look.
-
-    An entry is tag, type, count and four bytes of value. Source: TIFF 6.0, section 2.
-    """
-    start = 6 if exif.startswith(b"Exif\0\0") else 0
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[start : start + 4])
-    if order is None or len(exif) < start + 8:
-        return None
-    (offset,) = struct.unpack_from(order + "I", exif, start + 4)
-    begin = start + offset + 2
-    if offset < 8 or begin > len(exif):
-        return None
-    (count,) = struct.unpack_from(order + "H", exif, begin - 2)
-    end = begin + 12 * count
-    if end > len(exif):
-        return None
-    found = 0
-    for tag, kind, values, value in struct.iter_unpack(order + "HHIHxx", exif[begin:end]):
-        if tag == _ORIENTATION:
-            if kind != _SHORT or values != 1:
-                return None
-            found = value if 1 <= value <= 8 else 1
-    return found

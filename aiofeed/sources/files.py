@@ -10,6 +10,9 @@ from typing import Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
+from aiofeed.config import positive_int
+from aiofeed.sources.reading import MAX_BYTES, Rules, beneath, read_file, refuse_links
+
 # A hop through an executor costs some 60 us; a group of files that takes 5 ms makes that small, and a slow file
 # holds up its own group only.
 GROUP_S = 0.005
@@ -19,29 +22,49 @@ GROUP_MOST = 64
 # A file that takes less was in the page cache, whatever else the machine was doing meanwhile.
 AT_ONCE_S = 0.0005
 
-_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_SMALL = 16 * 1024
-_LARGE = 1024 * 1024
-
 
 class Files:
-    """One sample per file.
+    """One sample per file; regular files only, each read whole.
 
     Args:
         paths: the files, in order; ``str`` or ``os.PathLike``.
         targets: one label per file; a sample is then ``(decoded, target)``.
+        root: the folder that ``paths`` are relative to. For lists that come from elsewhere: a path that is absolute or
+            has ``..`` in it is refused.
+        follow_symlinks: whether a file may be a symbolic link. If not, reading one is an error; with a ``root`` so is
+            a linked folder anywhere below it, and both are refused when the source is made (one ``lstat`` per file).
+        max_bytes: of one file; a larger one is an error before any of it is read.
 
     Raises:
         TypeError: ``paths`` is a single path, or an entry is no path.
-        ValueError: ``targets`` has another length.
+        ValueError: ``targets`` has another length, or a path leaves ``root``.
     """
 
     target: Callable[[int], Any]
+    root: str | None
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str]], targets: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        targets: Sequence[Any] | None = None,
+        *,
+        root: str | os.PathLike[str] | None = None,
+        follow_symlinks: bool = True,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
         if isinstance(paths, str | bytes | os.PathLike):
             raise TypeError(f"Files takes a list of paths, got the single path {paths!r}; ImageFolder reads a folder")
+        if not isinstance(follow_symlinks, bool):
+            raise TypeError(f"follow_symlinks must be True or False, got {follow_symlinks!r}")
+        self.root = None if root is None else os.fspath(root)
+        self._rules = Rules(positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
         self.paths = [os.fspath(path) for path in paths]
+        if self.root is not None:
+            self.paths = [beneath(self.root, path) for path in self.paths]
+            if not follow_symlinks:
+                known: dict[str, bool] = {}
+                for path in self.paths:
+                    refuse_links(self.root, path, known)
         self.targets = targets
         if targets is not None:
             if len(targets) != len(self.paths):
@@ -57,7 +80,7 @@ class Files:
         return f"{type(self).__name__}({len(self)} files)"
 
     def key(self, index: int, /) -> str:
-        """The path, as it was given."""
+        """The path that is opened: as it was given, below ``root`` where there is one."""
         return self.paths[index]
 
     async def read(self, index: int, /) -> bytes:
@@ -87,7 +110,7 @@ class Files:
 
     async def _read_group(self, indices: Sequence[int]) -> list[bytes | OSError]:
         paths = [self.paths[index] for index in indices]
-        contents, seconds = await _read_files(paths)
+        contents, seconds = await _read_files(paths, self._rules)
         self._observe(seconds / len(paths))
         return contents
 
@@ -102,46 +125,23 @@ class Files:
 
     def read_now(self, indices: Sequence[int], /) -> list[bytes | OSError]:
         """What ``read_many`` gives, read in the calling thread."""
-        contents, seconds = _read_files_blocking([self.paths[index] for index in indices])
+        contents, seconds = _read_files_blocking([self.paths[index] for index in indices], self._rules)
         self._observe(seconds / len(contents))
         return contents
 
 
-def _read_files_blocking(paths: Sequence[str]) -> tuple[list[bytes | OSError], float]:
+def _read_files_blocking(paths: Sequence[str], rules: Rules) -> tuple[list[bytes | OSError], float]:
     started = time.perf_counter()
     contents: list[bytes | OSError] = []
     for path in paths:
         try:
-            contents.append(read_file(path))
+            contents.append(read_file(path, rules))
         except OSError as error:
             # Its traceback refers to this frame, and so to the bytes of all the other files.
             contents.append(error.with_traceback(None))
     return contents, time.perf_counter() - started
 
 
-def read_file(path: str) -> bytes:
-    """The contents of a file, to its end: sizes are only hints (files of /proc, files that grow, short reads)."""
-    descriptor = os.open(path, _FLAGS)
-    try:
-        data = os.read(descriptor, _SMALL)
-        if len(data) < _SMALL:
-            # Most often the end: asking for the size of a small file first takes longer than reading it.
-            more = os.read(descriptor, _SMALL)
-            return data + _rest(descriptor, more) if more else data
-        # Exactly what is left and a byte: a much larger buffer is cut down afterwards, which costs ten times the read.
-        left = max(os.fstat(descriptor).st_size - _SMALL, 0) + 1
-        return data + _rest(descriptor, os.read(descriptor, left))
-    finally:
-        os.close(descriptor)
-
-
-def _rest(descriptor: int, data: bytes) -> bytes:
-    """``data`` and what follows it to the end of the file."""
-    parts = [data]
-    while data:
-        data = os.read(descriptor, _LARGE)
-        parts.append(data)
-    return b"".join(parts) if len(parts) > 2 else parts[0]
-
-
-_read_files: Callable[[Sequence[str]], Awaitable[tuple[list[bytes | OSError], float]]] = wrap(_read_files_blocking)
+_read_files: Callable[[Sequence[str], Rules], Awaitable[tuple[list[bytes | OSError], float]]] = wrap(
+    _read_files_blocking
+)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from aiofeed.sources.files import Files
+from aiofeed.sources.reading import MAX_BYTES, Rules
 
 # torchvision's list, so that both give a sample the same index.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -19,8 +20,10 @@ class ImageFolder(Files):
 
     Args:
         root: the folder.
-        follow_symlinks: whether linked files and folders count. A folder that links to one of its parents is
-            entered once.
+        follow_symlinks: whether linked files and folders count, wherever they lead. A folder that links to one of its
+            parents is entered once. If not, a link that takes a file's or a folder's place later is not followed
+            either: reading the file is then an error.
+        max_bytes: of one file; a larger one is an error before any of it is read.
 
     Attributes:
         classes: the class names, sorted.
@@ -30,32 +33,38 @@ class ImageFolder(Files):
     Raises:
         FileNotFoundError: there is no such folder, or no image in it, or a class without images.
         NotADirectoryError: ``root`` is a file.
+        OSError: a folder below it cannot be listed.
     """
 
+    root: str
     targets: list[int]
 
-    def __init__(self, root: str | os.PathLike[str], *, follow_symlinks: bool = True) -> None:
-        self.root = os.fspath(root)
-        if not os.path.isdir(self.root):
-            kind = NotADirectoryError if os.path.exists(self.root) else FileNotFoundError
-            raise kind(f"ImageFolder: {self.root!r} is not a folder")
-        self.classes = sorted(
-            entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=follow_symlinks)
-        )
+    def __init__(
+        self, root: str | os.PathLike[str], *, follow_symlinks: bool = True, max_bytes: int = MAX_BYTES
+    ) -> None:
+        root = os.fspath(root)
+        if not os.path.isdir(root):
+            kind = NotADirectoryError if os.path.exists(root) else FileNotFoundError
+            raise kind(f"ImageFolder: {root!r} is not a folder")
+        with os.scandir(root) as entries:
+            self.classes = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks))
         if not self.classes:
-            raise FileNotFoundError(_no_classes(self.root))
+            raise FileNotFoundError(_no_classes(root))
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         paths: list[str] = []
         targets: list[int] = []
         for name, number in self.class_to_idx.items():
-            found = _images(os.path.join(self.root, name), follow_symlinks)
+            found = _images(os.path.join(root, name), follow_symlinks)
             if not found:
                 raise FileNotFoundError(
-                    f"ImageFolder: class {name!r} of {self.root!r} has no image ({', '.join(EXTENSIONS)})"
+                    f"ImageFolder: class {name!r} of {root!r} has no image ({', '.join(EXTENSIONS)})"
                 )
             paths += found
             targets += [number] * len(found)
-        super().__init__(paths, targets)
+        super().__init__(paths, targets, follow_symlinks=follow_symlinks, max_bytes=max_bytes)
+        # The paths were found below the root: there is nothing to join, nor to look at twice.
+        self.root = root
+        self._rules = Rules(max_bytes, follow_symlinks, root)
 
     def __repr__(self) -> str:
         return f"ImageFolder({self.root!r}: {len(self)} files, {len(self.classes)} classes)"
@@ -65,7 +74,7 @@ def _images(folder: str, follow_symlinks: bool) -> list[str]:
     found: list[tuple[str, list[str]]] = []
     # For each folder on the way down, the real paths above it: a link back to one of them would never end.
     above: dict[str, frozenset[str]] = {folder: frozenset((os.path.realpath(folder),))}
-    for parent, folders, names in os.walk(folder, followlinks=follow_symlinks):
+    for parent, folders, names in os.walk(folder, followlinks=follow_symlinks, onerror=_refuse):
         parents = above.pop(parent)
         for name in list(folders):
             path = os.path.join(parent, name)
@@ -76,6 +85,11 @@ def _images(folder: str, follow_symlinks: bool) -> list[str]:
         images = [os.path.join(parent, name) for name in sorted(names) if name.lower().endswith(EXTENSIONS)]
         found.append((parent, [path for path in images if follow_symlinks or not os.path.islink(path)]))
     return [path for _, images in sorted(found) for path in images]
+
+
+def _refuse(error: OSError) -> None:
+    # os.walk would pass over a folder that cannot be listed, and its images would be missing without a word.
+    raise error
 
 
 def _no_classes(root: str) -> str:
