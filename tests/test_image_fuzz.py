@@ -28,7 +28,8 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from aiofeed import DecodeError, DecodeImage
 from aiofeed.decoders.opening import FORMATS
-from aiofeed.fetch import BytesFetcher, StopFlag
+from aiofeed.fetch import BytesFetcher
+from aiofeed.guard import StopFlag, Watch
 from aiofeed.types import BatchPlan
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX: a look at peak memory")
@@ -322,7 +323,7 @@ def through_fetcher(decoder: DecodeImage, data: bytes) -> np.ndarray[Any, Any] |
     """What ``BytesFetcher`` makes of it: a picture, or an error by name. Anything else is raised here."""
     fetcher = BytesFetcher(OneImage(), decoder, in_place=False)
     plan, sink = BatchPlan(0, [0], [0], 1), Sink()
-    outcome = fetcher.decode(plan, 0, [data], sink, StopFlag())  # type: ignore[arg-type]
+    outcome = fetcher.decode(plan, 0, [data], sink, Watch(StopFlag()))  # type: ignore[arg-type]
     if outcome.errors:
         [(_, error)] = outcome.errors
         if not isinstance(error, DecodeError) or "the damaged image" not in str(error) or not str(error.__cause__):

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from tests.soak.configurations import ViolationError
-from tests.soak.runner import EXTRA_CASES, EXTRAS, Soak
+from tests.soak.runner import EXTRAS, Soak
 
 MOST_BROKEN = 5
 
@@ -69,8 +69,11 @@ def main() -> int:
                     break
     if arguments.episode is None:
         for name, function in EXTRAS.items():
-            function(EXTRA_CASES, seed)
-            print(f"{name}: {EXTRA_CASES} cases")
+            try:
+                print(f"{name}: {function(seed)}", flush=True)
+            except AssertionError as error:
+                soak.broken.append(f"{name}: {error}")
+                print(soak.broken[-1], flush=True)
         try:
             soak.checks.check_growth()
         except ViolationError as error:

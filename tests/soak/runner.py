@@ -32,10 +32,25 @@ KINDS: dict[str, tuple[Kind, float]] = {
 }
 """Kinds of episodes and how often they come."""
 
-EXTRAS: dict[str, Callable[[int, int], object]] = {}
-"""Random cases of other modules, by name: `function(count, seed)`, called once by a long run, raising what is wrong."""
 
-EXTRA_CASES = 200
+def _signals(seed: int) -> str:
+    from tests.processes import run_signal_cases
+
+    totals = run_signal_cases(200, seed)
+    totals.check()
+    return f"{totals.signals} sent, slowest end after {totals.slowest_s:.2f} s"
+
+
+def _fuzz(seed: int) -> str:
+    from tests.test_image_fuzz import run_fuzz
+
+    totals = run_fuzz(20_000, seed)
+    decoded, refused = (sum(count[what] for count in totals.values()) for what in ("decoded", "refused"))
+    return f"{decoded} decoded as Pillow does, {refused} refused by name"
+
+
+EXTRAS: dict[str, Callable[[int], str]] = {"SIGINT in processes": _signals, "damaged images": _fuzz}
+"""What a long run does beside episodes, by name; each raises what is wrong and says what it counted."""
 
 
 class Soak:
