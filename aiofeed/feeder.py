@@ -26,7 +26,7 @@ from aiofeed.failures import Failure, FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Pipeline, Recipe
+from aiofeed.pipeline import Machinery, Recipe, machinery
 from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
@@ -137,7 +137,7 @@ class Feeder(Generic[BatchT]):
         self._reset()
 
     def _reset(self) -> None:
-        self._pipeline: Pipeline | None = None
+        self._pipeline: Machinery | None = None
         self._stream: Stream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
         self._account: Account | None = None
@@ -200,7 +200,7 @@ class Feeder(Generic[BatchT]):
             self._pipeline.delivery, claimed, observer=_Pass(self, self._account)
         )
         self._iterator = weakref.ref(iterator)
-        self._pipeline.runtime.watch(iterator)
+        self._pipeline.watch(iterator)
         return iterator
 
     def _conclude(self) -> bool:
@@ -233,9 +233,9 @@ class Feeder(Generic[BatchT]):
             self._pipeline = old
         else:
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
-            if old is not None and not old.runtime.inherited:
+            if old is not None and not old.inherited:
                 old.stop()
-            self._pipeline = Pipeline(self._recipe, after=old)
+            self._pipeline = machinery(self._recipe, after=old)
         self._stream = stream
         self._pipeline.start(stream)
 
@@ -371,10 +371,10 @@ class Feeder(Generic[BatchT]):
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-    def _stop(self, reason: str) -> Pipeline | None:
+    def _stop(self, reason: str) -> Machinery | None:
         self._close_iterator(reason)
         pipeline = self._pipeline
-        if pipeline is None or pipeline.runtime.inherited:
+        if pipeline is None or pipeline.inherited:
             return None
         pipeline.stop()
         return pipeline
@@ -407,7 +407,7 @@ class _Pass:
             feeder._order.began()
         if self._account.complete and feeder._pipeline is not None:
             # The iterator may be dropped now: all it could still give is the end.
-            feeder._pipeline.runtime.watch(feeder)
+            feeder._pipeline.watch(feeder)
 
     def failed(self, item: Failed) -> None:
         self._feeder._failures.add(item.failures, self._account.start.epoch)
@@ -418,7 +418,7 @@ class _Pass:
         feeder = self._feeder
         feeder._ended(self._account)
         if feeder._pipeline is not None:
-            feeder._pipeline.runtime.watch(feeder)
+            feeder._pipeline.watch(feeder)
 
 
 def _fingerprint(source: Source[Any] | FromDataset, length: int) -> str:

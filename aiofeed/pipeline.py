@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed.budget import Budget
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
@@ -17,6 +17,7 @@ from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item
+from aiofeed.iterator import Delivery
 from aiofeed.policy import FailurePolicy
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
@@ -46,6 +47,68 @@ class Recipe:
     in_order: bool = True
     length: int = 0
     policy: FailurePolicy = field(default_factory=FailurePolicy)
+
+
+class FeedDelivery(Delivery, Protocol):
+    """What stands behind a feeder's iterators, one after another."""
+
+    def begin(self) -> None:
+        """A pass begins in the calling thread."""
+        ...
+
+
+class Machinery(Protocol):
+    """What can stand behind a feeder: it gives the batches of a stream, from one ``iter()`` to ``close``."""
+
+    @property
+    def delivery(self) -> FeedDelivery:
+        """Where its batches come out."""
+        ...
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to a parent process."""
+        ...
+
+    @property
+    def queue_depth(self) -> int:
+        """Finished batches that wait for the consumer."""
+        ...
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per executor job, as chosen last."""
+        ...
+
+    def start(self, stream: Stream) -> None:
+        """Begin to give the batches of a stream."""
+        ...
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        ...
+
+    def reusable(self) -> bool:
+        """Whether another stream can be started."""
+        ...
+
+    def stop(self) -> None:
+        """Signal the end; never blocks."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end, up to ``timeout_s``; whether it has come."""
+        ...
+
+    async def stopped(self) -> None:
+        """Wait for the end without blocking the caller's loop."""
+        ...
+
+
+def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
+    """What a recipe needs, to take the place of ``after``, which is of the same recipe."""
+    assert after is None or isinstance(after, Pipeline)
+    return Pipeline(recipe, after=after)
 
 
 class Pipeline:
@@ -159,6 +222,15 @@ class Pipeline:
     def chunk_size(self) -> int:
         """Samples per executor job, as chosen last."""
         return self._engine.chunk_size if self._engine is not None else 0
+
+    @property
+    def inherited(self) -> bool:
+        """Whether its threads live in a parent process."""
+        return self.runtime.inherited
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        self.runtime.watch(owner)
 
     def reusable(self) -> bool:
         """Whether another pass can run on the same threads."""
