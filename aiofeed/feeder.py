@@ -14,6 +14,7 @@ from aiofeed.arguments import (
     a_bool,
     a_callable,
     a_seed,
+    adopt_collate,
     adopt_decoder,
     adopt_source,
     an_int,
@@ -30,6 +31,7 @@ from aiofeed.pipeline import Machinery, Recipe, machinery
 from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.tensors import Tensors
 from aiofeed.state import Account, Progress, SavedState
 from aiofeed.stream import Stream
 from aiofeed.types import Source
@@ -56,7 +58,7 @@ class Feeder(Generic[BatchT]):
     threads of their own, never in the caller's event loop.
 
     Args:
-        source: a ``Source`` (``ImageFolder``, ``Files``, your own) or a torch map-style ``Dataset``.
+        source: a ``Source`` (``ImageFolder``, ``Files``, your own), a torch map-style ``Dataset``, or ``Tensors``.
         decode: a ``Decoder``, ``DecodeImage(size=224)`` say; none for a ``Dataset``, whose items come decoded.
         batch_size: samples per batch.
         shuffle: another order each epoch: ``True`` for that of ``torch.randperm`` seeded with ``seed + epoch``,
@@ -86,7 +88,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
         *,
         decode: Decoder[Any, Any] | None = None,
         batch_size: int,
@@ -122,7 +124,7 @@ class Feeder(Generic[BatchT]):
             source=self._source,
             decode=adopt_decoder(self._source, decode),
             batch_size=batch_size,
-            collate_fn=a_callable("collate_fn", collate_fn),
+            collate_fn=adopt_collate(self._source, collate_fn),
             backend=resolve_device(device),
             transform=a_callable("transform", transform),
             limits=_resolve_limits(limits, batch_size, self._source),
@@ -421,7 +423,7 @@ class _Pass:
             feeder._pipeline.watch(feeder)
 
 
-def _fingerprint(source: Source[Any] | FromDataset, length: int) -> str:
+def _fingerprint(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
     own = getattr(source, "fingerprint", None)
     if own is not None:
         return str(own())
@@ -435,7 +437,7 @@ def _a_shuffle(value: object) -> Shuffle:
     raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
 
 
-def _resolve_limits(limits: Limits | None, batch_size: int, source: Source[Any] | FromDataset) -> ResolvedLimits:
+def _resolve_limits(limits: Limits | None, batch_size: int, source: object) -> ResolvedLimits:
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
     return resolve(

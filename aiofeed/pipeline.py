@@ -19,8 +19,10 @@ from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item
 from aiofeed.iterator import Delivery
 from aiofeed.policy import FailurePolicy
+from aiofeed.resident import Resident, Store
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
@@ -37,7 +39,7 @@ MOST_READ_THREADS = 64
 class Recipe:
     """What a feeder is made of; it does not change."""
 
-    source: Source[Any] | FromDataset
+    source: Source[Any] | FromDataset | Tensors
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | None
@@ -107,6 +109,18 @@ class Machinery(Protocol):
 
 def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
     """What a recipe needs, to take the place of ``after``, which is of the same recipe."""
+    if isinstance(recipe.source, Tensors):
+        if isinstance(after, Resident) and not after.inherited:
+            return after.successor()
+        return Resident(
+            Store(
+                recipe.source,
+                batch_size=recipe.batch_size,
+                backend=recipe.backend,
+                memory_bytes=recipe.limits.memory_bytes,
+            ),
+            recipe.transform,
+        )
     assert after is None or isinstance(after, Pipeline)
     return Pipeline(recipe, after=after)
 
@@ -258,5 +272,6 @@ def _fetcher(recipe: Recipe) -> Fetcher:
     if isinstance(recipe.source, FromDataset):
         return DatasetFetcher(recipe.source, recipe.policy)
     assert recipe.decode is not None
+    assert not isinstance(recipe.source, Tensors)
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
     return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)
