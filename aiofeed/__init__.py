@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
+    from aiofeed.sources.tensors import Tensors
     from aiofeed.types import Decoder, Source
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -43,6 +44,7 @@ _HOMES = {
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
+    "Tensors": "aiofeed.sources.tensors",
     "DecodeImage": "aiofeed.decoders.image",
     "Source": "aiofeed.types",
     "Decoder": "aiofeed.types",
@@ -74,6 +76,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "ImageFolder",
     "Files",
     "FromDataset",
+    "Tensors",
     "DecodeImage",
     "Source",
     "Decoder",

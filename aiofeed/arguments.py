@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Source
 
 _DATALOADER_ARGUMENTS: Mapping[str, str] = {
@@ -36,9 +37,9 @@ def refuse_dataloader_arguments(unknown: Mapping[str, object]) -> None:
         raise TypeError(f"Feeder has no argument {name!r}")
 
 
-def adopt_source(source: Any) -> Source[Any] | FromDataset:
+def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     """The source itself, or a torch ``Dataset`` wrapped as one."""
-    if isinstance(source, FromDataset):
+    if isinstance(source, FromDataset | Tensors):
         return source
     if is_iterable_dataset(source):
         FromDataset(source)  # raises, and says what to do
@@ -62,8 +63,12 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset:
     )
 
 
-def adopt_decoder(source: Source[Any] | FromDataset, decode: Any) -> Callable[..., Any] | None:
+def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
     """The decoder, where the source needs one."""
+    if isinstance(source, Tensors):
+        if decode is not None:
+            raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= is given each batch")
+        return None
     if isinstance(source, FromDataset):
         if decode is not None:
             raise TypeError("a Dataset's items come decoded, so decode= makes no sense: do it in the dataset")
@@ -97,6 +102,16 @@ def an_engine(value: object) -> int:
     if not hasattr(socket, "send_fds"):
         raise ValueError(f'engine={value!r} needs Unix sockets, which this system lacks; use engine="thread"')
     return int(number) if colon else 1
+
+
+def adopt_collate(source: Source[Any] | FromDataset | Tensors, collate_fn: Any) -> Callable[..., Any] | None:
+    """What makes a batch of samples, where there are samples to make it of."""
+    if isinstance(source, Tensors) and collate_fn is not None:
+        raise TypeError(
+            "batches of Tensors are views and are not put together from samples, so collate_fn= makes no sense: pass "
+            "transform=, which is given each batch, or torch.utils.data.TensorDataset(...) as the source"
+        )
+    return a_callable("collate_fn", collate_fn)  # type: ignore[no-any-return]
 
 
 def an_int(what: str, value: object) -> int:

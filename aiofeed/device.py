@@ -33,7 +33,10 @@ class Event(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """What aiofeed asks of a device. ``device=`` takes any object that has these."""
+    """What aiofeed asks of a device. ``device=`` takes any object that has these.
+
+    Optional: ``memory() -> (free, total)``, in bytes, or ``None`` where it is not known.
+    """
 
     name: str
     """How errors and reports name the device: ``"cuda:0"``."""
@@ -192,6 +195,17 @@ class TorchBackend:
     def is_pinned(self, tensor: torch.Tensor, /) -> bool:
         """Whether torch knows the tensor's memory as page-locked."""
         return tensor.is_pinned()
+
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes that can still be had, what torch keeps for later included, and all there are; ``None``: unknown."""
+        import torch
+
+        if self.device.type != "cuda":
+            ask = getattr(torch.accelerator, "get_memory_info", None)
+            return None if ask is None else ask(self.device)
+        cuda: Any = torch.cuda  # in part without types
+        free, total = cuda.mem_get_info(self.device)
+        return free + cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device), total
 
 
 def _register(device: torch.device, memory: NDArray[np.uint8]) -> None:

@@ -14,6 +14,7 @@ from aiofeed.arguments import (
     a_bool,
     a_callable,
     a_seed,
+    adopt_collate,
     adopt_decoder,
     adopt_source,
     an_engine,
@@ -28,10 +29,11 @@ from aiofeed.host_backend import HostBackend
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Pipeline, Recipe, check_travels
+from aiofeed.pipeline import Machinery, Recipe, check_resident, check_travels, machinery
 from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.tensors import Tensors
 from aiofeed.state import Account, Progress, SavedState
 from aiofeed.static_copier import check_static, statics_for
 from aiofeed.stream import Stream
@@ -57,7 +59,7 @@ class Feeder(Generic[BatchT]):
     threads of their own, never in the caller's event loop.
 
     Args:
-        source: a ``Source`` (``ImageFolder``, ``Files``, your own) or a torch map-style ``Dataset``.
+        source: a ``Source`` (``ImageFolder``, ``Files``, your own), a torch map-style ``Dataset``, or ``Tensors``.
         decode: a ``Decoder``, ``DecodeImage(size=224)`` say; none for a ``Dataset``, whose items come decoded.
         batch_size: samples per batch.
         shuffle: another order each epoch: ``True`` for that of ``torch.randperm`` seeded with ``seed + epoch``,
@@ -98,7 +100,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
         *,
         decode: Decoder[Any, Any] | None = None,
         batch_size: int,
@@ -137,7 +139,7 @@ class Feeder(Generic[BatchT]):
             source=self._source,
             decode=adopt_decoder(self._source, decode),
             batch_size=batch_size,
-            collate_fn=a_callable("collate_fn", collate_fn),
+            collate_fn=adopt_collate(self._source, collate_fn),
             backend=resolve_devices(device),
             transform=a_callable("transform", transform),
             limits=_resolve_limits(limits, batch_size, self._source),
@@ -155,6 +157,7 @@ class Feeder(Generic[BatchT]):
                 policy=self._recipe.policy,
             )
             self._recipe = _with_statics(self._recipe)
+        check_resident(self._recipe)
         self._failures = FailureLog(self._recipe.policy)
         self._progress = Progress()
         self._fingerprint: str | None = None
@@ -162,7 +165,7 @@ class Feeder(Generic[BatchT]):
         self._reset()
 
     def _reset(self) -> None:
-        self._pipeline: Pipeline | None = None
+        self._pipeline: Machinery | None = None
         self._stream: Stream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
         self._account: Account | None = None
@@ -231,7 +234,7 @@ class Feeder(Generic[BatchT]):
             self._pipeline.delivery, claimed, observer=_Pass(self, self._account)
         )
         self._iterator = weakref.ref(iterator)
-        self._pipeline.runtime.watch(iterator)
+        self._pipeline.watch(iterator)
         return iterator
 
     def _conclude(self) -> bool:
@@ -264,10 +267,10 @@ class Feeder(Generic[BatchT]):
             self._pipeline = old
         else:
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
-            if old is not None and not old.runtime.inherited:
+            if old is not None and not old.inherited:
                 old.stop()
-            self._pipeline = Pipeline(self._recipe, after=old)
-            self._pipeline.runtime.watch(self)
+            self._pipeline = machinery(self._recipe, after=old)
+            self._pipeline.watch(self)
         self._stream = stream
         self._pipeline.start(stream)
 
@@ -385,7 +388,6 @@ class Feeder(Generic[BatchT]):
     def _close(self, limit_s: float) -> None:
         if (pipeline := self._stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
             log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
-            lifetime.forget(pipeline.runtime)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
@@ -409,10 +411,10 @@ class Feeder(Generic[BatchT]):
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-    def _stop(self, reason: str) -> Pipeline | None:
+    def _stop(self, reason: str) -> Machinery | None:
         self._close_iterator(reason)
         pipeline = self._pipeline
-        if pipeline is None or pipeline.runtime.inherited:
+        if pipeline is None or pipeline.inherited:
             return None
         pipeline.stop()
         return pipeline
@@ -445,7 +447,7 @@ class _Pass:
             feeder._order.began()
         if self._account.last_to_come and feeder._pipeline is not None:
             # The iterator may be dropped then: all it could still give is the end.
-            feeder._pipeline.runtime.watch(feeder)
+            feeder._pipeline.watch(feeder)
 
     def handed_out(self, item: Ready) -> None:
         self._account.handed_out(item.number)
@@ -459,10 +461,10 @@ class _Pass:
         feeder = self._feeder
         feeder._ended(self._account)
         if feeder._pipeline is not None:
-            feeder._pipeline.runtime.watch(feeder)
+            feeder._pipeline.watch(feeder)
 
 
-def _fingerprint(source: Source[Any] | FromDataset, length: int) -> str:
+def _fingerprint(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
     own = getattr(source, "fingerprint", None)
     if own is not None:
         return str(own())
@@ -481,7 +483,7 @@ def _a_shuffle(value: object) -> Shuffle:
     raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
 
 
-def _resolve_limits(limits: Limits | None, batch_size: int, source: Source[Any] | FromDataset) -> ResolvedLimits:
+def _resolve_limits(limits: Limits | None, batch_size: int, source: object) -> ResolvedLimits:
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
     return resolve(

@@ -154,9 +154,9 @@ class Stripe:
         """Batches left for this rank."""
         return -(-self.samples // self.batch_size)
 
-    def positions(self, batch: int) -> Int64:
-        """Positions of a batch's samples in the epoch's list; from ``length`` on they are padding."""
-        first, last = batch * self.batch_size, min((batch + 1) * self.batch_size, self.samples)
+    def positions(self, batch: int, count: int = 1) -> Int64:
+        """Positions of the samples of ``count`` batches in the epoch's list; from ``length`` on they are padding."""
+        first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples)
         return self.consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
 
     def consumed_after(self, batches: int) -> int:
@@ -202,6 +202,52 @@ def plans(
             positions = stripe.positions(number)
             indices = permutation(positions % stripe.length)
             yield BatchPlan(number, _as_list(indices), _as_list(positions), of_epoch, order)
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Some batches at once.
+
+    Args:
+        numbers: which ones, ascending.
+        indices: of all their samples, in order; each batch has ``batch_size`` of them, an epoch's last may have fewer.
+        batch_size: samples per batch.
+        run: whether the indices count up one by one.
+    """
+
+    numbers: Sequence[int]
+    indices: Int64
+    batch_size: int
+    run: bool
+
+    def cut(self, batches: int) -> Iterator[Stretch]:
+        """The same in pieces of so many batches."""
+        for first in range(0, len(self.numbers), batches):
+            last = first + batches
+            indices = self.indices[first * self.batch_size : last * self.batch_size]
+            yield Stretch(self.numbers[first:last], indices, self.batch_size, self.run)
+
+
+def stretches(
+    stripe: Stripe, permute: Callable[[], Permutation], most: Callable[[], int], skip: frozenset[int] = frozenset()
+) -> Iterator[Stretch]:
+    """The batches of a stripe as ``plans`` gives them, but up to ``most()`` at once; computed as they are asked for."""
+    if not stripe.batches:
+        return
+    permutation = permute()
+    first = 0
+    while first < stripe.batches:
+        count = min(most(), stripe.batches - first)
+        numbers: Sequence[int] = range(first, first + count)
+        positions = stripe.positions(first, count)
+        if skip and not skip.isdisjoint(numbers):
+            numbers = [number for number in numbers if number not in skip]
+            positions = np.concatenate([positions[:0], *map(stripe.positions, numbers)])
+        if numbers:
+            # With one rank there is no padding, so that positions that follow one another are a run.
+            run = isinstance(permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
+            yield Stretch(numbers, permutation(positions % stripe.length), stripe.batch_size, run)
+        first += count
 
 
 def _as_list(values: Int64) -> Sequence[int]:

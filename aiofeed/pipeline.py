@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from aiofeed import lifetime
 from aiofeed.budget import Budget
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
 from aiofeed.config import ResolvedLimits
@@ -19,9 +20,12 @@ from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
+from aiofeed.iterator import Delivery
 from aiofeed.policy import FailurePolicy
+from aiofeed.resident import Resident, Store
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
@@ -40,7 +44,7 @@ MOST_READ_THREADS = 64
 class Recipe:
     """What a feeder is made of; it does not change."""
 
-    source: Source[Any] | FromDataset
+    source: Source[Any] | FromDataset | Tensors
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | None
@@ -52,6 +56,98 @@ class Recipe:
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     engines: int = 0
     statics: tuple[StaticBatch, ...] = ()
+
+
+class FeedDelivery(Delivery, Protocol):
+    """What stands behind a feeder's iterators, one after another."""
+
+    def begin(self) -> None:
+        """A pass begins in the calling thread."""
+        ...
+
+
+class Machinery(Protocol):
+    """What can stand behind a feeder: it gives the batches of a stream, from one ``iter()`` to ``close``."""
+
+    @property
+    def delivery(self) -> FeedDelivery:
+        """Where its batches come out."""
+        ...
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to a parent process."""
+        ...
+
+    @property
+    def queue_depth(self) -> int:
+        """Finished batches that wait for the consumer."""
+        ...
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per executor job, as chosen last."""
+        ...
+
+    def start(self, stream: Stream) -> None:
+        """Begin to give the batches of a stream."""
+        ...
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        ...
+
+    def reusable(self) -> bool:
+        """Whether another stream can be started."""
+        ...
+
+    def stop(self) -> None:
+        """Signal the end; never blocks."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end, up to ``timeout_s``; whether it has come."""
+        ...
+
+    async def stopped(self) -> None:
+        """Wait for the end without blocking the caller's loop."""
+        ...
+
+
+def check_resident(recipe: Recipe) -> None:
+    """``ValueError`` where data that stay in memory are asked for what only batches on their way can have."""
+    if not isinstance(recipe.source, Tensors):
+        return
+    if isinstance(recipe.backend, DeviceGroup):
+        raise ValueError(
+            "the data of Tensors stay on one device: for several make a feeder for each, with shard=(rank, world_size)"
+        )
+    if recipe.statics:
+        raise ValueError(
+            "static_batches=True copies every batch, and those of Tensors are views that cost nothing: copy_ them into "
+            "tensors of your own where addresses have to stay"
+        )
+    if recipe.engines:
+        raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
+
+
+def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
+    """What a recipe needs, to take the place of ``after``, which is of the same recipe."""
+    if isinstance(recipe.source, Tensors):
+        if isinstance(after, Resident) and not after.inherited:
+            return after.successor()
+        assert not isinstance(recipe.backend, DeviceGroup)
+        return Resident(
+            Store(
+                recipe.source,
+                batch_size=recipe.batch_size,
+                backend=recipe.backend,
+                memory_bytes=recipe.limits.memory_bytes,
+            ),
+            recipe.transform,
+        )
+    assert after is None or isinstance(after, Pipeline)
+    return Pipeline(recipe, after=after)
 
 
 class Pipeline:
@@ -195,6 +291,15 @@ class Pipeline:
         """Samples per executor job, as chosen last."""
         return self._engine.chunk_size if self._engine is not None else 0
 
+    @property
+    def inherited(self) -> bool:
+        """Whether its threads live in a parent process."""
+        return self.runtime.inherited
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        self.runtime.watch(owner)
+
     def reusable(self) -> bool:
         """Whether another pass can run on the same threads."""
         return not self.runtime.stopping and not self.runtime.inherited
@@ -205,7 +310,10 @@ class Pipeline:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end, up to ``timeout_s``; whether they have."""
-        return self.delivery.join(timeout_s)
+        if self.delivery.join(timeout_s):
+            return True
+        lifetime.forget(self.runtime)
+        return False
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's loop."""
@@ -255,5 +363,6 @@ def _fetcher(recipe: Recipe) -> Fetcher:
     if isinstance(recipe.source, FromDataset):
         return DatasetFetcher(recipe.source, recipe.policy)
     assert recipe.decode is not None
+    assert not isinstance(recipe.source, Tensors)
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
     return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)

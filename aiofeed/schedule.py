@@ -15,7 +15,18 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from aiofeed.order import Keyed, Listed, Permutation, Sequential, Stripe, epoch_seed, plans, shuffled
+from aiofeed.order import (
+    Keyed,
+    Listed,
+    Permutation,
+    Sequential,
+    Stretch,
+    Stripe,
+    epoch_seed,
+    plans,
+    shuffled,
+    stretches,
+)
 from aiofeed.types import BatchPlan
 
 # Enough to tell data sets apart, few enough to be asked for in a millisecond.
@@ -83,8 +94,15 @@ class Schedule:
 
     def plans(self, start: Position, listed: Permutation | None = None) -> Iterator[BatchPlan]:
         """The batches from a position to the end of its epoch; ``listed`` is what a sampler gave for it."""
-        permute = partial(self._permutation, start.epoch) if listed is None else partial(_given, listed)
+        permute = self._permute(start, listed)
         return plans(self.stripe(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
+
+    def stretches(self, start: Position, listed: Permutation | None, most: Callable[[], int]) -> Iterator[Stretch]:
+        """The same batches, up to ``most()`` of them at once."""
+        return stretches(self.stripe(start.consumed), self._permute(start, listed), most, start.ahead)
+
+    def _permute(self, start: Position, listed: Permutation | None) -> Callable[[], Permutation]:
+        return partial(self._permutation, start.epoch) if listed is None else partial(_given, listed)
 
     def _permutation(self, epoch: int) -> Permutation:
         if self.shuffle == "keyed":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
 import weakref
 from collections import deque
@@ -26,6 +27,13 @@ log = logging.getLogger("aiofeed")
 # Below this, malloc is faster than the bookkeeping, and a user who keeps only the labels keeps nothing else alive.
 SMALL_BYTES = 64 * 1024
 _PAGE = 4096
+
+
+def _anonymous(size: int) -> mmap.mmap:
+    """Memory without a file, and private: Python's default would share it with forked children, both writing."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Lease(Protocol):
@@ -104,11 +112,11 @@ class HostMemory:
     def _map(self, nbytes: int) -> mmap.mmap:
         size = -(-nbytes // _PAGE) * _PAGE
         try:
-            return mmap.mmap(-1, size)
+            return _anonymous(size)
         except OSError:
             self._free.clear()  # what is kept for later may be what is missing now
         try:
-            return mmap.mmap(-1, size)
+            return _anonymous(size)
         except OSError as error:
             raise MemoryError(f"no memory for {nbytes} bytes of a batch: {error.strerror}") from error
 

@@ -55,11 +55,16 @@ class Stream:
         self._over = False
 
     def __iter__(self) -> Iterator[Step]:
+        for start, permutation, counters in self.epochs():
+            yield EpochBegins(counters)
+            yield from self.schedule.plans(start, permutation)
+            yield EpochEnds()
+
+    def epochs(self) -> Iterator[tuple[Position, Permutation | None, Counters]]:
+        """Where each epoch begins, what a sampler gave for it, and its counters; asked for the next, one is planned."""
         position, permutation = self._start, self._permutation
         while True:
-            yield EpochBegins(self._counters_of(position.epoch))
-            yield from self.schedule.plans(position, permutation)
-            yield EpochEnds()
+            yield position, permutation, self._counters_of(position.epoch)
             position, permutation = Position(position.epoch + 1), None
             with self._lock:
                 if position.epoch > self._allowed:

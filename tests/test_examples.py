@@ -306,3 +306,15 @@ def test_every_example_is_listed() -> None:
     """examples/README.md names every example, and none that is not there."""
     listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+# --- resident_digits --------------------------------------------------------------------------------------------------
+
+
+def test_resident_digits_learns_and_compares() -> None:
+    """The network gets more than 95 % of digits right that it has not seen, and three ways have been timed."""
+    pytest.importorskip("sklearn")
+    output = run("resident_digits.py", "--samples", "2000", "--epochs", "8")
+    assert float(re.search(r"test accuracy ([0-9.]+)%", output)[1]) > 95  # type: ignore[index]
+    for way in ("DataLoader", "indexed by hand", r"Feeder\(Tensors\(...\)\)"):
+        assert float(re.search(rf"^{way} +([0-9.]+) ms$", output, re.MULTILINE)[1]) > 0  # type: ignore[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -139,3 +140,24 @@ def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: py
     gc.collect()
     assert len(caplog.records) == 1
     assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_keeps_its_batches() -> None:
+    """What the parent writes into a block afterwards is not seen by a child that was forked while it was lent."""
+    memory = HostMemory(keep=2)
+    block = memory.take(200_000)
+    block[:] = 1
+    told, tell = os.pipe()
+    go, wait = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(go, 1)
+        os.write(tell, b"%d" % int(block.max()))
+        os._exit(0)
+    block[:] = 2
+    os.write(wait, b".")
+    os.waitpid(child, 0)
+    assert os.read(told, 8) == b"1"
+    for descriptor in (told, tell, go, wait):
+        os.close(descriptor)

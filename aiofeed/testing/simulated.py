@@ -148,6 +148,12 @@ class SimulatedDevice:
         address = tensor.data_ptr()
         return any(start <= address < start + nbytes for start, nbytes in self._pinned.copy().items())
 
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes that can still be had, and the capacity; ``None`` without one."""
+        with self._turn():
+            limit = self._memory.limit_bytes
+            return None if limit is None else (limit - self._memory.allocated_bytes, limit)
+
     # What tests use
 
     def new_stream(self, name: str | None = None) -> SimulatedStream:

@@ -53,7 +53,7 @@ class Allocator:
     """
 
     def __init__(self, limit_bytes: int | None, schedule: Schedule) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._schedule = schedule
         self._free: dict[tuple[SimulatedStream, int], list[Block]] = {}
         self._waiting: dict[SimulatedStream, deque[tuple[SimulatedEvent, Block]]] = {}
@@ -97,7 +97,7 @@ class Allocator:
         return blocks.pop() if blocks else None
 
     def _reserve(self, nbytes: int, stream: SimulatedStream) -> Block:
-        if self._limit_bytes is not None and self.reserved_bytes + nbytes > self._limit_bytes:
+        if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
             # As CUDA does: wait for what other streams hold, then return the cache to the system.
             for waiting in self._waiting.values():
                 for mark, _ in waiting:
@@ -107,10 +107,10 @@ class Allocator:
                 return block
             self.reserved_bytes -= sum(size * len(blocks) for (_, size), blocks in self._free.items())
             self._free.clear()
-            if self.reserved_bytes + nbytes > self._limit_bytes:
+            if self.reserved_bytes + nbytes > self.limit_bytes:
                 raise torch.OutOfMemoryError(
                     f"simulated device out of memory: {nbytes} bytes asked for, {self.allocated_bytes} of "
-                    f"{self._limit_bytes} in use"
+                    f"{self.limit_bytes} in use"
                 )
         self.reserved_bytes += nbytes
         return Block(nbytes, stream)

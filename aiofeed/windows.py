@@ -1,0 +1,167 @@
+"""Data that stays where it is, and windows of it: some batches' rows, permuted into memory of their own.
+
+A window is small against the data. That is as fast as permuting an epoch at once (measured on a CPU: from 1 to 64 MiB
+there is no difference), needs no second copy of the data, makes nobody wait where epochs meet, and a batch that the
+user keeps keeps no more than its window.
+
+A batch is a view of its window, and no view of another batch's rows, with a version counter of its own: autograd would
+otherwise take a write into one batch for a write into all of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from aiofeed.order import Stretch
+from aiofeed.sources.tensors import Tensors, tensor_row_bytes
+from aiofeed.staging import HostMemory, array
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# Two of them stay in the cache, and each is made in less than a millisecond.
+HOST_WINDOW_BYTES = 2 << 20
+# The one that is used, and the last, of which the consumer still holds a batch.
+HOST_WINDOWS = 2
+# What carries a number of so many bytes where only its place changes: not every dtype has every operation.
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+class Window(Protocol):
+    """Some batches, side by side."""
+
+    def batch(self, first: int, last: int) -> list[torch.Tensor]:
+        """Rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
+        ...
+
+    def used(self) -> None:
+        """All of its batches were handed out."""
+        ...
+
+
+Made: TypeAlias = tuple[Stretch, Window]
+"""A window, and what is in it."""
+
+
+class Windows(Protocol):
+    """Resident data, and what makes windows of it."""
+
+    ahead: int
+    """How many windows should be made before they are asked for."""
+    most: int
+    """Batches of the next window, at most."""
+    stage: str
+    """What making one is called where time is accounted for: "collate" or "copy"."""
+
+    def make(self, stretch: Stretch) -> Iterator[Made]:
+        """Windows of a stretch: one, or more where memory is short."""
+        ...
+
+
+def window_batches(batch_bytes: int, *bounds: int) -> int:
+    """How many batches a window has, 1 at least, so that it exceeds none of ``bounds`` (bytes)."""
+    return max(min(bounds) // max(batch_bytes, 1), 1)
+
+
+def row_bytes(source: Tensors) -> int:
+    """Bytes of one sample."""
+    return sum(map(tensor_row_bytes, source.tensors))
+
+
+class HostWindow:
+    """Rows in host memory that is used again once nothing refers to them."""
+
+    def __init__(self, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None]) -> None:
+        import torch
+
+        self._rows = rows
+        self._dtypes = dtypes
+        self._plain = not any(dtypes)
+        self._tensor = torch.from_numpy
+
+    def batch(self, first: int, last: int) -> list[torch.Tensor]:
+        """Rows ``first`` to ``last - 1`` of each tensor."""
+        # Each a storage of its own as torch sees it, so that saving a batch saves no more than the batch.
+        tensor = self._tensor
+        batch = [tensor(rows[first:last]) for rows in self._rows]
+        if self._plain:
+            return batch
+        return [rows if dtype is None else rows.view(dtype) for rows, dtype in zip(batch, self._dtypes, strict=True)]
+
+    def used(self) -> None:
+        """Nothing to do: memory comes back when nothing refers to it."""
+
+
+class HostWindows:
+    """Data in host memory, permuted by the consumer's thread.
+
+    Args:
+        source: the data.
+        batch_size: samples per batch.
+        memory_bytes: of all windows together, those that the user keeps not counted.
+    """
+
+    # Made by the thread that asks: it would wait for another as long, and gain nothing where cores are busy.
+    ahead = 0
+    stage = "collate"
+
+    def __init__(self, source: Tensors, batch_size: int, memory_bytes: int) -> None:
+        self._data, self._dtypes = zip(*map(_host_rows, source.tensors), strict=True)
+        self._alias = source.alias
+        self._memory = HostMemory(keep=HOST_WINDOWS * len(self._data))
+        batch_bytes = batch_size * row_bytes(source)
+        self.most = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+
+    def make(self, stretch: Stretch) -> Iterator[Made]:
+        """One window."""
+        indices = stretch.indices
+        start, end = int(indices[0]), int(indices[-1]) + 1
+        rows = []
+        for data in self._data:
+            if stretch.run and self._alias:
+                rows.append(data[start:end])
+                continue
+            target = array(self._memory, (len(indices), *data.shape[1:]), data.dtype)
+            if stretch.run:
+                np.copyto(target, data[start:end])
+            else:
+                # The indices are good, and any other mode would gather into a buffer first.
+                np.take(data, indices, axis=0, out=target, mode="clip")
+            rows.append(target)
+        yield stretch, HostWindow(rows, self._dtypes)
+
+
+def as_tensor(given: Any) -> torch.Tensor:
+    """What the user gave as a tensor; a view where that can be."""
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        return given.detach().resolve_conj().resolve_neg()
+    # torch warns of memory that it may not write to, and has no tensors that it may not write to.
+    return torch.from_numpy(given if given.flags.writeable else np.array(given))
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers, where there are such."""
+    import torch
+
+    carrier = _CARRIERS.get(tensor.dtype.itemsize)
+    return tensor if carrier is None else tensor.view(getattr(torch, carrier))
+
+
+def _host_rows(given: Any) -> tuple[NDArray[Any], torch.dtype | None]:
+    """The data as an array, and the torch dtype where numpy has none. A view, where rows lie one after another."""
+    if isinstance(given, np.ndarray):
+        return np.ascontiguousarray(given).reshape(given.shape), None
+    tensor = as_tensor(given)
+    if tensor.device.type != "cpu":
+        raise TypeError(f"the data are on {tensor.device}: pass device= to feed them from there, or .cpu()")
+    tensor = tensor.contiguous()
+    try:
+        return tensor.numpy(), None
+    except TypeError:  # a dtype that numpy lacks
+        return carried(tensor).numpy(), tensor.dtype

@@ -1,0 +1,111 @@
+"""How long is an epoch of data that are in memory already?
+
+60,000 samples of 28 x 28 float32 and their labels, shuffled, batch 64, epochs after the first, no step. ``Tensors``
+against ``DataLoader`` without workers, against indexing per batch with a permutation (``x[order[i : i + 64]]``), and
+against a fresh ``x[order]`` per epoch, of which batches are slices.
+
+Targets: at least 15 times ``DataLoader``, and at least 3.0 times indexing per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.harness import Contender, Measure, Settings, interleave
+from benchmarks.passes import single
+
+if TYPE_CHECKING:
+    import torch
+
+TITLE = "60,000 samples in memory, batch 64, shuffled"
+
+BATCH = 64
+
+
+def run(settings: Settings) -> list[Figure]:
+    options = {"samples": settings.size(60_000, 640)}
+    contenders = [
+        Contender("aiofeed", aiofeed_feeder, options, ("torch", "aiofeed:Feeder", "aiofeed:Tensors")),
+        Contender("DataLoader", data_loader, options, ("torch.utils.data",)),
+        Contender("index per batch", index_per_batch, options, ("torch",)),
+        Contender("fresh copy per epoch", fresh_copy, options, ("torch",)),
+    ]
+    samples = interleave(contenders, settings)
+    wall = {label: column(rounds, "wall_s", 1e3) for label, rounds in samples.items()}
+    ours = wall["aiofeed"]
+    return [
+        Figure("speed / DataLoader, no workers", per(wall["DataLoader"], ours), target=at_least(15)),
+        Figure("speed / index per batch", per(wall["index per batch"], ours), target=at_least(3.0)),
+        Figure("speed / fresh copy per epoch", per(wall["fresh copy per epoch"], ours)),
+        *[Figure(f"epoch: {label}", values, "ms") for label, values in wall.items()],
+    ]
+
+
+def data(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(samples, 1, 28, 28, generator=generator), torch.randint(10, (samples,), generator=generator)
+
+
+@contextmanager
+def aiofeed_feeder(samples: int) -> Iterator[Measure]:
+    import aiofeed
+
+    source = aiofeed.Tensors(*data(samples))
+    feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(source, batch_size=BATCH, shuffle=True)
+    with feeder:
+        one_epoch = single(feeder)
+
+        def epoch() -> Mapping[str, float]:
+            return {"items": sum(len(labels) for _, labels in one_epoch())}
+
+        epoch()
+        yield epoch
+
+
+@contextmanager
+def data_loader(samples: int) -> Iterator[Measure]:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(*data(samples)), BATCH, shuffle=True)
+
+    def epoch() -> Mapping[str, float]:
+        return {"items": sum(len(labels) for _, labels in loader)}
+
+    epoch()
+    yield epoch
+
+
+@contextmanager
+def index_per_batch(samples: int) -> Iterator[Measure]:
+    import torch
+
+    images, labels = data(samples)
+
+    def epoch() -> Mapping[str, float]:
+        order = torch.randperm(samples)
+        parts = [order[first : first + BATCH] for first in range(0, samples, BATCH)]
+        return {"items": sum(len((images[part], labels[part])[1]) for part in parts)}
+
+    epoch()
+    yield epoch
+
+
+@contextmanager
+def fresh_copy(samples: int) -> Iterator[Measure]:
+    import torch
+
+    images, labels = data(samples)
+
+    def epoch() -> Mapping[str, float]:
+        order = torch.randperm(samples)
+        rows, names = images[order], labels[order]
+        firsts = range(0, samples, BATCH)
+        return {"items": sum(len((rows[at : at + BATCH], names[at : at + BATCH])[1]) for at in firsts)}
+
+    epoch()
+    yield epoch

@@ -1,0 +1,116 @@
+"""Resident data on a CUDA device: what only a real one shows."""
+
+import gc
+
+import pytest
+import torch
+
+from aiofeed import DeviceCopyError, Feeder, Limits, Tensors
+
+
+def data(n, width):
+    """Rows that say which they are."""
+    y = torch.arange(n)
+    return y.unsqueeze(1).expand(n, width).contiguous().float(), y
+
+
+def slow():
+    """About half a millisecond on the current stream."""
+    torch.cuda._sleep(1_000_000)
+
+
+@pytest.mark.parametrize("n", [997, 4096])
+def test_batches_equal_those_on_the_host(backend, n):
+    """Bit for bit, over epochs and a resume in small windows."""
+    x, y = data(n, 33)
+    there = Feeder(Tensors(x, y), batch_size=32, shuffle=True, device=backend, limits=Limits(memory_bytes=1 << 16))
+    here = Feeder(Tensors(x, y), batch_size=32, shuffle=True)
+    for _ in range(3):
+        for (a, b), (c, d) in zip(there, here, strict=True):
+            assert a.device == b.device == backend.device
+            assert torch.equal(a.cpu(), c)
+            assert torch.equal(b.cpu(), d)
+
+
+@pytest.mark.timeout(300)
+def test_no_wrong_byte_behind_slow_kernels(backend):
+    """Slow kernels on the consumer's streams while later windows and epochs are permuted; batches dropped at once."""
+    x, y = data(2048, 256)
+    limits = Limits(memory_bytes=1 << 20)
+    feeder = Feeder(Tensors(x, y), batch_size=64, shuffle=True, device=backend, limits=limits)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    wrong = torch.zeros(3, dtype=torch.int64, device=backend.device)
+    torch.cuda.synchronize()
+    for epoch in feeder.epochs(20):
+        iterator = iter(feeder)
+        for number in range(len(feeder)):
+            at = number % 3
+            with torch.cuda.stream(streams[at]):
+                rows, labels = next(iterator)
+                if (number + epoch) % 4 == 0:
+                    slow()
+                wrong[at] += (rows != labels.unsqueeze(1)).sum()
+                del rows, labels
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0, 0]
+
+
+def test_kept_batches_are_never_overwritten(backend):
+    """Kept over epochs, written into beside each other: each stays what it was."""
+    x, y = data(1024, 512)
+    limits = Limits(memory_bytes=1 << 20)
+    feeder = Feeder(Tensors(x, y), batch_size=32, shuffle=True, device=backend, limits=limits)
+    kept = []
+    for epoch in feeder.epochs(6):
+        for number, (rows, labels) in enumerate(feeder):
+            if (number + epoch) % 2:
+                rows.fill_(-1)
+            else:
+                kept.append((rows.detach(), labels.clone()))
+    for rows, labels in kept:
+        assert bool((rows == labels.unsqueeze(1)).all())
+
+
+def test_memory_is_flat_and_comes_back(backend):
+    """Hundreds of epochs reserve no more than the first few, and close gives the memory back."""
+    gc.collect()
+    before = torch.cuda.memory_allocated(backend.device)
+    x, y = data(4096, 1024)
+    limit = 8 << 20
+    limits = Limits(memory_bytes=limit)
+    feeder = Feeder(Tensors(x, y), batch_size=64, shuffle=True, device=backend, limits=limits)
+    for epoch in feeder.epochs(300):
+        for rows, _ in feeder:
+            if epoch % 50 == 0:
+                slow()
+            rows.sum()
+        if epoch == 10:
+            torch.cuda.synchronize()
+            reserved = torch.cuda.memory_reserved(backend.device)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved(backend.device) <= reserved + (4 << 20)
+    assert torch.cuda.memory_allocated(backend.device) <= before + x.nbytes + y.nbytes + limit + (1 << 20)
+    del rows
+    feeder.close()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated(backend.device) <= before + 4096
+
+
+def test_what_does_not_fit_is_refused_with_the_figures(backend):
+    """Before anything is copied, and with what is free."""
+    free, _ = backend.memory()
+    huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 10, free >> 9)
+    with pytest.raises(DeviceCopyError, match=r"does not fit on cuda:0, which has .* MiB free of .* MiB"):
+        next(iter(Feeder(Tensors(huge), batch_size=1, device=backend)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.complex128])
+def test_odd_dtypes(backend, dtype):
+    """Those that index_select does not know on this device are carried as integers."""
+    x = torch.randint(0, 2, (64, dtype.itemsize * 3), dtype=torch.uint8).view(dtype)
+    for shuffle in (False, True):
+        there = torch.cat(
+            [b.cpu().view(torch.uint8) for [b] in Feeder(Tensors(x), batch_size=7, shuffle=shuffle, device=backend)]
+        )
+        here = torch.cat([b.view(torch.uint8) for [b] in Feeder(Tensors(x), batch_size=7, shuffle=shuffle)])
+        assert torch.equal(there, here)
