@@ -12,7 +12,7 @@ from aiofeed.handoff import Handoff
 from aiofeed.items import Ready
 from tests.soak.runner import KINDS, Soak
 
-EPISODES = 60
+EPISODES = 70
 SEED = 3
 
 
