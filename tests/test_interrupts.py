@@ -64,7 +64,8 @@ class Interrupt:
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_back is not None:
             self._into_python.add(frame.f_back)
-        if "/aiofeed/" not in frame.f_code.co_filename:
+        # What stands in for a device is no C code, but has to be as uninterrupted.
+        if "/aiofeed/" not in frame.f_code.co_filename or "/testing/" in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes = True
         return self._opcode
