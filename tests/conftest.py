@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -57,6 +58,15 @@ def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[...
             raise
 
     return limited
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, and let child processes hear it, where this was started in the background of a shell that masks it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # --- what a test leaves behind ----------------------------------------------------------------------------------------
