@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiofeed import testing
+    from aiofeed.attached import attach
     from aiofeed.bridge import prefetch
     from aiofeed.config import Limits
     from aiofeed.counters import FeedStatistics
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from aiofeed.failures import Failure
     from aiofeed.feeder import Feeder
     from aiofeed.policy import FailurePolicy
+    from aiofeed.server import serve
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -36,6 +38,9 @@ _HOMES = {
     # the one object, and the bridge alone
     "Feeder": "aiofeed.feeder",
     "prefetch": "aiofeed.bridge",
+    # one feeder for several processes
+    "serve": "aiofeed.server",
+    "attach": "aiofeed.attached",
     # sources and decoders
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
@@ -65,6 +70,8 @@ _HOMES = {
 __all__ = [  # noqa: RUF022 - grouped as above
     "Feeder",
     "prefetch",
+    "serve",
+    "attach",
     "ImageFolder",
     "Files",
     "FromDataset",
