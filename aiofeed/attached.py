@@ -218,14 +218,23 @@ class Attached:
 
     def close(self) -> None:
         """Leave the server and stop the threads, 5 s at most. Idempotent; the next ``iter()`` attaches anew."""
-        if (runtime := self._stop()) is not None and not runtime.join(JOIN_S):
+        delivery = self._delivery
+        if (runtime := self._stop()) is None:
+            return
+        ended = runtime.join(JOIN_S) and (delivery is None or delivery.join(JOIN_S))
+        _release_unused()
+        if not ended:
             log.warning("the threads of attach(%r) did not end within %.0f s", str(self._path), JOIN_S)
             lifetime.forget(runtime)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
+        delivery = self._delivery
         if (runtime := self._stop()) is not None:
             await asyncio.wait([asyncio.wrap_future(runtime.finished)], timeout=JOIN_S)
+            if delivery is not None:
+                await delivery.stopped()
+            _release_unused()
 
     def _stop(self) -> Runtime | None:
         runtime, self._runtime = self._runtime, None
@@ -326,6 +335,9 @@ class _DevicePass:
     def ended(self) -> None:
         self._thread.stop()
 
+    def join(self, timeout_s: float) -> bool:
+        return self._thread.join(timeout_s)
+
     async def stopped(self) -> None:
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
@@ -354,6 +366,13 @@ def _issued(runtime: Runtime, item: Ready) -> None:
     """A batch has left the host's queue."""
     if item.release is not None:
         runtime.call(item.release, item)
+
+
+def _release_unused() -> None:
+    """Let the device forget shared memory whose last copy has ended just now."""
+    from aiofeed.share.slots import release_unused
+
+    release_unused()
 
 
 def _unchanged(batch: Any) -> Any:
