@@ -6,4 +6,4 @@ a ``Contender`` of ``benchmarks.harness``: another loader joins by one more of t
 
 from __future__ import annotations
 
-MODULES = ("jpeg", "overlap", "slow_reads", "tiny_files", "handover", "startup", "epochs", "own_process")
+MODULES = ("jpeg", "overlap", "slow_reads", "tiny_files", "handover", "startup", "epochs", "own_process", "shared_feed")

@@ -139,8 +139,7 @@ def kill_consumers_at_random_moments(count: int, seed: int, folder: Path) -> Non
                         seen.append(witness.hear())
                     time.sleep(0.005)
                 victim.kill()
-        for _ in range(20):  # the slots of the dead came back: it goes on
-            seen.append(witness.hear())
+        seen += [witness.hear() for _ in range(20)]  # the slots of the dead came back: it goes on
         assert [each.pid for each in server.consumers] == [witness.pid]
         expected = [[4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3] for at in range(1000)]
         assert seen == [expected[at % 1000] for at in range(len(seen))]

@@ -219,7 +219,7 @@ def test_a_sample_that_fails_is_raised_with_its_name_at_the_for_line(address: st
             seen = []
             with pytest.raises(ReadError, match="number 17") as caught:
                 for batch in feed:
-                    seen.append(batch.tolist())
+                    seen.append(batch)
             assert len(seen) == 4
             assert (caught.value.key, caught.value.index, caught.value.stage) == ("number 17", 17, "read")
             assert isinstance(caught.value.__cause__, OSError)
