@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.data import jpeg_folder
+from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, column, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
 
@@ -118,6 +118,7 @@ def train_loaded(folder: str, told: Connection) -> None:
 
     from benchmarks.jpeg import Images
 
-    loader: Any = DataLoader(Images(folder), batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True)
+    dataset: Any = Images(files_below(folder))
+    loader: Any = DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True)
     while told.recv():
         told.send(images_in(loader)["items"])

@@ -216,10 +216,9 @@ def test_a_sample_that_fails_is_raised_with_its_name_at_the_for_line(address: st
     feeder = Feeder(parts.Numbers(40, bad=(17,)), decode=parts.number, batch_size=4)
     with feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
         for _ in range(2):
-            seen = []
+            seen: list[Any] = []
             with pytest.raises(ReadError, match="number 17") as caught:
-                for batch in feed:
-                    seen.append(batch)
+                seen.extend(feed)
             assert len(seen) == 4
             assert (caught.value.key, caught.value.index, caught.value.stage) == ("number 17", 17, "read")
             assert isinstance(caught.value.__cause__, OSError)
