@@ -282,7 +282,7 @@ def test_a_slow_consumer_holds_up_the_others_up_to_the_lag(address: str) -> None
 
 
 def test_a_slow_consumer_is_dropped_where_it_may_be(address: str) -> None:
-    with numbers(4000) as feeder, aiofeed.serve(feeder, address, min_consumers=2, lag=3, slow="drop"):
+    with numbers(4000) as feeder, aiofeed.serve(feeder, address, min_consumers=2, lag=8, slow="drop"):
         with Started(serve_parts.stops, address) as slow, Started(serve_parts.for_ever, address, 0.0) as quick:
             assert slow.hear() == "stopping"
             assert [quick.hear() for _ in range(100)]
