@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiofeed import testing
+    from aiofeed.attached import attach
     from aiofeed.bridge import prefetch
     from aiofeed.config import Limits
     from aiofeed.counters import FeedStatistics
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from aiofeed.feeder import Feeder
     from aiofeed.policy import FailurePolicy
     from aiofeed.scattering import scatter
+    from aiofeed.server import serve
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -40,6 +42,9 @@ _HOMES = {
     "Feeder": "aiofeed.feeder",
     "prefetch": "aiofeed.bridge",
     "scatter": "aiofeed.scattering",
+    # one feeder for several processes
+    "serve": "aiofeed.server",
+    "attach": "aiofeed.attached",
     # sources and decoders
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
@@ -73,6 +78,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Feeder",
     "prefetch",
     "scatter",
+    "serve",
+    "attach",
     "ImageFolder",
     "Files",
     "FromDataset",

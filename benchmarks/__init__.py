@@ -15,5 +15,6 @@ MODULES = (
     "startup",
     "epochs",
     "own_process",
+    "shared_feed",
     "resident",
 )

@@ -64,7 +64,7 @@ def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[...
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, and let child processes hear it, where this was started in the background of a shell that masks it."""
+    """Hear Ctrl-C, and let child processes hear it, though a shell that starts this in the background masks it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

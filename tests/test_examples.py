@@ -299,6 +299,27 @@ def test_checkpoint_dcp_sees_each_sample_once() -> None:
     assert "the weights are those that were saved: True" in output
 
 
+# --- three_trainings, ddp_one_host -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+def test_three_trainings_see_every_image_that_is_decoded_once() -> None:
+    """Each of the three sees 120 images in each of three epochs, 360 are decoded, and the losses fall."""
+    output = run("three_trainings.py")
+    lines = re.findall(r"rate [0-9.]+: 360 images, loss ([0-9.]+) in the first epoch, ([0-9.]+) in the last", output)
+    assert len(lines) == 3
+    assert all(float(last) < float(first) for first, last in lines)
+    assert "decoded once: 360 images" in output
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+def test_ddp_one_host_shares_the_batches_out() -> None:
+    """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
+    output = run("ddp_one_host.py")
+    assert len(re.findall(r"^rank [01]: 16 batches", output, re.MULTILINE)) == 2
+    assert "each sample once: True, same weights: True" in output
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
 

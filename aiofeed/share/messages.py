@@ -16,14 +16,14 @@ Scalar: TypeAlias = bool | int | float | str | None
 """What crosses as it is."""
 
 
-class _Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    pass
+class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """What every message is: fields in order, under its name."""
 
 
 # --- a batch: its structure, and where its arrays lie ---
 
 
-class Leaf(_Struct, frozen=True):
+class Leaf(Struct, frozen=True):
     """An array in the ring.
 
     Args:
@@ -45,34 +45,34 @@ class Leaf(_Struct, frozen=True):
     torch_dtype: str | None = None
 
 
-class Plain(_Struct, frozen=True):
+class Plain(Struct, frozen=True):
     """One Python value."""
 
     value: Scalar
 
 
-class Raw(_Struct, frozen=True):
+class Raw(Struct, frozen=True):
     """Bytes ("bytes"), or a text that UTF-8 cannot hold ("text", encoded with "surrogatepass")."""
 
     kind: str
     raw: bytes
 
 
-class Plains(_Struct, frozen=True):
+class Plains(Struct, frozen=True):
     """A list, or tuple, of Python values."""
 
     kind: str
     values: list[Scalar]
 
 
-class Items(_Struct, frozen=True):
+class Items(Struct, frozen=True):
     """A list, or tuple, of anything."""
 
     kind: str
     items: list[Node]
 
 
-class Named(_Struct, frozen=True):
+class Named(Struct, frozen=True):
     """A namedtuple or a dataclass instance: the class's name, and its fields."""
 
     kind: str
@@ -82,7 +82,7 @@ class Named(_Struct, frozen=True):
     items: list[Node]
 
 
-class Table(_Struct, frozen=True):
+class Table(Struct, frozen=True):
     """A dict, or OrderedDict."""
 
     kind: str
@@ -96,7 +96,7 @@ Node: TypeAlias = Union[Leaf, Plain, Raw, Plains, Items, Named, Table]  # noqa: 
 # --- an error ---
 
 
-class Failure(_Struct, frozen=True):
+class Failure(Struct, frozen=True):
     """An exception: its type by name, its arguments or else its message, its traceback as text.
 
     Args:
@@ -123,7 +123,7 @@ class Failure(_Struct, frozen=True):
 # --- from the trainer to an engine process ---
 
 
-class Plan(_Struct, frozen=True):
+class Plan(Struct, frozen=True):
     """Assemble a batch: read it, and decode it where ``opened``, else once an ``Open`` says so.
 
     Args:
@@ -144,52 +144,52 @@ class Plan(_Struct, frozen=True):
     order_length: int = 0
 
 
-class Open(_Struct, frozen=True):
+class Open(Struct, frozen=True):
     """A batch may be decoded."""
 
     serial: int
 
 
-class Free(_Struct, frozen=True):
+class Free(Struct, frozen=True):
     """The slot of a batch has been read and belongs to the engine process again."""
 
     serial: int
 
 
-class Answer(_Struct, frozen=True):
+class Answer(Struct, frozen=True):
     """To an ``Ask``: the index at a position; ``None`` where there is no order to ask."""
 
     ticket: int
     index: int | None = None
 
 
-class Stop(_Struct, frozen=True):
+class Stop(Struct, frozen=True):
     """Clean up and end."""
 
 
 # --- from an engine process to the trainer ---
 
 
-class Ready(_Struct, frozen=True):
+class Ready(Struct, frozen=True):
     """The engine process has what it needs and takes plans."""
 
     pid: int
 
 
-class WasRead(_Struct, frozen=True):
+class WasRead(Struct, frozen=True):
     """All samples of a batch have been read; sent only where batches need not be in order."""
 
     serial: int
 
 
-class NewSegment(_Struct, frozen=True):
+class NewSegment(Struct, frozen=True):
     """Memory that the trainer does not know yet; its descriptor comes with the message, in this order."""
 
     number: int
     nbytes: int
 
 
-class Spent(_Struct, frozen=True):
+class Spent(Struct, frozen=True):
     """What one batch took."""
 
     bytes_read: int = 0
@@ -199,7 +199,7 @@ class Spent(_Struct, frozen=True):
     retries: int = 0
 
 
-class Filled(_Struct, frozen=True):
+class Filled(Struct, frozen=True):
     """A batch stands in the ring; its slot is the trainer's until ``Free``.
 
     Args:
@@ -225,7 +225,7 @@ class Filled(_Struct, frozen=True):
     failures: list[Failure] = []
 
 
-class Broken(_Struct, frozen=True):
+class Broken(Struct, frozen=True):
     """A batch failed: the error to raise in its turn, and the failures of its samples."""
 
     serial: int
@@ -235,7 +235,7 @@ class Broken(_Struct, frozen=True):
     nbytes: int
 
 
-class Ask(_Struct, frozen=True):
+class Ask(Struct, frozen=True):
     """Which sample is at a position of the epoch's order? For one that is to take another's place."""
 
     ticket: int
@@ -243,7 +243,7 @@ class Ask(_Struct, frozen=True):
     position: int
 
 
-class Ended(_Struct, frozen=True):
+class Ended(Struct, frozen=True):
     """The engine process cannot go on."""
 
     error: Failure
@@ -261,15 +261,16 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 def decode_to_engine(payload: bytes) -> ToEngine:
     """A message to an engine process; ``WireError`` where it is none."""
-    return _decode(_to_engine, payload)
+    return decode(_to_engine, payload)
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
     """A message from an engine process; ``WireError`` where it is none."""
-    return _decode(_from_engine, payload)
+    return decode(_from_engine, payload)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
+def decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
+    """A message of a decoder's types; ``WireError`` where it is none."""
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

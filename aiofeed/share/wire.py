@@ -80,6 +80,7 @@ class Wire:
             out of the list; the others are closed.
         lost: called once, when the other end is gone (``None``) or has sent what is no message.
         limit_bytes: longest payload that is accepted.
+        limit_descriptors: how many may have arrived before the payload that they belong to.
     """
 
     def __init__(
@@ -89,21 +90,23 @@ class Wire:
         received: Callable[[bytes, list[int]], None],
         lost: Callable[[Exception | None], None],
         limit_bytes: int = MAX_MESSAGE_BYTES,
+        limit_descriptors: int = 2 * MAX_DESCRIPTORS,
     ) -> None:
         self._sock = sock
         self._received = received
         self._lost = lost
         self._framer = Framer(limit_bytes)
+        self._limit_descriptors = limit_descriptors
         self._arrived: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._closed = False
+        self._closed = self._deaf = False
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
         """Queue one message. The descriptors are closed once they are on their way; nothing happens once closed."""
-        if self._closed:
+        if self._closed or self._deaf:
             _close_all(descriptors)
             return
         self._unsent.append((memoryview(frame(payload, len(descriptors))), list(descriptors)))
@@ -116,13 +119,26 @@ class Wire:
             return
         self._closed = True
         self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
+        self._drop_unsent()
+        try:
+            # A fork of this process may still hold the connection.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end was faster
         self._sock.close()
+        _close_all(self._arrived)
+        self._arrived.clear()
+
+    @property
+    def unsent(self) -> int:
+        """Messages that are not on their way yet."""
+        return len(self._unsent)
+
+    def _drop_unsent(self) -> None:
+        self._loop.remove_writer(self._sock.fileno())
         for _, descriptors in self._unsent:
             _close_all(descriptors)
         self._unsent.clear()
-        _close_all(self._arrived)
-        self._arrived.clear()
 
     def _on_writable(self) -> None:
         while self._unsent:
@@ -133,7 +149,9 @@ class Wire:
                 self._loop.add_writer(self._sock.fileno(), self._on_writable)
                 return
             except OSError:
-                self._end(None)  # nobody reads it any more
+                # Nobody reads it any more; what the other end said before is still to be read, up to its end.
+                self._deaf = True
+                self._drop_unsent()
                 return
             _close_all(descriptors)
             if sent < len(data):
@@ -161,6 +179,8 @@ class Wire:
                 raise WireError(
                     "a message with more descriptors than it may have, or than `ulimit -n` lets this process open"
                 )
+            if len(self._arrived) > self._limit_descriptors:
+                raise WireError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
             for payload, count in self._framer.feed(data):
                 if count > len(self._arrived):
                     raise WireError(f"a message that lacks {count - len(self._arrived)} of its {count} descriptors")

@@ -1,0 +1,380 @@
+"""One feeder for several training processes of a host: the end of each of these. The mechanism is in ``share``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiofeed import lifetime
+from aiofeed.arguments import a_callable
+from aiofeed.config import DEVICE_BATCHES, PREFETCH_BATCHES
+from aiofeed.copier import Copier
+from aiofeed.copy_thread import CopyThread
+from aiofeed.counters import Counters, FeedStatistics
+from aiofeed.delivery import HostDelivery
+from aiofeed.device import resolve_device
+from aiofeed.errors import StateError
+from aiofeed.handoff import Handoff
+from aiofeed.items import Failed, Item, Ready
+from aiofeed.iterator import FeedIterator
+from aiofeed.runtime import Runtime
+from aiofeed.staging import HostMemory, PinnedMemory
+from aiofeed.tensors import as_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiofeed.device import DeviceBackend
+    from aiofeed.share.attachment import Attachment, Pass
+
+Transform = Callable[[Any], Any]
+
+log = logging.getLogger("aiofeed")
+
+# How long close() waits for the threads.
+JOIN_S = 5.0
+_NO_STATE = "the server's feeder has the state: save and load it there, beside the server"
+
+
+def attach(
+    address: str | os.PathLike[str],
+    device: str | int | torch.device | DeviceBackend | None = None,
+    *,
+    transform: Transform | None = None,
+    wait_s: float = 10.0,
+) -> Attached:
+    """The batches of a feeder that another process of this host serves; see ``aiofeed.serve``.
+
+    Args:
+        address: as the server has it.
+        device: where batches go, as ``Feeder``'s; ``None`` for host tensors, which are this process's own.
+        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
+        wait_s: how long to wait, blocking, for a server that is not there yet.
+
+    Returns:
+        What is used like a ``Feeder``: each ``iter()`` is one epoch of the server's.
+
+    Raises:
+        FeedError: there is no server, it is another user's, or it refuses.
+        TypeError, ValueError: an argument of the wrong kind or out of range.
+    """
+    from aiofeed.share.address import resolve
+
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
+        raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
+    attached = Attached(resolve(address), resolve_device(device), a_callable("transform", transform))
+    attached._connect(float(wait_s))
+    return attached
+
+
+class Attached:
+    """What ``attach`` returns: the batches of a served feeder, with ``for`` or ``async for``.
+
+    Each ``iter()`` is one epoch, which the server begins; one that is left early, by ``break``, leaves the server until
+    the next ``iter()``. Errors of the feeder are raised at the ``for`` line, with the types and words that they have
+    there; a server that dies is a ``WorkerDiedError``.
+    """
+
+    def __init__(self, path: Path, backend: DeviceBackend | None, transform: Transform | None) -> None:
+        self._path = path
+        self._backend = backend
+        self._transform = transform
+        self._pid = os.getpid()
+        self._runtime: Runtime | None = None
+        self._attachment: Attachment | None = None
+        self._iterator: weakref.ref[FeedIterator[Any]] | None = None
+        self._delivery: _HostPass | _DevicePass | None = None
+        self._past, self._counters = Counters(), Counters()
+        self._said = _Said()
+
+    def _connect(self, wait_s: float) -> None:
+        from aiofeed.share.attachment import Attachment
+        from aiofeed.share.greeting import attach as greet
+
+        sock, batches = greet(self._path, wait_s)
+        try:
+            self._said = _Said(batches)
+            backend = self._backend
+            memory = HostMemory(PREFETCH_BATCHES + 2) if backend is None else PinnedMemory(backend.pin, keep=16)
+            runtime = Runtime(read_threads=1, decode_threads=1)
+            attachment = Attachment(
+                sock,
+                self._path,
+                backend=backend,
+                memory=memory,
+                wrap=as_tensors if backend is None else _unchanged,
+                executor=runtime.decode_pool,
+                begun=self._said.begun,
+            )
+        except BaseException:
+            sock.close()
+            raise
+        self._pid = os.getpid()
+        self._attachment, self._runtime = attachment, runtime
+        runtime.at_exit(attachment.close_unused)
+        runtime.at_exit(memory.close)
+        runtime.watch(self)
+        try:
+            runtime.launch()
+            runtime.start(attachment.run)
+        except BaseException:
+            runtime.stop()
+            attachment.close_unused()
+            raise
+
+    def __len__(self) -> int:
+        """Batches per epoch: of this consumer, where they are shared out (about, until an epoch has begun)."""
+        return self._said.batches
+
+    @property
+    def epoch(self) -> int:
+        """The number, at the server, of the epoch that is being iterated or was last; -1 before the first."""
+        return self._said.epoch
+
+    def __iter__(self) -> FeedIterator[Any]:
+        """Take part in the next epoch; an iterator that is still open is closed."""
+        if self._runtime is None or self._runtime.inherited or self._runtime.stopping:
+            # Closed before, or in a fork, which has none of the threads.
+            self._iterator = self._delivery = None
+            self._connect(0.0)
+        runtime, attachment = self._runtime, self._attachment
+        assert runtime is not None
+        assert attachment is not None
+        self._close_iterator("a newer iterator of the same consumer was started", superseded=True)
+        delivery = self._deliver(runtime, attachment)
+        self._past.add(self._counters)
+        self._counters = delivery.pass_.counters
+        iterator: FeedIterator[Any] = FeedIterator(delivery, self._counters, observer=_Keeper(self))
+        self._iterator, self._delivery = weakref.ref(iterator), delivery
+        try:
+            delivery.watch(iterator)
+            delivery.launch()
+            runtime.call(attachment.begin, delivery.pass_)
+        except BaseException:  # Ctrl-C, or no more threads
+            delivery.stop()
+            raise
+        return iterator
+
+    def __aiter__(self) -> FeedIterator[Any]:
+        """Take part in the next epoch; an iterator that is still open is closed."""
+        return iter(self)
+
+    def _deliver(self, runtime: Runtime, attachment: Attachment) -> _HostPass | _DevicePass:
+        from aiofeed.share.attachment import Pass
+
+        pass_ = Pass(room=PREFETCH_BATCHES)
+        if self._backend is None:
+            return _HostPass(runtime, attachment, pass_, self._transform)
+        return _DevicePass(runtime, attachment, pass_, Copier(self._backend, self._transform))
+
+    def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
+        if self._delivery is not None:
+            self._delivery.pass_.superseded = superseded
+            iterator = self._iterator() if self._iterator is not None else None
+            if iterator is not None and iterator.live:
+                iterator.close(reason)
+            else:
+                self._delivery.stop()
+        self._iterator = self._delivery = None
+
+    def statistics(self, total: bool = False) -> FeedStatistics:
+        """Where this consumer's time went: its own counts, waits and copies; what the feeder did, the server knows."""
+        counters = Counters()
+        if total:
+            counters.add(self._past)
+        counters.add(self._counters)
+        depth = 0 if self._delivery is None else len(self._delivery.handoff)
+        return FeedStatistics(**counters.totals(), queue_depth=depth)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused.
+
+        Raises:
+            StateError: always; the server's feeder has the state.
+        """
+        raise StateError(f"what attach() gives has no state_dict: {_NO_STATE}")
+
+    def load_state_dict(self, state_dict: object) -> None:
+        """Refused.
+
+        Raises:
+            StateError: always; the server's feeder has the state.
+        """
+        raise StateError(f"what attach() gives has no load_state_dict: {_NO_STATE}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Refused.
+
+        Raises:
+            StateError: always; the server counts the epochs.
+        """
+        raise StateError("the server counts the epochs, for all its consumers: there is no set_epoch here")
+
+    def close(self) -> None:
+        """Leave the server and stop the threads, 5 s at most. Idempotent; the next ``iter()`` attaches anew."""
+        delivery = self._delivery
+        if (runtime := self._stop()) is None:
+            return
+        ended = runtime.join(JOIN_S) and (delivery is None or delivery.join(JOIN_S))
+        _release_unused()
+        if not ended:
+            log.warning("the threads of attach(%r) did not end within %.0f s", str(self._path), JOIN_S)
+            lifetime.forget(runtime)
+
+    async def aclose(self) -> None:
+        """``close`` for async code: never blocks the caller's event loop."""
+        delivery = self._delivery
+        if (runtime := self._stop()) is not None:
+            await asyncio.wait([asyncio.wrap_future(runtime.finished)], timeout=JOIN_S)
+            if delivery is not None:
+                await delivery.stopped()
+            _release_unused()
+
+    def _stop(self) -> Runtime | None:
+        runtime, self._runtime = self._runtime, None
+        if runtime is None or runtime.inherited:
+            return None
+        self._close_iterator("the consumer was closed")
+        runtime.stop()
+        return runtime
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Attached:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"Attached({str(self._path)!r})"
+
+
+class _Said:
+    """What the server has said last. The attachment refers to it, and not to what the user holds."""
+
+    def __init__(self, batches: int = 0) -> None:
+        self.batches = batches
+        self.epoch = -1
+
+    def begun(self, epoch: int, batches: int) -> None:
+        self.epoch, self.batches = epoch, batches
+
+
+class _HostPass(HostDelivery):
+    """Batches in memory of this process."""
+
+    def __init__(self, runtime: Runtime, attachment: Attachment, pass_: Pass, transform: Transform | None) -> None:
+        super().__init__(runtime, pass_.handoff, transform=transform)
+        self.pass_ = pass_
+        self._attachment = attachment
+
+    def take(self, item: Ready) -> Any:
+        """The batch, transformed where there is a transform."""
+        if not self.pass_.touched:
+            self._runtime.call(self._attachment.touch, self.pass_)
+        return super().take(item)
+
+    def watch(self, owner: object) -> None:
+        """End the pass when ``owner`` is dropped."""
+        self._attachment.watch(self.pass_, owner)
+
+    def stop(self) -> None:
+        """The pass wants no more; never blocks."""
+        self._runtime.call(self._attachment.end, self.pass_)
+
+    def ended(self) -> None:
+        """The end was seen: nothing to stop."""
+
+    async def stopped(self) -> None:
+        """Nothing to wait for: the threads are the consumer's."""
+
+
+class _DevicePass:
+    """Batches on a device: a copy thread of this pass issues, the consumer's stream waits."""
+
+    def __init__(self, runtime: Runtime, attachment: Attachment, pass_: Pass, copier: Copier) -> None:
+        self.handoff: Handoff[Item] = Handoff()
+        self.pass_ = pass_
+        self._runtime = runtime
+        self._attachment = attachment
+        self._copier = copier
+        copier.follow()
+        # Nothing here may refer to this object: the copy thread would then keep it, and itself, alive.
+        issued = partial(_issued, runtime)
+        self._thread = CopyThread(copier, pass_.handoff, self.handoff, room=DEVICE_BATCHES, issued=issued)
+
+    def watch(self, owner: object) -> None:
+        self._attachment.watch(self.pass_, owner)
+        self._thread.watch(owner)
+
+    def launch(self) -> None:
+        self._thread.launch()
+
+    def take(self, item: Ready) -> Any:
+        if not self.pass_.touched:
+            self._runtime.call(self._attachment.touch, self.pass_)
+        batch = self._copier.deliver(item.batch)
+        self._thread.taken(item)
+        return batch
+
+    def stop(self) -> None:
+        self._thread.stop()
+        self._runtime.call(self._attachment.end, self.pass_)
+
+    def ended(self) -> None:
+        self._thread.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        return self._thread.join(timeout_s)
+
+    async def stopped(self) -> None:
+        await asyncio.to_thread(self._thread.join, JOIN_S)
+
+
+class _Keeper:
+    """Keeps what is attached alive while one iterates it."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+
+    def handing_out(self, item: Ready) -> None:
+        pass
+
+    def handed_out(self, item: Ready) -> None:
+        pass
+
+    def failed(self, item: Failed) -> None:
+        pass
+
+    def ended(self) -> None:
+        if self._attached._delivery is not None:
+            self._attached._delivery.ended()
+
+
+def _issued(runtime: Runtime, item: Ready) -> None:
+    """A batch has left the host's queue."""
+    if item.release is not None:
+        runtime.call(item.release, item)
+
+
+def _release_unused() -> None:
+    """Let the device forget shared memory whose last copy has ended just now."""
+    from aiofeed.share.slots import release_unused
+
+    release_unused()
+
+
+def _unchanged(batch: Any) -> Any:
+    """The copier takes a batch as it lies in its slot."""
+    return batch

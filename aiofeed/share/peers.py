@@ -1,0 +1,116 @@
+"""Who is at the other end of a Unix socket, as the kernel says it, and word of that process's end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# How often processes are looked at where the kernel does not tell of their end.
+LOOK_S = 0.25
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The process at the other end.
+
+    Args:
+        pid: its number when it connected (or began to listen); 0 where that is not known.
+        uid: its user.
+    """
+
+    pid: int
+    uid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """Who is at the other end of a connected Unix socket.
+
+    Raises:
+        OSError: the kernel does not say.
+    """
+    if hasattr(socket, "SO_PEERCRED"):
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return Peer(pid, uid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
+    if libc.getpeereid(sock.fileno(), ctypes.byref(uid), ctypes.byref(gid)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    pid = 0
+    if sys.platform == "darwin":
+        pid = sock.getsockopt(0, 2)  # SOL_LOCAL, LOCAL_PEERPID
+    return Peer(pid, uid.value)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that is not known is taken to."""
+    if not pid:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+class ProcessWatch:
+    """Word of a process's end, though somebody else, a fork of its, holds its connection open. On a running loop.
+
+    Args:
+        pid: the process; 0: nobody is watched.
+        ended: called once, when it has.
+    """
+
+    def __init__(self, pid: int, ended: Callable[[], object]) -> None:
+        self._pid = pid
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._descriptor = -1
+        if not pid or pid == os.getpid():
+            return
+        if hasattr(os, "pidfd_open"):
+            try:
+                self._descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._loop.call_soon(self._fire)
+                return
+            except OSError:
+                pass  # no room for one, or an older kernel
+        if self._descriptor >= 0:
+            self._loop.add_reader(self._descriptor, self._fire)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        if is_alive(self._pid):
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+        else:
+            self._fire()
+
+    def _fire(self) -> None:
+        ended, self._ended = self._ended, _nothing
+        self.close()
+        ended()
+
+    def close(self) -> None:
+        """Watch no more; idempotent."""
+        self._ended = _nothing
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,69 @@
+"""DistributedDataParallel on one host: two ranks attached to one server, which gives each batch to one of them.
+
+    python examples/ddp_one_host.py
+
+The ranks take turns, so the feeder's batches should divide by their number: then all of them take as many steps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import aiofeed
+
+RANKS = 2
+SAMPLES = 256
+
+
+def train(rank: int, place: str, told: Connection) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}/group", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(1, 1)
+    model = DistributedDataParallel(linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    with aiofeed.attach(f"{place}/feed.sock") as feed:
+        batches = 0
+        for inputs, targets in feed:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs / SAMPLES), targets / SAMPLES).backward()
+            optimizer.step()
+            seen += inputs.flatten().int().tolist()
+            batches += 1
+    torch.distributed.destroy_process_group()
+    told.send((batches, seen, linear.weight.item()))
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    x = torch.arange(float(SAMPLES)).unsqueeze(1)
+    # The server shares out: the feeder itself is not sharded.
+    feeder = aiofeed.Feeder(TensorDataset(x, 2 * x), batch_size=8, shuffle=True, shard=None)
+    with tempfile.TemporaryDirectory() as place, feeder:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ends, processes = [], []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe(duplex=False)
+            processes.append(context.Process(target=train, args=(rank, place, theirs)))
+            processes[-1].start()
+            ends.append(ours)
+        aiofeed.serve(feeder, f"{place}/feed.sock", mode="shard", min_consumers=RANKS).run(epochs=1)
+        told = [end.recv() for end in ends]
+        for process in processes:
+            process.join()
+    for rank, (batches, _, _) in enumerate(told):
+        print(f"rank {rank}: {batches} batches")
+    once = sorted(told[0][1] + told[1][1]) == list(range(SAMPLES))
+    print(f"each sample once: {once}, same weights: {told[0][2] == told[1][2]}")
+
+
+if __name__ == "__main__":
+    main()
