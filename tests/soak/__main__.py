@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,8 @@ def _shown(soak: Soak, numbers: Iterator[int], minutes: float) -> Iterator[int]:
 def main() -> int:
     """Run, print the totals; 1 where a promise was broken."""
     arguments = _arguments()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell that masks it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     seed = arguments.seed if arguments.seed is not None else time.time_ns() % (1 << 31)
     print(f"seed: {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
