@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aiofeed.failures import Failure
     from aiofeed.feeder import Feeder
     from aiofeed.policy import FailurePolicy
+    from aiofeed.share.shared_tensors import SharedTensors, attach_tensors, share
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -43,6 +44,10 @@ _HOMES = {
     "DecodeImage": "aiofeed.decoders.image",
     "Source": "aiofeed.types",
     "Decoder": "aiofeed.types",
+    # between processes
+    "share": "aiofeed.share.shared_tensors",
+    "attach_tensors": "aiofeed.share.shared_tensors",
+    "SharedTensors": "aiofeed.share.shared_tensors",
     # what may be used, and what was
     "Limits": "aiofeed.config",
     "FailurePolicy": "aiofeed.policy",
@@ -71,6 +76,9 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "DecodeImage",
     "Source",
     "Decoder",
+    "share",
+    "attach_tensors",
+    "SharedTensors",
     "Limits",
     "FailurePolicy",
     "FeedStatistics",
