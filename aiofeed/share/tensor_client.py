@@ -65,7 +65,7 @@ class Attacher:
                     log.warning(
                         "device memory shared at %s cannot be opened here (%s): this process gets a copy of its own",
                         self._path,
-                        error,
+                        str(error),  # the error itself would keep the memory, through its traceback
                     )
                 return self._structure(*self._ask(sock, host=True, limit_s=_COPYING_S))
         except WireError as error:

@@ -170,7 +170,7 @@ class TensorStore:
             try:
                 handle = self._handles.export(tensor)
             except HandleError as error:
-                log.warning("device memory cannot be shared here (%s): every process gets a copy of its own", error)
+                log.warning("device memory cannot be shared here (%s): every process gets its own copy", str(error))
                 return None
             places.append(OnDevice(list(tensor.shape), _name(tensor.dtype), int(tensor.storage_offset()), handle))
         return places
