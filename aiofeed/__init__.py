@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aiofeed.policy import FailurePolicy
     from aiofeed.scattering import scatter
     from aiofeed.server import serve
+    from aiofeed.share.shared_tensors import SharedTensors, attach_tensors, share
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -53,6 +54,10 @@ _HOMES = {
     "DecodeImage": "aiofeed.decoders.image",
     "Source": "aiofeed.types",
     "Decoder": "aiofeed.types",
+    # between processes
+    "share": "aiofeed.share.shared_tensors",
+    "attach_tensors": "aiofeed.share.shared_tensors",
+    "SharedTensors": "aiofeed.share.shared_tensors",
     # what may be used, and what was
     "Limits": "aiofeed.config",
     "FailurePolicy": "aiofeed.policy",
@@ -87,6 +92,9 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "DecodeImage",
     "Source",
     "Decoder",
+    "share",
+    "attach_tensors",
+    "SharedTensors",
     "Limits",
     "FailurePolicy",
     "FeedStatistics",

@@ -29,8 +29,16 @@ def free_memory() -> int:
     available = _meminfo_available()
     limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(limit - used, 0))
+        # Files that were read count as used, but are given up as soon as somebody needs the room.
+        available = min(available, max(limit - used + _unused_file_pages(), 0))
     return available
+
+
+def _unused_file_pages() -> int:
+    for line in (_read(_CGROUP / "memory.stat") or "").splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
 
 
 def memory_limit() -> int | None:
