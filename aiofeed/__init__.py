@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiofeed.policy import FailurePolicy
     from aiofeed.scattering import scatter
     from aiofeed.server import serve
-    from aiofeed.share.shared_tensors import SharedTensors, attach_tensors, share
+    from aiofeed.sharing.shared_tensors import SharedTensors, attach_tensors, share
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.folder import ImageFolder
@@ -55,9 +55,9 @@ _HOMES = {
     "Source": "aiofeed.types",
     "Decoder": "aiofeed.types",
     # between processes
-    "share": "aiofeed.share.shared_tensors",
-    "attach_tensors": "aiofeed.share.shared_tensors",
-    "SharedTensors": "aiofeed.share.shared_tensors",
+    "share": "aiofeed.sharing.shared_tensors",
+    "attach_tensors": "aiofeed.sharing.shared_tensors",
+    "SharedTensors": "aiofeed.sharing.shared_tensors",
     # what may be used, and what was
     "Limits": "aiofeed.config",
     "FailurePolicy": "aiofeed.policy",

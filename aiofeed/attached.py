@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiofeed.device import DeviceBackend
-    from aiofeed.share.attachment import Attachment, Pass
+    from aiofeed.sharing.attachment import Attachment, Pass
 
 Transform = Callable[[Any], Any]
 
@@ -64,7 +64,7 @@ def attach(
         FeedError: there is no server, it is another user's, or it refuses.
         TypeError, ValueError: an argument of the wrong kind or out of range.
     """
-    from aiofeed.share.address import resolve
+    from aiofeed.sharing.address import resolve
 
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
@@ -94,8 +94,8 @@ class Attached:
         self._said = _Said()
 
     def _connect(self, wait_s: float) -> None:
-        from aiofeed.share.attachment import Attachment
-        from aiofeed.share.greeting import attach as greet
+        from aiofeed.sharing.attachment import Attachment
+        from aiofeed.sharing.greeting import attach as greet
 
         sock, batches = greet(self._path, wait_s)
         try:
@@ -166,7 +166,7 @@ class Attached:
         return iter(self)
 
     def _deliver(self, runtime: Runtime, attachment: Attachment) -> _HostPass | _DevicePass:
-        from aiofeed.share.attachment import Pass
+        from aiofeed.sharing.attachment import Pass
 
         pass_ = Pass(room=PREFETCH_BATCHES)
         if self._backend is None:
@@ -370,7 +370,7 @@ def _issued(runtime: Runtime, item: Ready) -> None:
 
 def _release_unused() -> None:
     """Let the device forget shared memory whose last copy has ended just now."""
-    from aiofeed.share.slots import release_unused
+    from aiofeed.sharing.slots import release_unused
 
     release_unused()
 

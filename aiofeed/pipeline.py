@@ -33,7 +33,7 @@ from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
-    from aiofeed.share.processes import EngineProcesses
+    from aiofeed.sharing.processes import EngineProcesses
     from aiofeed.static_copier import StaticBatch
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
@@ -196,7 +196,7 @@ class Pipeline:
         make: Callable[..., Engine] = partial(Engine, new_assembly=self._new_assembly)
         limits = recipe.limits
         if self._processes is not None:
-            from aiofeed.share.remote import RemoteEngine
+            from aiofeed.sharing.remote import RemoteEngine
 
             make = partial(RemoteEngine, processes=self._processes)
             # Each process beyond the first is to have a batch to decode while the others do.
@@ -323,7 +323,7 @@ class Pipeline:
 def check_travels(recipe: Recipe) -> None:
     """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
     if recipe.engines:
-        from aiofeed.share import travel
+        from aiofeed.sharing import travel
 
         travel.check_travels(source=recipe.source, decode=recipe.decode, collate_fn=recipe.collate_fn)
 
@@ -331,8 +331,8 @@ def check_travels(recipe: Recipe) -> None:
 def _processes(recipe: Recipe) -> EngineProcesses | None:
     if not recipe.engines:
         return None
-    from aiofeed.share.processes import EngineProcesses
-    from aiofeed.share.travel import Cargo, check_not_starting
+    from aiofeed.sharing.processes import EngineProcesses
+    from aiofeed.sharing.travel import Cargo, check_not_starting
 
     check_not_starting()
     limits, source = recipe.limits, recipe.source

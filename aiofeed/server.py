@@ -18,7 +18,7 @@ from aiofeed.feeder import Feeder
 from aiofeed.runtime import Runtime
 
 if TYPE_CHECKING:
-    from aiofeed.share.hub import Hub, Mode, Slow, Terms, When
+    from aiofeed.sharing.hub import Hub, Mode, Slow, Terms, When
 
 log = logging.getLogger("aiofeed")
 
@@ -90,8 +90,8 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.share.address import resolve
-    from aiofeed.share.hub import Terms
+    from aiofeed.sharing.address import resolve
+    from aiofeed.sharing.hub import Terms
 
     terms = Terms(mode, positive_int("lag", lag), slow, join, positive_int("min_consumers", min_consumers))
     return Server(feeder, resolve(address), terms)
@@ -166,8 +166,8 @@ class Server:
         if not len(self._feeder):
             raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.share.address import Listener
-        from aiofeed.share.hub import Hub
+        from aiofeed.sharing.address import Listener
+        from aiofeed.sharing.hub import Hub
 
         listener = Listener(self._path)
         runtime = Runtime(read_threads=1, decode_threads=1)

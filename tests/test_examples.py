@@ -253,6 +253,25 @@ def test_several_devices_trains_as_one_device_does() -> None:
     assert losses[2] == pytest.approx(losses[1], rel=0.01, abs=1e-5)
 
 
+# --- shared_tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets that pass descriptors")
+def test_shared_tensors_are_one_copy() -> None:
+    """Both children learn from 16 MiB that three processes have, and each accounts for a third of."""
+    output = run("shared_tensors.py", "--samples", "16384")
+    assert "16 MiB shared" in output
+    losses = re.findall(r"^rate ([0-9.]+): loss ([0-9.]+)$", output, re.MULTILINE)
+    assert [rate for rate, _ in losses] == ["0.005", "0.02"]
+    assert float(losses[1][1]) < float(losses[0][1]) < 0.9
+    if sys.platform == "linux":
+        figures = re.findall(r"\(Rss\) ([0-9.]+) MiB, its share \(Pss\) ([0-9.]+) MiB", output)
+        assert len(figures) == 2
+        for mapped, share in figures:
+            assert float(mapped) >= 16
+            assert float(share) == pytest.approx(float(mapped) / 3, rel=0.05)
+
+
 # --- lightning_resume, accelerate_loop, torchrun_ddp, checkpoint_dcp --------------------------------------------------
 
 

@@ -292,5 +292,5 @@ def test_nothing_of_ours_unpickles_or_evaluates() -> None:
                     assert node.value.id not in ("torch", "np", "numpy"), f"{path}:{node.lineno}"
             else:
                 continue
-            used -= ALLOWED.get(path.name, set()) if path.parent.name == "share" else set()
+            used -= ALLOWED.get(path.name, set()) if path.parent.name == "sharing" else set()
             assert not used & names, f"{path}:{node.lineno} names {used & names}"

@@ -1,0 +1,210 @@
+"""The engine within an engine process: it assembles in slots, and tells the trainer instead of queueing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiofeed.batch import Batch
+from aiofeed.budget import Budget
+from aiofeed.collate import Assembly, CollateAssembly, Kept, RowAssembly, TreeAssembly
+from aiofeed.config import ResolvedLimits
+from aiofeed.engine import Engine
+from aiofeed.errors import SampleError
+from aiofeed.executor import ThreadPool
+from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_items import DatasetFetcher
+from aiofeed.handoff import Handoff
+from aiofeed.sharing.failures import describe
+from aiofeed.sharing.messages import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
+from aiofeed.sharing.packing import pack
+from aiofeed.sharing.slots import Slot, SlotMemory
+from aiofeed.sharing.travel import Cargo
+from aiofeed.sources.dataset import FromDataset
+from aiofeed.staging import Lease
+from aiofeed.stream import Step
+from aiofeed.types import BatchPlan
+
+_UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Commission(BatchPlan):
+    """A plan, and the number by which the trainer knows it."""
+
+    serial: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class AskedOrder:
+    """The epoch's order, which the trainer's side has.
+
+    Args:
+        length: how many positions it has.
+        ask: the index at a position.
+    """
+
+    length: int
+    ask: Callable[[int], Awaitable[int]]
+
+    def index_at(self, position: int) -> Awaitable[int]:
+        """The index at a position, once it has been said."""
+        return self.ask(position)
+
+
+class ChildEngine(Engine):
+    """The engine, which says what it has finished instead of queueing it, and decodes what the trainer has opened."""
+
+    def __init__(
+        self,
+        steps: AsyncIterator[Step],
+        *,
+        cargo: Cargo,
+        number: int,
+        executor: ThreadPool,
+        tell: Callable[[FromEngine, Sequence[int]], None],
+    ) -> None:
+        fetcher = new_fetcher(cargo)
+        memory = SlotMemory(cargo.keep)
+        limits = ResolvedLimits(
+            read_concurrency=cargo.share(cargo.read_concurrency, number),
+            decode_threads=cargo.share(cargo.decode_threads, number),
+            # The trainer's side admits and opens batches; here only reads and threads are bounded.
+            prefetch_batches=_UNBOUNDED,
+            memory_bytes=_UNBOUNDED,
+            device_batches=_UNBOUNDED,
+        )
+        super().__init__(
+            (),
+            batch_size=1,
+            fetcher=fetcher,
+            new_assembly=partial(_new_assembly, cargo, fetcher),
+            wrap=_as_it_is,
+            memory=memory,
+            executor=executor,
+            handoff=Handoff(),
+            limits=limits,
+            budget=Budget(sys.maxsize),
+            # Finished batches leave at once: the trainer's side puts them in order.
+            in_order=False,
+            policy=cargo.policy,
+            length=cargo.length,
+        )
+        self._arriving = steps
+        self._tell = tell
+        self._slots = memory
+        self._tells_reads = not cargo.in_order
+        self.may_decode: set[int] = set()
+        self._lent: dict[int, Slot] = {}
+        self._told_read: set[int] = set()
+
+    def told(self, message: Open | Free) -> None:
+        """The trainer has opened a batch, or read one."""
+        if isinstance(message, Open):
+            self.may_decode.add(message.serial)
+            self._open_gates()
+        elif (slot := self._lent.pop(message.serial, None)) is not None:
+            slot.give_back()
+
+    async def _plan(self) -> None:
+        async for step in self._arriving:
+            await self._plan_step(step)
+            if self._failed:
+                return
+
+    def _open_gates(self) -> None:
+        for entry in self._line:
+            batch: Any = entry
+            plan = batch.plan
+            if plan.serial in self.may_decode:
+                self.may_decode.discard(plan.serial)
+                batch.gate.set()
+                self._opened += 1
+            if self._tells_reads and batch.unaccounted and not batch.unread and plan.serial not in self._told_read:
+                self._told_read.add(plan.serial)
+                self._tell(WasRead(plan.serial), ())
+
+    def _hand_over(self, batch: Batch) -> None:
+        self._budget.release(batch.reserved)
+        assert isinstance(batch.plan, Commission)
+        serial = batch.plan.serial
+        self._told_read.discard(serial)
+        counters = batch.counters
+        spent = Spent(counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries)
+        failures = [describe(error) for error in batch.failures]
+        slot = batch.lease
+        assert slot is None or isinstance(slot, Slot)
+        if batch.error is not None:
+            if slot is not None:
+                slot.give_back()
+            self._tell(Broken(serial, describe(batch.error), failures, spent, batch.nbytes), ())
+            return
+        assert slot is not None
+        segments, descriptors, retired = self._slots.introduce(slot.segments)
+        self._lent[serial] = slot
+        kept = None if batch.kept is None else list(batch.kept)
+        filled = Filled(serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures)
+        self._tell(filled, descriptors)
+
+    def _deliver_failure(
+        self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
+    ) -> None:
+        if not self._failed:
+            self._failed = True
+            self._tell(Ended(describe(error)), ())
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _RowsInSlot(RowAssembly):
+    def of(self, slot: Slot) -> _RowsInSlot:
+        self._slot = slot
+        return self
+
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        return pack(super().finish(keys, kept), self._slot)
+
+
+class _TreeInSlot(TreeAssembly):
+    def of(self, slot: Slot) -> _TreeInSlot:
+        self._slot = slot
+        return self
+
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        return pack(super().finish(keys, kept), self._slot)
+
+
+class _CollateInSlot(CollateAssembly):
+    def of(self, slot: Slot) -> _CollateInSlot:
+        self._slot = slot
+        return self
+
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        packed = pack(super().finish(keys, kept), self._slot)
+        self.nbytes = self._slot.used
+        return packed
+
+
+def _new_assembly(cargo: Cargo, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+    """Where a batch is put together: in its slot, described when it is finished."""
+    assert isinstance(lease, Slot)
+    if cargo.collate_fn is not None:
+        return _CollateInSlot(samples, cargo.collate_fn, None).of(lease)
+    if decodes_in_place(cargo.decode):
+        row = cargo.decode.row  # type: ignore[union-attr]
+        return _RowsInSlot(row, samples, lease, targets=fetcher.has_targets).of(lease)
+    return _TreeInSlot(samples, lease).of(lease)
+
+
+def new_fetcher(cargo: Cargo) -> Fetcher:
+    """What reads and decodes."""
+    if isinstance(cargo.source, FromDataset):
+        return DatasetFetcher(cargo.source, cargo.policy)
+    assert cargo.decode is not None
+    in_place = cargo.collate_fn is None and decodes_in_place(cargo.decode)
+    return BytesFetcher(cargo.source, cargo.decode, in_place=in_place, length=cargo.length, policy=cargo.policy)

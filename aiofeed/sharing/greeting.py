@@ -1,0 +1,73 @@
+"""The first words of a consumer to a server, before it has a loop: blocking, and bounded."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from pathlib import Path
+
+from aiofeed.errors import FeedError
+from aiofeed.sharing.address import connect
+from aiofeed.sharing.messages import encode
+from aiofeed.sharing.talk import MAX_WORD_BYTES, VERSION, Hello, Refused, Welcome, decode_from_server
+from aiofeed.sharing.wire import WireError, frame
+
+# A server answers within milliseconds, unless it is stopped.
+ANSWER_S = 5.0
+_LOOK_S = 0.02
+
+
+def attach(path: Path, wait_s: float) -> tuple[socket.socket, int]:
+    """A connection that has been greeted, and how many batches an epoch has.
+
+    Args:
+        path: where the server is.
+        wait_s: how long to wait for one to come.
+
+    Raises:
+        FeedError: there is none, it refuses, or it does not answer.
+    """
+    deadline = time.monotonic() + wait_s
+    while (sock := connect(path)) is None:
+        if time.monotonic() >= deadline:
+            raise FeedError(
+                f"no server listens at {path}"
+                + (f", and none came within {wait_s:g} s" if wait_s else "")
+                + f": start one with aiofeed.serve(feeder, {str(path)!r})"
+            )
+        time.sleep(_LOOK_S)
+    try:
+        return sock, _greet(sock, path)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _greet(sock: socket.socket, path: Path) -> int:
+    sock.settimeout(ANSWER_S)
+    try:
+        sock.sendall(frame(encode(Hello(VERSION))))
+        nbytes, descriptors = struct.unpack("<II", _exactly(sock, 8))
+        if nbytes > MAX_WORD_BYTES or descriptors:
+            raise WireError("no greeting")
+        answer = decode_from_server(_exactly(sock, nbytes))
+    except TimeoutError:
+        raise FeedError(f"the server at {path} did not answer within {ANSWER_S:.0f} s") from None
+    except (OSError, WireError) as error:
+        raise FeedError(f"what listens at {path} did not greet as a server does: {error}") from error
+    if isinstance(answer, Refused):
+        raise FeedError(f"the server at {path} refuses this process: {answer.reason}")
+    if not isinstance(answer, Welcome) or answer.version != VERSION:
+        raise FeedError(f"the server at {path} speaks another version: install the same version of aiofeed for both")
+    return answer.batches
+
+
+def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = sock.recv(nbytes - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return data

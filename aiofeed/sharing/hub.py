@@ -1,0 +1,266 @@
+"""A server's side of the ring, on its loop: it takes a feeder's batches and gives them to whoever is attached.
+
+One task feeds: it waits for room in the ring, takes a batch, puts it into a slot and tells those who are to read it.
+All else happens in calls of the loop: consumers come, join, read, leave and die. Nothing is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from aiofeed.errors import FeedError, as_exception
+from aiofeed.executor import ThreadPool
+from aiofeed.sharing.address import Listener
+from aiofeed.sharing.consumers import Consumer, Reception
+from aiofeed.sharing.failures import describe
+from aiofeed.sharing.ledger import Ledger, ServedMemory
+from aiofeed.sharing.packing import pack
+from aiofeed.sharing.remote import INLINE_BYTES
+from aiofeed.sharing.talk import Begins, Ends, Fails, Farewell, Given
+from aiofeed.sharing.wire import MAX_DESCRIPTORS
+from aiofeed.tree import leaves
+
+log = logging.getLogger("aiofeed")
+
+Mode = Literal["broadcast", "shard"]
+Slow = Literal["wait", "drop"]
+When = Literal["epoch", "batch"]
+
+# What those who are still attached may take to hear that the server was closed.
+FAREWELL_S = 2.0
+
+
+class Epochs(Protocol):
+    """A feeder, as far as it is served."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Any: ...
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of ``n``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a feeder is served; see ``aiofeed.serve``."""
+
+    mode: Mode = "broadcast"
+    lag: int = 4
+    slow: Slow = "wait"
+    join: When = "epoch"
+    min_consumers: int = 1
+
+
+class Hub:
+    """Serves one feeder.
+
+    Args:
+        feeder: iterated here alone; asked for an epoch's iterator in a thread of the executor.
+        listener: where consumers come; closed with the hub.
+        terms: how it is served.
+        executor: copies large batches, and begins epochs.
+    """
+
+    def __init__(self, feeder: Epochs, listener: Listener, terms: Terms, executor: ThreadPool) -> None:
+        self._feeder = feeder
+        self._terms = terms
+        self._executor = executor
+        self._memory = ServedMemory(keep=terms.lag + 1)
+        self._ledger = Ledger()
+        self._changed = asyncio.Event()
+        self._members: list[Consumer] = []
+        self._turn = 0
+        self._epoch = -1
+        self._reception = Reception(listener, self, batches=self._share(0, terms.min_consumers))
+
+    @property
+    def consumers(self) -> list[Consumer]:
+        """Those who are attached; a snapshot, for any thread."""
+        return list(self._reception.consumers)
+
+    async def run(self, epochs: int, *, go_on: bool) -> None:
+        """Feed so many epochs, then say goodbye.
+
+        Args:
+            epochs: up to which one, as ``Feeder.epochs`` has it.
+            go_on: whether a failure, which everybody is told of, ends an epoch only.
+
+        Raises:
+            Exception: what the feeder raised.
+        """
+        reason = "it was closed"
+        try:
+            self._reception.open()
+            await self._until(lambda: self._joining() >= self._terms.min_consumers)
+            for epoch in self._feeder.epochs(epochs):
+                await self._until(lambda: self._joining() > 0)
+                try:
+                    await self._feed(epoch)
+                except Exception as error:
+                    self._fail(error)
+                    if not go_on:
+                        reason = f"its feeder failed: {type(error).__name__}: {error}"
+                        raise
+                    log.error("epoch %d failed, and those who were fed were told: %s", epoch, error)
+            reason = "it has fed all its epochs"
+        finally:
+            await self._close(reason)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _joining(self) -> int:
+        return sum(consumer.ticket is not None for consumer in self._reception.consumers)
+
+    async def _feed(self, epoch: int) -> None:
+        """One epoch, for those who have joined by now; it is left when none of them is there any more."""
+        self._epoch = epoch
+        self._members = []
+        self._turn = 0
+        self._admit(0)
+        iterator = await asyncio.get_running_loop().run_in_executor(self._executor, iter, self._feeder)
+        try:
+            number = 0
+            while await self._room():
+                try:
+                    batch = await anext(iterator)
+                except StopAsyncIteration:
+                    for consumer in self._members:
+                        consumer.send(Ends(consumer.joined))
+                    return
+                await self._publish(number, batch)
+                del batch
+                number += 1
+                if self._terms.join == "batch":
+                    self._admit(number)
+        finally:
+            iterator.close()
+
+    def _admit(self, number: int) -> None:
+        """Those who wait to be fed are, from batch ``number`` of the epoch on."""
+        new = [each for each in self._reception.consumers if each.ticket is not None and each not in self._members]
+        self._members.extend(new)
+        for consumer in new if number else self._members:
+            assert consumer.ticket is not None
+            consumer.joined = consumer.ticket
+            place = (self._members.index(consumer) - self._turn) % len(self._members)
+            consumer.send(Begins(consumer.joined, self._epoch, self._share(number, len(self._members), place)))
+
+    def _share(self, number: int, members: int, place: int = 0) -> int:
+        left = len(self._feeder) - number
+        if self._terms.mode == "broadcast":
+            return left
+        return max(0, -(-(left - place) // members))
+
+    async def _room(self) -> bool:
+        """Wait for a free slot; whether anybody is there to be fed."""
+        while self._members and len(self._ledger) >= self._terms.lag:
+            if self._terms.slow == "drop":
+                self._drop_slow()
+                if len(self._ledger) < self._terms.lag:
+                    break
+            self._changed.clear()
+            await self._changed.wait()
+        return bool(self._members)
+
+    def _drop_slow(self) -> None:
+        """Those who have every slot of the ring, while somebody waits who has read all of its own."""
+        held = {consumer: self._ledger.held_by(consumer) for consumer in self._members}
+        if 0 not in held.values():
+            return
+        for consumer, slots in held.items():
+            if slots >= self._terms.lag:
+                log.warning("consumer %d is dropped: it is %d batches behind", consumer.pid, slots)
+                consumer.dismiss(
+                    f'it was dropped: it fell {slots} batches behind another consumer, and the server has slow="drop" '
+                    f"and lag={self._terms.lag}"
+                )
+
+    async def _publish(self, number: int, batch: Any) -> None:
+        slot = self._memory.lease()
+        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(batch))
+        try:
+            if nbytes <= INLINE_BYTES:
+                node = pack(batch, slot)
+            else:
+                put = partial(pack, batch, slot)
+                node = await asyncio.get_running_loop().run_in_executor(self._executor, put)
+            if len(slot.segments) > MAX_DESCRIPTORS:
+                raise FeedError(f"a batch in {len(slot.segments)} pieces; at most {MAX_DESCRIPTORS} can be passed on")
+        except BaseException:
+            slot.give_back()
+            raise
+        readers = self._readers()
+        serial = self._ledger.publish(slot, readers)
+        segments = list(slot.segments)
+        for consumer in readers:
+            try:
+                new, descriptors, retired = self._memory.segments_for(segments, consumer.known)
+            except OSError as error:
+                consumer.dismiss(f"the server can pass on no memory: {error.strerror} (raise `ulimit -n` there)")
+                continue
+            consumer.send(Given(consumer.joined, serial, number, node, nbytes, new, retired), descriptors)
+            consumer.batches += 1
+
+    def _readers(self) -> list[Consumer]:
+        if self._terms.mode == "broadcast" or not self._members:
+            return list(self._members)
+        self._turn %= len(self._members)
+        reader = self._members[self._turn]
+        self._turn += 1
+        return [reader]
+
+    def _fail(self, error: BaseException) -> None:
+        failure = describe(as_exception(error))
+        members, self._members = self._members, []
+        for consumer in members:
+            consumer.ticket = None
+            consumer.send(Fails(consumer.joined, failure))
+
+    async def _close(self, reason: str) -> None:
+        self._reception.close_door()
+        for consumer in self.consumers:
+            consumer.send(Farewell(reason))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FAREWELL_S
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            while self._reception.consumers and loop.time() < deadline:
+                self._changed.clear()
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+        self._reception.close()
+        self._memory.close()
+
+    # --- what consumers say, on the loop ---
+
+    def joined(self, consumer: Consumer) -> None:
+        """A consumer wants to be fed."""
+        self._changed.set()
+
+    def left(self, consumer: Consumer) -> None:
+        """A consumer wants no more, or is gone."""
+        if consumer in self._members:
+            at = self._members.index(consumer)
+            del self._members[at]
+            # The turn stays with whoever has it.
+            self._turn -= at < self._turn
+        self._changed.set()
+
+    def gone(self, consumer: Consumer) -> None:
+        """A consumer is gone, with all that it had."""
+        self._ledger.gone(consumer)
+        self.left(consumer)
+
+    def read(self, consumer: Consumer, serial: int) -> None:
+        """A consumer has read a slot."""
+        self._ledger.read(consumer, serial)
+        self._changed.set()

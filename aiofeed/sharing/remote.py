@@ -1,0 +1,186 @@
+"""The engine on the trainer's side of the ring: it plans and delivers as ever; processes read and decode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from aiofeed.batch import Batch
+from aiofeed.budget import Budget
+from aiofeed.config import ResolvedLimits
+from aiofeed.engine import Engine
+from aiofeed.errors import FeedError, SampleError
+from aiofeed.executor import ThreadPool
+from aiofeed.fetch import Fetcher
+from aiofeed.handoff import Handoff
+from aiofeed.items import Item
+from aiofeed.policy import FailurePolicy
+from aiofeed.sharing.failures import rebuild
+from aiofeed.sharing.messages import Broken, Filled
+from aiofeed.sharing.packing import copied, in_place, unpack
+from aiofeed.sharing.process import Work
+from aiofeed.sharing.processes import EngineProcesses
+from aiofeed.sharing.slots import Ring
+from aiofeed.sharing.wire import WireError
+from aiofeed.staging import Bytes, HostMemory, Lease, Memory
+from aiofeed.stream import Step
+
+# Below this a batch is copied out of the ring by the loop itself: a millisecond or two, less than handing it to a
+# thread and back takes while a training step holds the GIL. A larger one would keep the loop from what others say.
+INLINE_BYTES = 16 << 20
+
+
+class RemoteEngine(Engine):
+    """Turns batch plans into finished batches, by processes.
+
+    Args:
+        steps, limits, budget, handoff, in_order, policy, length: as for any engine.
+        processes: who reads and decodes.
+        fetcher: knows the samples' names; it reads nothing here.
+        wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
+        memory: where batches are copied to; unused where a device copies from the ring itself.
+        executor: copies large batches.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[Step],
+        *,
+        processes: EngineProcesses,
+        fetcher: Fetcher,
+        batch_size: int,
+        wrap: Callable[[Any], Any],
+        memory: Memory,
+        executor: ThreadPool,
+        handoff: Handoff[Item],
+        limits: ResolvedLimits,
+        budget: Budget,
+        in_order: bool,
+        policy: FailurePolicy,
+        length: int,
+    ) -> None:
+        super().__init__(
+            steps,
+            batch_size=batch_size,
+            fetcher=fetcher,
+            new_assembly=_nowhere,
+            wrap=wrap,
+            memory=memory,
+            executor=executor,
+            handoff=handoff,
+            limits=limits,
+            budget=budget,
+            in_order=in_order,
+            policy=policy,
+            length=length,
+        )
+        self._processes = processes
+        self._memory = memory
+        self._wrap = wrap
+
+    async def run(self) -> None:
+        """As of any engine; it ends early where a process does."""
+        self._processes.when_broken(self._broke)
+        await super().run()
+
+    def _broke(self, error: FeedError) -> None:
+        self._deliver_failure(error)
+        self._room.set()
+
+    async def _start_chunks(self, batch: Batch, samples: int) -> None:
+        was_read = partial(self._was_read, batch)
+        work = self._processes.assign(batch.plan, opened=batch.gate.is_set(), was_read=was_read)
+        self._group.create_task(self._assemble(batch, work, batch.gate.is_set()))
+
+    def _was_read(self, batch: Batch) -> None:
+        batch.unread = 0
+        self._open_gates()
+
+    async def _assemble(self, batch: Batch, work: Work, opened: bool) -> None:
+        if not opened:
+            await batch.gate.wait()
+            work.open()
+        reply = await work.reply
+        spent, counters = reply.spent, batch.counters
+        for name in reply.spent.__struct_fields__:
+            setattr(counters, name, getattr(counters, name) + getattr(spent, name))
+        if isinstance(reply, Broken):
+            batch.error = _feed_error(rebuild(reply.error))
+        else:
+            batch.kept = reply.kept
+            await self._take(batch, work, reply)
+        failures = map(rebuild, reply.failures)
+        batch.failures = [batch.tally.know(error) for error in failures if isinstance(error, SampleError)]
+        batch.encoded_bytes = reply.nbytes
+        self._complete(batch)
+        if isinstance(reply, Filled) and not isinstance(batch.lease, RingLease):
+            # Last: the word wakes another process, which may take this one's core from the consumer's thread.
+            work.free()
+
+    async def _take(self, batch: Batch, work: Work, filled: Filled) -> None:
+        """The batch out of its slot; on its way to a device it may stay there."""
+        self.chunk_size = filled.chunk_size
+        ring = work.process.ring
+        try:
+            if ring.pinned:
+                batch.lease = RingLease(asyncio.get_running_loop(), work.free)
+                batch.result = unpack(filled.batch, partial(_in_place, ring))
+                return
+            batch.lease = self._memory.lease()
+            copy = partial(self._copy_out, ring, filled, batch.lease)
+            if filled.nbytes <= INLINE_BYTES:
+                batch.result, seconds = copy()
+            else:
+                batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, copy)
+        except WireError as error:
+            work.process.kill()
+            self._broke(FeedError(f"an engine process described a batch that cannot be: {error}"))
+            return
+        batch.counters.copy_s += seconds
+
+    def _copy_out(self, ring: Ring, filled: Filled, lease: Lease) -> tuple[Any, float]:
+        started = time.perf_counter()
+        batch = self._wrap(unpack(filled.batch, lambda leaf: copied(ring.view(leaf), leaf, lease)))
+        return batch, time.perf_counter() - started
+
+
+def _in_place(ring: Ring, leaf: Any) -> Any:
+    return in_place(ring.view(leaf), leaf, pinned=ring.pinned, lease=_private)
+
+
+# What stays on the host beside a batch on a device: arrays of a collate_fn. It keeps nothing.
+_private = HostMemory(0)
+
+
+class RingLease:
+    """A slot that a device copies from: given back once it has."""
+
+    pinned = True
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, free: Callable[[], None]) -> None:
+        self._loop = loop
+        self._free: Callable[[], None] | None = free
+
+    def take(self, nbytes: int) -> Bytes:
+        """Nothing is put into it on this side."""
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Every copy from it has completed, or none was ever issued; from any thread. Idempotent."""
+        free, self._free = self._free, None
+        if free is not None:
+            try:
+                self._loop.call_soon_threadsafe(free)
+            except RuntimeError:
+                pass  # the loop is closed, and the process with it
+
+
+def _feed_error(error: Exception) -> FeedError:
+    return error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
+
+
+def _nowhere(samples: int, lease: Lease) -> Any:
+    raise NotImplementedError("batches are put together in the engine's process")

@@ -1,0 +1,240 @@
+"""The slots of the ring: where an engine process puts a batch, and what the trainer reads it from.
+
+A slot is the segments of one batch, and is owned by one side at a time:
+
+    free ── lease ──> being filled ── Filled ──> the trainer's ── Free ──> free
+         engine process                  trainer: copies          engine process
+
+The engine process writes only between ``lease`` and ``Filled``, the trainer reads only between ``Filled`` and
+``Free``. Nobody but these two messages moves a slot on, so nothing has to be locked between the processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.sharing.messages import Leaf, NewSegment
+from aiofeed.sharing.segments import GRAIN, Segment, adopt, create
+from aiofeed.sharing.wire import WireError
+from aiofeed.staging import Bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiofeed.device import DeviceBackend
+
+log = logging.getLogger("aiofeed")
+
+# Vector loads, and the rows of DMA engines.
+_ALIGNMENT = 64
+# How fast the size of an extraordinary batch is forgotten.
+_DECAY = 0.95
+_DTYPE_KINDS = "biufcSUMm"
+_MOST_DIMENSIONS = 32
+
+
+class SlotMemory:
+    """The engine process's end: shared memory for batches, made as needed and used again.
+
+    Args:
+        keep: free segments kept; those unused the longest go first.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._free: list[Segment] = []
+        self._typical = 0.0
+        self._unsent: dict[int, int] = {}
+        self._retired: list[int] = []
+
+    def lease(self) -> Slot:
+        """The slot of one batch."""
+        return Slot(self)
+
+    def take(self, nbytes: int) -> Segment:
+        """A segment of at least ``nbytes``: the smallest that is free, or a new one with room for a whole batch."""
+        with self._lock:
+            fitting = [segment for segment in self._free if segment.nbytes >= nbytes]
+            if fitting:
+                segment = min(fitting, key=lambda each: each.nbytes)
+                self._free.remove(segment)
+                return segment
+            # The odd bytes behind the rows, targets say, find room in the same segment.
+            segment, descriptor = create(next(self._numbers), max(nbytes, int(self._typical)) + GRAIN // 2)
+            self._unsent[segment.number] = descriptor
+            return segment
+
+    def put_back(self, segments: Sequence[Segment], used: int) -> None:
+        """The slot is free again; ``used`` bytes of it had been."""
+        with self._lock:
+            self._typical = max(float(used), self._typical * _DECAY)
+            self._free.extend(segments)
+            while len(self._free) > self._keep:
+                gone = self._free.pop(0)
+                if (descriptor := self._unsent.pop(gone.number, None)) is None:
+                    self._retired.append(gone.number)
+                else:
+                    os.close(descriptor)
+
+    def introduce(self, segments: Sequence[Segment]) -> tuple[list[NewSegment], list[int], list[int]]:
+        """Those that the trainer does not know yet, their descriptors, and the numbers it may forget."""
+        with self._lock:
+            new = [segment for segment in segments if segment.number in self._unsent]
+            descriptors = [self._unsent.pop(segment.number) for segment in new]
+            retired, self._retired = self._retired, []
+        return [NewSegment(segment.number, segment.nbytes) for segment in new], descriptors, retired
+
+
+class Slot:
+    """The memory of one batch: a segment, and more where it turns out not to be enough."""
+
+    pinned = False
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self.segments: list[Segment] = []
+        self._next = 0
+        self.used = 0
+
+    def take(self, nbytes: int) -> Bytes:
+        """``nbytes`` of the slot."""
+        with self._lock:
+            if not self.segments or self._next + nbytes > self.segments[-1].nbytes:
+                # As large as all before it: however many arrays a first batch has, its segments are few.
+                self.segments.append(self._memory.take(max(nbytes, self.used)))
+                self._next = 0
+            start = self._next
+            self._next = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT
+            self.used += nbytes
+            return self.segments[-1].memory[start : start + nbytes]
+
+    def locate(self, memory: NDArray[Any]) -> tuple[int, int] | None:
+        """Segment and offset of a C-contiguous array; ``None`` where it lies elsewhere."""
+        address = memory.__array_interface__["data"][0]
+        for segment in self.segments:
+            if segment.address <= address and address + memory.nbytes <= segment.address + segment.nbytes:
+                return segment.number, address - segment.address
+        return None
+
+    def give_back(self) -> None:
+        """Nobody reads or writes it any more. Idempotent."""
+        with self._lock:
+            segments, self.segments = self.segments, []
+        if segments:
+            self._memory.put_back(segments, self.used)
+
+
+class Ring:
+    """The trainer's end: the segments of one engine process, mapped, and registered with the device once.
+
+    Args:
+        backend: the device that copies from them; ``None`` for none.
+    """
+
+    def __init__(self, backend: DeviceBackend | None = None) -> None:
+        self._segments: dict[int, Segment] = {}
+        self._register: Callable[[Bytes], object] | None = getattr(backend, "register", None)
+        self._unregister: Callable[[Bytes], object] | None = getattr(backend, "unregister", None)
+        self.pinned = self._register is not None
+
+    def learn(self, segments: Sequence[NewSegment], descriptors: list[int]) -> None:
+        """Map what is new; its descriptors are taken out of the list.
+
+        Raises:
+            WireError: a segment is not what was announced.
+        """
+        if len(segments) != len(descriptors):
+            raise WireError(f"{len(segments)} segments with {len(descriptors)} descriptors")
+        for new in segments:
+            if new.number in self._segments:
+                raise WireError(f"segment {new.number} is known already")
+            segment = adopt(new.number, new.nbytes, descriptors.pop(0))
+            self._segments[new.number] = segment
+            if self._register is not None and self._unregister is not None:
+                self._pin(segment, self._register, self._unregister)
+
+    def _pin(
+        self, segment: Segment, register: Callable[[Bytes], object], unregister: Callable[[Bytes], object]
+    ) -> None:
+        release_unused()
+        try:
+            register(segment.memory)
+        except Exception as error:  # noqa: BLE001 - whatever the driver says, pageable memory is slower and right
+            self.pinned, self._register = False, None
+            log.warning("shared memory cannot be pinned (%s): copies to the device will be slower", str(error))
+            return
+        # What the finalizer holds keeps the mapping, whose address the driver knows, until it has been told.
+        kept = segment.memory.base
+        weakref.finalize(segment.memory, _unused.append, (unregister, kept)).atexit = False
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Let go of segments that are not used any more."""
+        for number in numbers:
+            self._segments.pop(number, None)
+
+    def view(self, leaf: Leaf) -> NDArray[Any]:
+        """The array of a leaf, as it lies in the ring.
+
+        Raises:
+            WireError: it does not lie within its segment, or is no plain array.
+        """
+        dtype = plain_dtype(leaf.dtype)
+        if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
+            raise WireError(f"an array of shape {leaf.shape}")
+        count = 1
+        for size in leaf.shape:
+            count *= size
+        nbytes = count * dtype.itemsize
+        if nbytes == 0:
+            return _nothing(leaf.shape, dtype)
+        segment = self._segments.get(leaf.segment)
+        if segment is None or leaf.offset < 0 or leaf.offset + nbytes > segment.nbytes:
+            raise WireError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
+        return segment.memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+
+
+def _nothing(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:  # though it has no bytes, its other dimensions may be too many
+        raise WireError(f"an array of shape {shape}: {error}") from None
+
+
+def plain_dtype(text: str) -> np.dtype[Any]:
+    """A dtype of plain bytes; ``WireError`` for any other."""
+    try:
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise WireError(f"{text!r} is no dtype: {error}") from None
+    if dtype.kind not in _DTYPE_KINDS or dtype.hasobject or dtype.fields or dtype.subdtype or not dtype.itemsize:
+        raise WireError(f"{text!r} is no dtype of plain bytes")
+    return dtype
+
+
+# Registered memory that nothing refers to any more. The collector only appends here (a C function).
+_unused: deque[tuple[Callable[[Bytes], object], Any]] = deque()
+
+
+def release_unused() -> None:
+    """Tell devices of registered memory that is not used any more, and unmap it."""
+    while True:
+        try:
+            unregister, mapping = _unused.popleft()
+        except IndexError:
+            return
+        try:
+            unregister(np.frombuffer(mapping, np.uint8))
+        except Exception as error:  # noqa: BLE001 - the device is beyond use, and this is only tidying up
+            log.debug("shared memory could not be unregistered: %s", error)

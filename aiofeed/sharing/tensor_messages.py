@@ -1,0 +1,134 @@
+"""What those who share tensors and those who attach say to each other: plain typed structs, in MessagePack."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, TypeVar, Union
+
+import msgspec
+
+from aiofeed.sharing.wire import WireError
+
+VERSION = 1
+
+
+class _Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class Attach(_Struct, frozen=True):
+    """Asks for the tensors.
+
+    Args:
+        version: of these messages.
+        host: only in host memory: device memory is not wanted, or could not be opened.
+    """
+
+    version: int
+    host: bool = False
+
+
+class InSegment(_Struct, frozen=True):
+    """A tensor in host memory, in C order.
+
+    Args:
+        shape: of it.
+        dtype: torch's name for it.
+        segment: which segment of the offer; -1 for a tensor of no bytes.
+        offset: where in it, in bytes.
+        device: identity of the device from which it was brought; "" for none.
+    """
+
+    shape: list[int]
+    dtype: str
+    segment: int
+    offset: int
+    device: str = ""
+
+
+class Handle(_Struct, frozen=True):
+    """Device memory of another process: what CUDA and torch need to open it.
+
+    Args:
+        device: the device's UUID, because its index differs from process to process.
+        allocation: CUDA's handle of the allocation.
+        nbytes: of the storage.
+        offset: of the storage, in the allocation.
+        counter, counter_offset: where torch counts who has it open.
+        event: CUDA's handle of the event after which it may be read.
+        event_needed: whether that has to be waited for.
+    """
+
+    device: str
+    allocation: bytes
+    nbytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_needed: bool
+
+
+class OnDevice(_Struct, frozen=True):
+    """A tensor in device memory, in C order.
+
+    Args:
+        shape: of it.
+        dtype: torch's name for it.
+        start: its first element, in the storage.
+        handle: of the storage.
+    """
+
+    shape: list[int]
+    dtype: str
+    start: int
+    handle: Handle
+
+
+class Offer(_Struct, frozen=True):
+    """The tensors; the segments' descriptors come with the message, in this order.
+
+    Args:
+        pid: of the process that shares them.
+        kind: what they are in.
+        keys: of a dict.
+        places: where each lies.
+        segments: size of each, in bytes.
+    """
+
+    pid: int
+    kind: Literal["tensor", "list", "tuple", "dict"]
+    keys: list[str | int]
+    places: list[InSegment | OnDevice]
+    segments: list[int]
+
+
+class Refused(_Struct, frozen=True):
+    """There is nothing to be had."""
+
+    reason: str
+
+
+Reply: TypeAlias = Union[Offer, Refused]  # noqa: UP007 - msgspec wants it resolvable
+
+MessageT = TypeVar("MessageT")
+
+encode = msgspec.msgpack.Encoder().encode
+_attach: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
+_reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_attach(payload: bytes) -> Attach:
+    """What an attacher says; ``WireError`` where it is nothing of the kind."""
+    return _decode(_attach, payload)
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """What a sharer says; ``WireError`` where it is nothing of the kind."""
+    return _decode(_reply, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(payload)} bytes that are no message: {type(error).__name__}: {error}") from None

@@ -1,0 +1,116 @@
+"""CUDA tensors that two processes have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from aiofeed.sharing.shared_tensors import attach_tensors, share
+
+pytestmark = pytest.mark.cuda
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CHILD = """
+import gc, logging, sys
+import torch
+from aiofeed.sharing.shared_tensors import attach_tensors
+logging.basicConfig(stream=sys.stdout)
+data = attach_tensors(sys.argv[1], *sys.argv[2:])
+x, part = data["x"], data["part"]
+torch.cuda.synchronize()
+print(x.device.type, x.dtype, int(x.sum()), part.tolist(), list(data["empty"].shape), data["host"].tolist(), flush=True)
+x[0] = 1000
+torch.cuda.synchronize()
+print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Addresses of this test's own."""
+    with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
+        monkeypatch.setattr(tempfile, "tempdir", made)
+        yield
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    x = torch.arange(100_000, device="cuda")
+    return {
+        "x": x,
+        "part": x[10:14].view(2, 2),
+        "empty": torch.empty(0, 3, device="cuda"),
+        "host": torch.arange(3),
+    }
+
+
+def child(address: str, *arguments: str, **environment: str) -> tuple[str, subprocess.Popen[str]]:
+    """What a process prints once it has attached and written, and the process, which still has the tensors."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, address, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert process.stdout is not None
+    output = ""
+    while not output.endswith("written\n"):
+        line = process.stdout.readline()
+        assert line, output
+        output += line
+    return output, process
+
+
+SEEN = f"cuda torch.int64 {sum(range(100_000))} [[10, 11], [12, 13]] [0, 3] [0, 1, 2]"
+
+
+@pytest.mark.timeout(180)
+def test_another_process_has_the_same_device_memory() -> None:
+    """What it writes is seen here; two in a row, and once they have gone the memory is free to be used again."""
+    shared = share(tensors(), "gpu")
+    for _ in range(2):
+        output, process = child("gpu")
+        assert output == f"{SEEN}\nwritten\n"
+        assert shared.tensors["x"][0].item() == 1000
+        shared.tensors["x"][0] = 0
+        torch.cuda.synchronize()
+        process.communicate("\n", timeout=60)
+        assert process.returncode == 0
+    before = torch.cuda.memory_allocated()
+    shared.close()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() < before
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("way", ["cpu", "expandable", "same process"])
+def test_without_ipc_there_is_a_copy(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """For host memory, for an allocator without handles, for the process itself."""
+    if way == "expandable":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        with share(tensors(), "copy") as shared:
+            if way == "same process":
+                attached = attach_tensors("copy")
+                assert torch.equal(attached["x"], shared.tensors["x"])
+                assert attached["x"].data_ptr() != shared.tensors["x"].data_ptr()
+                assert "copy of its own" in caplog.text
+                return
+            output, process = child("copy", *(["cpu"] if way == "cpu" else []))
+            process.communicate("\n", timeout=60)
+            assert process.returncode == 0
+            device = "cpu" if way == "cpu" else "cuda"
+            assert SEEN.replace("cuda", device) in output
+            if way == "cpu":
+                assert shared.tensors["x"][0].item() == 0
+    finally:
+        if way == "expandable":
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
