@@ -6,12 +6,13 @@ be looked at is read here, and what Pillow must read is measured here first. Sou
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, TiffImagePlugin
 
 _ORIENTATION = ExifTags.Base.Orientation.value
 _FURTHER = {ExifTags.IFD.Exif.value, ExifTags.IFD.GPSInfo.value, ExifTags.IFD.Interop.value}
@@ -36,8 +37,17 @@ class _Entry(NamedTuple):
     at: int
 
 
-def _entries(data: bytes, at: int, order: str, big: bool = False) -> Iterator[_Entry]:
-    """The tags of the directory at ``at`` that Pillow reads: up to the first that is cut off or points past the end."""
+@functools.cache
+def _first_counts() -> bool:
+    """Whether this Pillow takes the first of two equal tags, and skips those that are together more than the file.
+
+    Pillow 13 does. Pillow 12 takes the last, and stops where a tag points past the end.
+    """
+    return hasattr(TiffImagePlugin.ImageFileDirectory_v2(), "_tag_data_limit")
+
+
+def _entries(data: bytes, at: int, order: str, big: bool = False, *, as_pillow: bool = False) -> Iterator[_Entry]:
+    """The tags of the directory at ``at`` whose values lie within ``data``; ``as_pillow``: those that it goes by."""
     head, entry, room = ("Q", "HHQ8x", 8) if big else ("H", "HHL4x", 4)
     head, entry, pointer = order + head, order + entry, order + ("Q" if big else "L")
     length, step = len(data), struct.calcsize(entry)
@@ -45,16 +55,26 @@ def _entries(data: bytes, at: int, order: str, big: bool = False) -> Iterator[_E
     if at > length:
         return
     (count,) = struct.unpack_from(head, data, at - struct.calcsize(head))
+    first_counts = as_pillow and _first_counts()
+    seen: set[int] = set()
+    total = 0
     for place in range(at, min(at + count * step, length - step + 1), step):
         tag, kind, values = struct.unpack_from(entry, data, place)
         size = values * _UNITS.get(kind, 0)
-        if size == 0:
+        if size == 0 or tag in seen:
             continue
         value = place + step - room
         if size > room:
             (value,) = struct.unpack_from(pointer, data, value)
+            total += size
+            if first_counts and total > length:
+                continue
             if value + size > length:
-                return
+                if as_pillow:
+                    return
+                continue
+        if first_counts:
+            seen.add(tag)
         yield _Entry(tag, kind, values, size, value)
 
 
@@ -112,7 +132,7 @@ def orientation_in(exif: bytes) -> int | None:
         raise ValueError("EXIF begins with the header of a TIFF")
     (start,) = struct.unpack_from(order + "L", exif, 4)
     found = None
-    for tag, kind, _values, _size, at in _entries(exif, start, order):
+    for tag, kind, _values, _size, at in _entries(exif, start, order, as_pillow=True):
         if tag == _ORIENTATION:
             found = _orientation(kind, order, exif, at)
     return found

@@ -74,8 +74,8 @@ class DecodeImage:
             many pixels. (Pictures inside ICO, ICNS and BLP files, which have headers of their own, also keep to
             Pillow's.)
         formats: which formats may be opened, by Pillow's names, in any case. The default is what people train on:
-            JPEG (with MPO, of which the first picture counts), PNG, WEBP, GIF, BMP, TIFF, PPM (with PGM, PBM, PAM and
-            PFM), AVIF and JPEG2000, as far as this Pillow has them. More can be asked for, ``(*DecodeImage.formats,
+            JPEG (with MPO, of which the first picture counts), PNG, WEBP, GIF, BMP, TIFF, PPM (with PGM, PBM and PFM),
+            AVIF and JPEG2000, as far as this Pillow has them. More can be asked for, ``(*DecodeImage.formats,
             "TGA")``; mind that for "EPS" Pillow runs Ghostscript, a PostScript interpreter, on whatever the file says.
         backend: "auto": plain JPEGs of at most 2**17 pixels by simplejpeg where it is installed (the extra ``turbo``),
             all else by Pillow; larger ones would gain nothing. "pillow": all by Pillow. "turbo": plain JPEGs of any
