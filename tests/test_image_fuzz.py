@@ -353,14 +353,24 @@ def reference(data: bytes) -> tuple[str, np.ndarray[Any, Any]]:
         mode = image.mode
         try:
             upright = ImageOps.exif_transpose(image)
-        except Exception:  # its parser of EXIF; the picture is sound, and as it is stored
-            upright = image
+        except Exception:  # its parser of EXIF, or its writer, which has yet to take the turn out of the tags
+            upright = turned_by_tag(image)
         if mode.startswith("I;16"):
             upright = Image.fromarray((np.asarray(upright) >> 8).astype("u1"))
         if upright.mode == "La":
             upright = upright.convert("LA")
         small = upright.convert("RGB").resize((SIZE[1], SIZE[0]), Image.Resampling.BILINEAR)
     return mode, np.asarray(small)
+
+
+def turned_by_tag(image: Image.Image) -> Image.Image:
+    """The turn alone; as it is stored where there is no reading what the turn is."""
+    turns = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+    try:
+        turn = dict(enumerate(turns, 2)).get(image.getexif().get(0x0112))
+    except Exception:
+        turn = None
+    return image if turn is None else image.transpose(Image.Transpose[turn])
 
 
 def check(data: bytes) -> bool:
