@@ -1,15 +1,15 @@
 """JPEGs by libjpeg-turbo through simplejpeg, from the same bytes to the same pixels as Pillow, in less Python.
 
 Pillow spends some 30 microseconds of Python, all under the GIL, before and after libjpeg works on a file; this spends
-less than 10. So it pays for small pictures, and for several threads. Only the plain is taken: sequential, 8 bits, grey or
-three colours, nothing odd in front of the pixels, no complaint of libjpeg's while decoding. All else is left to Pillow,
-whose verdict on a damaged file is therefore the only one.
+less than 10. So it pays for small pictures, and for several threads. Only the plain is taken: sequential, 8 bits, grey
+or three colours, nothing odd in front of the pixels, no complaint of libjpeg's while decoding. All else is left to
+Pillow, whose verdict on a damaged file is therefore the only one.
 
 The rest of the way is Pillow's too: its resize reads simplejpeg's memory in place, and is as fast as it is exact.
-OpenCV's ``INTER_AREA`` takes three times as long (627 us to 199 us, 500x400 to 224x224; worst PSNR against Pillow 36 dB),
-and ``INTER_LINEAR`` does not antialias (133 us, 28 dB). One call per chunk, a loop in C over libturbojpeg without the
-GIL, was at 64x64, reading included, 1.08 to 1.09 times as fast as this in one thread and 1.2 to 1.3 times in two: not
-worth a compiler and a library that no wheel brings.
+OpenCV's ``INTER_AREA`` takes three times as long (500x400 to 224x224: 627 us to 199 us; worst PSNR against Pillow
+36 dB), and ``INTER_LINEAR`` does not antialias (133 us, 28 dB). One call per chunk, a loop in C over libturbojpeg
+without the GIL, was at 64x64, reading included, 1.08 to 1.09 times as fast as this in one thread and 1.2 to 1.3 times
+in two: not worth a compiler and a library that no wheel brings.
 """
 
 from __future__ import annotations
