@@ -11,6 +11,7 @@ MODULES = (
     "overlap",
     "slow_reads",
     "tiny_files",
+    "turbo",
     "handover",
     "startup",
     "epochs",

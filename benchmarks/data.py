@@ -23,9 +23,10 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"aiofeed-benchmarks-{os.getuid()}"
 
 
-def jpeg_folder(data: Path, count: int) -> Path:
-    """``count`` JPEGs of 500 x 400, quality 90, cut at random from photographs; one sub-folder per photograph."""
-    return _made(data / f"jpeg-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_jpegs(folder, count))
+def jpeg_folder(data: Path, count: int, width: int = WIDTH, height: int = HEIGHT) -> Path:
+    """``count`` JPEGs of one size, quality 90, cut at random from photographs; one sub-folder per photograph."""
+    name = f"jpeg-{width}x{height}-q{QUALITY}-{count}"
+    return _made(data / name, lambda folder: _write_jpegs(folder, count, width, height))
 
 
 def noise_folder(data: Path, count: int) -> Path:
@@ -59,7 +60,7 @@ def _made(folder: Path, write: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _write_jpegs(folder: Path, count: int) -> None:
+def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
     import numpy as np
     from PIL import Image
 
@@ -73,11 +74,11 @@ def _write_jpegs(folder: Path, count: int) -> None:
         picture = pictures[name]
         # Three fifths to all of the largest part of this shape: neither mostly blur nor all alike.
         share = random.uniform(0.6, 1.0)
-        width = min(picture.width, picture.height * WIDTH / HEIGHT) * share
-        height = width * HEIGHT / WIDTH
-        left, top = random.uniform(0, picture.width - width), random.uniform(0, picture.height - height)
-        box = (left, top, left + width, top + height)
-        part = picture.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS, box=box)
+        across = min(picture.width, picture.height * width / height) * share
+        down = across * height / width
+        left, top = random.uniform(0, picture.width - across), random.uniform(0, picture.height - down)
+        box = (left, top, left + across, top + down)
+        part = picture.resize((width, height), Image.Resampling.LANCZOS, box=box)
         part.save(folder / name / f"{number:05d}.jpg", quality=QUALITY)
 
 

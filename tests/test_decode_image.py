@@ -423,8 +423,8 @@ def decoded_sizes(monkeypatch):
 def test_jpegs_are_decoded_at_the_scale_that_is_needed(mode, size, target, decoded, monkeypatch):
     """A JPEG is decoded at the smallest of 1, 1/2, 1/4, 1/8 that keeps twice the target on both axes."""
     sizes = decoded_sizes(monkeypatch)
-    decode(DecodeImage(target), encode(Image.new(mode, size), "JPEG"))
-    decode(DecodeImage(target, scaled=False), encode(Image.new(mode, size), "JPEG"))
+    decode(DecodeImage(target, backend="pillow"), encode(Image.new(mode, size), "JPEG"))
+    decode(DecodeImage(target, scaled=False, backend="pillow"), encode(Image.new(mode, size), "JPEG"))
     assert sizes == [decoded, size]
 
 
@@ -434,7 +434,7 @@ def test_small_crops_are_decoded_larger(monkeypatch):
     data = encode(Image.new("RGB", (1600, 1600)), "JPEG")
     for share, side in ((1.0, 400), (0.25, 800), (0.01, 1600)):
         sizes.clear()
-        decode(DecodeImage(190, crop="random", scale=(share, share), ratio=(1, 1)), data, 0)
+        decode(DecodeImage(190, crop="random", scale=(share, share), ratio=(1, 1), backend="pillow"), data, 0)
         assert sizes == [(side, side)]
 
 
@@ -710,6 +710,7 @@ def test_pickles_and_compares_by_value():
         ({"size": 8, "formats": None}, TypeError, "formats must be a tuple of names, as .* got None"),
         ({"size": 8, "formats": ("PNG", 3)}, TypeError, "formats must be a tuple of names"),
         ({"size": 8, "formats": ()}, ValueError, "formats must name one format or more, got none"),
+        ({"size": 8, "backend": "opencv"}, ValueError, 'backend must be "auto", "pillow" or "turbo", got \'opencv\''),
         ({"size": 8, "formats": ("JPG",)}, ValueError, "formats has 'JPG', which this Pillow cannot open; it knows .*"),
     ],
 )

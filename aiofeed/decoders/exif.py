@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from PIL import ExifTags, Image, TiffImagePlugin
 
@@ -155,15 +155,23 @@ def orientation_of(image: Image.Image) -> int:
     directory is read here in a few microseconds, where Pillow's parser takes 15 to 50.
     """
     info = image.info
+    if hasattr(image, "tag_v2") and info.get("exif") is None and "Raw profile type exif" not in info:
+        try:
+            value = image.getexif().get(_ORIENTATION)
+        except Exception:  # noqa: BLE001 - as below
+            return 1
+        return int(value) if value in (2, 3, 4, 5, 6, 7, 8) else 1
+    return orientation_in_info(info)
+
+
+def orientation_in_info(info: Mapping[Any, Any]) -> int:
+    """The same from the metadata alone, under the names that Pillow keeps them by."""
     try:
         found: int | None = None
         if (exif := info.get("exif")) is not None:
             found = orientation_in(exif)
         elif "Raw profile type exif" in info:
             found = orientation_in(bytes.fromhex("".join(info["Raw profile type exif"].split("\n")[3:])))
-        elif hasattr(image, "tag_v2"):
-            value = image.getexif().get(_ORIENTATION)
-            return int(value) if value in (2, 3, 4, 5, 6, 7, 8) else 1
         if found is None and (xmp := info.get("XML:com.adobe.xmp")):
             found = _orientation_in_xmp(re.search(r'tiff:Orientation(="|>)([0-9])', xmp))
         elif found is None and (xmp := info.get("xmp")):

@@ -33,6 +33,8 @@ from aiofeed.decoders.geometry import (
 from aiofeed.decoders.modes import to_rgb
 from aiofeed.decoders.opening import FORMATS, JpegFile, check_pixels, open_image
 from aiofeed.decoders.quiet import decoding
+from aiofeed.decoders.rendering import render, turned
+from aiofeed.decoders.turbo import BACKENDS, decode_jpeg_into, jpeg_decoder, required_decoder
 from aiofeed.types import Row
 
 if TYPE_CHECKING:
@@ -42,16 +44,6 @@ if TYPE_CHECKING:
 # Whichever was installed last serves, and many packages pull Pillow in: say which one it is.
 _log = logging.getLogger("aiofeed")
 _log.info("images are decoded by %s %s", "Pillow-SIMD" if ".post" in PIL.__version__ else "Pillow", PIL.__version__)
-
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @dataclass(frozen=True)
@@ -85,11 +77,16 @@ class DecodeImage:
             JPEG (with MPO, of which the first picture counts), PNG, WEBP, GIF, BMP, TIFF, PPM (with PGM, PBM and PFM),
             AVIF and JPEG2000, as far as this Pillow has them. More can be asked for, ``(*DecodeImage.formats,
             "TGA")``; mind that for "EPS" Pillow runs Ghostscript, a PostScript interpreter, on whatever the file says.
+        backend: "auto": plain JPEGs of at most 2**17 pixels by simplejpeg where it is installed (the extra ``turbo``),
+            all else by Pillow; larger ones would gain nothing. "pillow": all by Pillow. "turbo": plain JPEGs of any
+            size by simplejpeg; an error where it is not installed. The pixels are the same, bit for bit, where Pillow
+            too has libjpeg-turbo, as its wheels do.
 
     Raises:
         TypeError: what is decoded is not bytes.
         ValueError, OSError: it is no image, of another format, broken, truncated, of no pixels or of more than
             ``max_pixels``.
+        ImportError: ``backend="turbo"`` without simplejpeg.
     """
 
     size: int | tuple[int, int]
@@ -101,6 +98,7 @@ class DecodeImage:
     scaled: bool = field(default=True, kw_only=True)
     max_pixels: int = field(default=178_956_970, kw_only=True)
     formats: tuple[str, ...] = field(default=FORMATS, kw_only=True)
+    backend: Literal["auto", "pillow", "turbo"] = field(default="auto", kw_only=True)
 
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
@@ -125,6 +123,10 @@ class DecodeImage:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         put(self, "max_pixels", positive("max_pixels", self.max_pixels))
         put(self, "formats", names_of(self.formats))
+        if self.backend not in BACKENDS:
+            raise ValueError(f'backend must be "auto", "pillow" or "turbo", got {self.backend!r}')
+        if self.backend == "turbo":
+            required_decoder()
         put(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         put(self, "takes_seed", self.crop == "random" or self.flip)
 
@@ -153,15 +155,21 @@ class DecodeImage:
                 f"out must be C-contiguous uint8 {list(self.row.shape)}, "
                 f"got {out.dtype} {list(out.shape)} with strides {out.strides}"
             )
-        height, width, _ = self.row.shape
-        target = (width, height) if self.scaled else None
-        picture, view = load_picture(
-            _as_bytes(data),
-            lambda w, h: self.view(w, h, seed),
-            target=target,
-            max_pixels=self.max_pixels,
-            formats=self.formats,
-        )
+        data = _as_bytes(data)
+
+        def choose(width: int, height: int) -> View:
+            return self.view(width, height, seed)
+
+        if self.backend != "pillow" and ("JPEG" in self.formats or "MPO" in self.formats):
+            # Asked for here and not kept: a decoder may be pickled on one machine and decode on another.
+            every = self.backend == "turbo"
+            jpegs = required_decoder() if every else jpeg_decoder()
+            if jpegs is not None and decode_jpeg_into(
+                out, data, choose, jpegs, scaled=self.scaled, max_pixels=self.max_pixels, large=every
+            ):
+                return
+        target = (out.shape[1], out.shape[0]) if self.scaled else None
+        picture, view = load_picture(data, choose, target=target, max_pixels=self.max_pixels, formats=self.formats)
         render(picture, view, out)
 
     def view(self, width: int, height: int, seed: int | None = None) -> View:
@@ -228,21 +236,8 @@ def load_picture(
         raise OSError(f"broken image: {type(error).__name__}: {error}") from error
     finally:
         decoding.now = False
-    if orientation != 1:
-        # Before the resize, which is horizontal first: turned afterwards, the last bits would differ.
-        picture = picture.transpose(_UPRIGHT[orientation])
+    picture = turned(picture, orientation)
     return picture, View(scaled_box(view.box, width, height, factor, orientation), view.flip)
-
-
-def render(picture: Image.Image, view: View, out: NDArray[np.uint8]) -> None:
-    """Fill ``out``, C-contiguous uint8 [H, W, 3], with what ``view`` shows of an RGB ``picture``."""
-    height, width, _ = out.shape
-    small = picture.resize((width, height), Image.Resampling.BILINEAR, box=view.box)
-    if view.flip:
-        small = small.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    # Pillow keeps RGB in four bytes a pixel, so it must pack, and packs into bytes only. Of what is public this is the
-    # fastest for 224 x 224: 22 us, np.asarray(small) 24 us; a numpy copy from the four bytes takes 100 us.
-    out.data.cast("B")[:] = small.tobytes()
 
 
 @functools.cache
