@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiofeed import testing
     from aiofeed.bridge import prefetch
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.host import HostCache
     from aiofeed.config import Limits
     from aiofeed.counters import FeedStatistics
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnosis import DeviceReport, device_report
     from aiofeed.errors import (
         BatchFailedError,
+        CacheError,
         CollateError,
         DecodeError,
         DeviceCopyError,
@@ -40,12 +43,14 @@ _HOMES = {
     "Feeder": "aiofeed.feeder",
     "prefetch": "aiofeed.bridge",
     "scatter": "aiofeed.scattering",
-    # sources and decoders
+    # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "DecodeImage": "aiofeed.decoders.image",
+    "HostCache": "aiofeed.cache.host",
+    "DiskCache": "aiofeed.cache.disk",
     "Source": "aiofeed.types",
     "Decoder": "aiofeed.types",
     # what may be used, and what was
@@ -63,6 +68,7 @@ _HOMES = {
     "CollateError": "aiofeed.errors",
     "BatchFailedError": "aiofeed.errors",
     "TooManyFailures": "aiofeed.errors",
+    "CacheError": "aiofeed.errors",
     "DeviceCopyError": "aiofeed.errors",
     "StateError": "aiofeed.errors",
     "IteratorClosedError": "aiofeed.errors",
@@ -78,6 +84,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FromDataset",
     "Tensors",
     "DecodeImage",
+    "HostCache",
+    "DiskCache",
     "Source",
     "Decoder",
     "Limits",
@@ -93,6 +101,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "CollateError",
     "BatchFailedError",
     "TooManyFailures",
+    "CacheError",
     "DeviceCopyError",
     "StateError",
     "IteratorClosedError",
