@@ -93,10 +93,11 @@ class DiskStore(Store):
         self._file: CacheFile | None = None
         self._table: NDArray[np.void] = np.empty(0, [("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
         self._damaged: set[int] = set()
+        self._told = False
         self._writes = True
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_file", "_table", "_damaged", "_writes")
+        mine = ("_file", "_table", "_damaged", "_told", "_writes")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def _inherit(self) -> None:
@@ -184,7 +185,8 @@ class DiskStore(Store):
                 row = _whole(checksum, index, self._table[index], self._arena)
                 if row is None:
                     self._damaged.add(index)
-                    if len(self._damaged) == 1:
+                    if not self._told:
+                        self._told = True
                         log.warning(
                             "the cache %s has damaged samples, number %d the first: they are decoded again",
                             self._file.path,
@@ -217,8 +219,10 @@ class DiskStore(Store):
                 self._damaged.discard(index)
                 self._slots[index] = place
         except OSError as error:
-            self._writes = False
-            log.warning("the cache %s is not written to any more: %s", file.path, error)
+            with self._lock:
+                told, self._writes = not self._writes, False
+            if not told:
+                log.warning("the cache %s is not written to any more: %s", file.path, str(error))
 
 
 def _whole(

@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -70,6 +71,8 @@ class CacheFile:
                 raise
             self._fd = os.open(path, os.O_RDONLY | flags)
             self.writable = False
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise CacheError(f"DiskCache: {path!r} is no regular file; choose another path")
 
     def __del__(self) -> None:
         if self._fd >= 0:
