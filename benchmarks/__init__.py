@@ -16,4 +16,5 @@ MODULES = (
     "epochs",
     "own_process",
     "resident",
+    "cache",
 )

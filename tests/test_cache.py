@@ -335,9 +335,11 @@ def test_augment_may_not_write_into_what_is_kept() -> None:
             cached += 1
             return cached
 
-    with Feeder(Numbers(4), decode=Rude("array"), batch_size=4, cache="host") as feeder:
-        with pytest.raises(DecodeError, match="read-only"):
-            list(feeder)
+    with (
+        Feeder(Numbers(4), decode=Rude("array"), batch_size=4, cache="host") as feeder,
+        pytest.raises(DecodeError, match="read-only"),
+    ):
+        list(feeder)
     assert epochs(Feeder(Numbers(4), decode=Rude("tensor"), batch_size=4, cache="host"), 3)[2] == flat(
         [[torch.stack([tensor(b"%d" % n) + 1 for n in range(4)]), torch.arange(0, -4, -1)]]
     )
@@ -455,7 +457,9 @@ def test_a_decoder_that_is_random_as_a_whole_is_refused(decode: Any) -> None:
         Feeder(Numbers(), decode=decode, batch_size=4, cache="host")
 
 
-@pytest.mark.parametrize(("cache", "error"), [("device", TypeError), ("disk", TypeError), (True, TypeError), (5, TypeError)])
+@pytest.mark.parametrize(
+    ("cache", "error"), [("device", TypeError), ("disk", TypeError), (True, TypeError), (5, TypeError)]
+)
 def test_what_is_no_cache_is_refused(cache: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r'"host", aiofeed\.HostCache'):
         Feeder(Numbers(), decode=tensor, batch_size=4, cache=cache)

@@ -115,9 +115,11 @@ def test_pictures_of_other_crops_share_a_file(jpeg_folder: Path, path: Path) -> 
             list(feeder)
     assert feeder.statistics().bytes_read == 0
     whole = DecodeImage(16, crop="random", cached_size=50)
-    with Feeder(source, decode=whole, batch_size=9, cache=DiskCache(path)) as feeder:
-        with pytest.raises(CacheError, match=r"decoder: .*\[20, 20\].* in the file, .*\[50, 50\]"):
-            list(feeder)
+    with (
+        Feeder(source, decode=whole, batch_size=9, cache=DiskCache(path)) as feeder,
+        pytest.raises(CacheError, match=r"decoder: .*\[20, 20\].* in the file, .*\[50, 50\]"),
+    ):
+        list(feeder)
 
 
 # --- what is not ours -------------------------------------------------------------------------------------------------
@@ -175,14 +177,18 @@ def test_a_fifo_holds_nobody_up(path: Path) -> None:
         run(path)
 
 
-def test_no_room_is_told_before_anything_is_read(path: Path, monkeypatch: pytest.MonkeyPatch, jpeg_folder: Path) -> None:
+def test_no_room_is_told_before_anything_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, jpeg_folder: Path
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with Feeder(ImageFolder(jpeg_folder), decode=DecodeImage(16), batch_size=8, cache=DiskCache(path)) as feeder:
-        with pytest.raises(CacheError, match=r"needs .*bytes\) for 36 samples, and .* are free in .*max_bytes"):
-            iter(feeder)
+    with (
+        Feeder(ImageFolder(jpeg_folder), decode=DecodeImage(16), batch_size=8, cache=DiskCache(path)) as feeder,
+        pytest.raises(CacheError, match=r"needs .*bytes\) for 36 samples, and .* are free in .*max_bytes"),
+    ):
+        iter(feeder)
     assert path.read_bytes() == b""
     monkeypatch.undo()
     with Feeder(ImageFolder(jpeg_folder), decode=DecodeImage(16), batch_size=8, cache=DiskCache(path)) as feeder:

@@ -217,7 +217,8 @@ class DiskStore(Store):
                     place = fresh
                 file.write(index, place, row, crc)
                 self._damaged.discard(index)
-                self._slots[index] = place
+            file.bring_near(place)
+            self._slots[index] = place
         except OSError as error:
             with self._lock:
                 told, self._writes = not self._writes, False
