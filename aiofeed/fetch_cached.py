@@ -104,6 +104,11 @@ class CachedFetcher(BytesFetcher):
 
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Copy a chunk that is all there in one go; otherwise one sample after the other."""
+        if not all(data is _KEPT for data in encoded):
+            # What was read ahead may have been decoded for another batch since.
+            indices = np.asarray(plan.indices[start : start + len(encoded)], np.int64)
+            for at in np.flatnonzero(self._store.has(indices)).tolist():
+                encoded[at] = _KEPT
         copies = watch.guard is None and self._form.direct
         if copies and isinstance(assembly, RowAssembly) and all(data is _KEPT for data in encoded):
             return self._copy(plan, start, len(encoded), assembly)
