@@ -8,12 +8,15 @@ if TYPE_CHECKING:
     from aiofeed import testing
     from aiofeed.attached import attach
     from aiofeed.bridge import prefetch
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.host import HostCache
     from aiofeed.config import Limits
     from aiofeed.counters import FeedStatistics
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnosis import DeviceReport, device_report
     from aiofeed.errors import (
         BatchFailedError,
+        CacheError,
         CollateError,
         DecodeError,
         DeviceCopyError,
@@ -46,12 +49,14 @@ _HOMES = {
     # one feeder for several processes
     "serve": "aiofeed.server",
     "attach": "aiofeed.attached",
-    # sources and decoders
+    # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.folder",
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "DecodeImage": "aiofeed.decoders.image",
+    "HostCache": "aiofeed.cache.host",
+    "DiskCache": "aiofeed.cache.disk",
     "Source": "aiofeed.types",
     "Decoder": "aiofeed.types",
     # between processes
@@ -73,6 +78,7 @@ _HOMES = {
     "CollateError": "aiofeed.errors",
     "BatchFailedError": "aiofeed.errors",
     "TooManyFailures": "aiofeed.errors",
+    "CacheError": "aiofeed.errors",
     "DeviceCopyError": "aiofeed.errors",
     "StateError": "aiofeed.errors",
     "IteratorClosedError": "aiofeed.errors",
@@ -90,6 +96,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FromDataset",
     "Tensors",
     "DecodeImage",
+    "HostCache",
+    "DiskCache",
     "Source",
     "Decoder",
     "share",
@@ -108,6 +116,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "CollateError",
     "BatchFailedError",
     "TooManyFailures",
+    "CacheError",
     "DeviceCopyError",
     "StateError",
     "IteratorClosedError",

@@ -7,6 +7,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aiofeed.cache.disk import DiskCache, DiskStore
+from aiofeed.cache.host import HostCache, HostStore
+from aiofeed.cache.identity import identity
+from aiofeed.cache.store import Store
+from aiofeed.fetch_cached import cached_form
+from aiofeed.machine import free_memory
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Source
@@ -112,6 +118,40 @@ def adopt_collate(source: Source[Any] | FromDataset | Tensors, collate_fn: Any) 
             "transform=, which is given each batch, or torch.utils.data.TensorDataset(...) as the source"
         )
     return a_callable("collate_fn", collate_fn)  # type: ignore[no-any-return]
+
+
+def adopt_cache(
+    cache: object, source: Any, decode: Callable[..., Any] | None, *, engines: int, fingerprint: Callable[[], str]
+) -> Store | None:
+    """What keeps decoded samples, nothing in it yet.
+
+    Raises:
+        TypeError, ValueError: it is no cache, or the source or the decoder is none for a cache.
+    """
+    if cache is None:
+        return None
+    if cache == "host":
+        cache = HostCache()
+    if not isinstance(cache, HostCache | DiskCache):
+        raise TypeError(f'cache must be "host", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}')
+    if decode is None:
+        why = (
+            "are in memory already"
+            if isinstance(source, Tensors)
+            else "come decoded, labels and random numbers with them"
+        )
+        raise TypeError(
+            f"cache= keeps what decode= makes of bytes; the samples of {type(source).__name__} {why}: leave it out"
+        )
+    cached_form(decode)
+    if isinstance(cache, DiskCache):
+        return DiskStore(len(source), cache, fingerprint(), identity(decode))
+    if engines:
+        raise ValueError(
+            'cache="host" is memory of this process, and engine="process" decodes in others: pass '
+            'cache=DiskCache(path), which they share, or engine="thread"'
+        )
+    return HostStore(len(source), cache, free_memory)
 
 
 def an_int(what: str, value: object) -> int:

@@ -51,12 +51,13 @@ class Assembly(Protocol):
 class RowAssembly:
     """A batch whose first part is decoded in place: ``rows[position]`` is the memory of a sample."""
 
-    def __init__(self, row: Row, samples: int, lease: Lease, *, targets: bool) -> None:
+    def __init__(self, row: Row, samples: int, lease: Lease, *, targets: bool, torch_dtype: str | None = None) -> None:
         dtype: np.dtype[Any] = np.dtype(row.dtype)
         self.rows: NDArray[Any] = array(lease, (samples, *row.shape), dtype)
         self._leaf = ArrayLeaf(
             self.rows,
             axes=None if row.axes is None else (0, *[axis + 1 for axis in row.axes]),
+            torch_dtype=torch_dtype,
             pinned=lease.pinned,
         )
         self._targets = TreeAssembly(samples, lease) if targets else None

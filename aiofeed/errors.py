@@ -54,6 +54,10 @@ class TooManyFailures(FeedError):  # noqa: N818 - the name is public
     """More samples failed than ``max_failures`` allows, or all of an epoch did."""
 
 
+class CacheError(FeedError):
+    """A cache cannot be used: it is of other data or another decoder, finds no room, or a sample has no fixed form."""
+
+
 class DeviceCopyError(FeedError):
     """A batch could not be copied to the device, or ``transform`` raised there. The cause is chained."""
 

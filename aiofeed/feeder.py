@@ -14,6 +14,7 @@ from aiofeed.arguments import (
     a_bool,
     a_callable,
     a_seed,
+    adopt_cache,
     adopt_collate,
     adopt_decoder,
     adopt_source,
@@ -40,6 +41,8 @@ from aiofeed.stream import Stream
 from aiofeed.types import Source
 
 if TYPE_CHECKING:
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.host import HostCache
     from aiofeed.devices import Device
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.types import Decoder
@@ -76,6 +79,8 @@ class Feeder(Generic[BatchT]):
             with several devices, to each part on its own.
         on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
             or a ``FailurePolicy``, which also has retries and time limits.
+        cache: keep decoded samples: "host" in memory, ``HostCache(max_bytes)`` within a limit, ``DiskCache(path)`` in a
+            file. Samples are kept as they are met; random augmentation comes after, in the first epoch too.
         limits: what may be used at most; chosen at run time by default.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
@@ -113,6 +118,7 @@ class Feeder(Generic[BatchT]):
         device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
+        cache: Literal["host"] | HostCache | DiskCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
@@ -149,6 +155,17 @@ class Feeder(Generic[BatchT]):
             engines=an_engine(engine),
         )
         check_travels(self._recipe)
+        if cache is not None:
+            self._recipe = replace(
+                self._recipe,
+                cache=adopt_cache(
+                    cache,
+                    self._source,
+                    self._recipe.decode,
+                    engines=self._recipe.engines,
+                    fingerprint=lambda: _fingerprint(self._source, self._length),
+                ),
+            )
         if static_batches:
             check_static(
                 drop_last=drop_last,

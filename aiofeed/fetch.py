@@ -36,7 +36,7 @@ SMALL_DECODE_S = 0.000150
 # Below this the GIL is held nearly all the time, reading included, and a second thread only waits for it.
 TINY_DECODE_S = 0.000030
 
-_UNREAD: Any = object()
+UNREAD: Any = object()
 _UNGUARDED = contextlib.nullcontext()
 
 
@@ -167,7 +167,7 @@ class BytesFetcher:
     async def read(self, indices: Sequence[int]) -> Encoded:
         """The encoded samples, errors in their places."""
         if self._reads_inline():
-            return Encoded([_UNREAD] * len(indices))
+            return Encoded([UNREAD] * len(indices))
         started = time.perf_counter()
         encoded = await self._reader.read(indices)
         if not encoded.retries:  # pauses between attempts say nothing of the storage
@@ -192,7 +192,7 @@ class BytesFetcher:
         guard = watch.guard
         if guard is not None:
             guard.outcome = outcome
-        if encoded and encoded[0] is _UNREAD:
+        if encoded and encoded[0] is UNREAD:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
         started = time.perf_counter()
         done = 0

@@ -8,7 +8,8 @@ from aiofeed.errors import DecodeError, ReadError, SampleError
 
 # Our own modules through which the user's code is called.
 _HERE = os.path.dirname(__file__)
-_OURS = frozenset(os.path.join(_HERE, f"{name}.py") for name in ("fetch", "fetch_items", "reading", "guard", "retries"))
+_NAMES = ("fetch", "fetch_items", "fetch_cached", "cached_forms", "reading", "guard", "retries")
+_OURS = frozenset(os.path.join(_HERE, f"{name}.py") for name in _NAMES)
 
 
 def read_error(error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True) -> SampleError:

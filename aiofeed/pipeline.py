@@ -17,6 +17,7 @@ from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
 from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_cached import CachedFetcher, cached_assembly
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
@@ -32,6 +33,7 @@ from aiofeed.tensors import as_tensors
 from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
+    from aiofeed.cache.store import Store as Cache
     from aiofeed.device import DeviceBackend
     from aiofeed.sharing.processes import EngineProcesses
     from aiofeed.static_copier import StaticBatch
@@ -56,6 +58,7 @@ class Recipe:
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     engines: int = 0
     statics: tuple[StaticBatch, ...] = ()
+    cache: Cache | None = None
 
 
 class FeedDelivery(Delivery, Protocol):
@@ -269,6 +272,9 @@ class Pipeline:
             return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
         if decodes_in_place(recipe.decode):
             return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
+        if (alike := cached_assembly(self._fetcher)) is not None:
+            targets = self._fetcher.has_targets
+            return RowAssembly(alike[0], samples, lease, targets=targets, torch_dtype=alike[1])
         return TreeAssembly(samples, lease)
 
     def _known_bytes_per_sample(self) -> float:
@@ -348,6 +354,7 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
         keep=limits.prefetch_batches + 1,
         in_order=recipe.in_order,
         policy=recipe.policy,
+        cache=recipe.cache,
     )
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
@@ -365,4 +372,5 @@ def _fetcher(recipe: Recipe) -> Fetcher:
     assert recipe.decode is not None
     assert not isinstance(recipe.source, Tensors)
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    return BytesFetcher(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)
+    make = BytesFetcher if recipe.cache is None else partial(CachedFetcher, store=recipe.cache)
+    return make(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)

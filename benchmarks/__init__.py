@@ -18,4 +18,5 @@ MODULES = (
     "own_process",
     "shared_feed",
     "resident",
+    "cache",
 )

@@ -23,13 +23,13 @@ def positive(name: str, value: object) -> int:
     return number
 
 
-def size_of(size: Any) -> int | tuple[int, int]:
+def size_of(size: Any, name: str = "size") -> int | tuple[int, int]:
     """A side, or a pair of them as a tuple."""
     if isinstance(size, (tuple, list)):
         if len(size) != 2:
-            raise ValueError(f"size must be an int or a pair (height, width), got {size!r}")
-        return positive("height in size", size[0]), positive("width in size", size[1])
-    return positive("size", size)
+            raise ValueError(f"{name} must be an int or a pair (height, width), got {size!r}")
+        return positive(f"height in {name}", size[0]), positive(f"width in {name}", size[1])
+    return positive(name, size)
 
 
 def bounds(name: str, value: Any, *, highest: float) -> tuple[float, float]:

@@ -30,6 +30,7 @@ from aiofeed.decoders.geometry import (
     random_box,
     scaled_box,
 )
+from aiofeed.decoders.larger import keep, larger_bytes, show
 from aiofeed.decoders.modes import to_rgb
 from aiofeed.decoders.opening import FORMATS, JpegFile, check_pixels, open_image
 from aiofeed.decoders.quiet import decoding
@@ -81,6 +82,10 @@ class DecodeImage:
             all else by Pillow; larger ones would gain nothing. "pillow": all by Pillow. "turbo": plain JPEGs of any
             size by simplejpeg; an error where it is not installed. The pixels are the same, bit for bit, where Pillow
             too has libjpeg-turbo, as its wheels do.
+        cached_size: with ``crop="random"`` and a feeder's ``cache=``: (height, width) of the picture that is kept, or
+            an int for both; the whole picture, aspect not kept. Crops are taken from it, in the proportions that they
+            would have in the file. ``None``: five quarters of ``size``. Without a random crop exactly the result is
+            kept, unmirrored.
 
     Raises:
         TypeError: what is decoded is not bytes.
@@ -99,9 +104,11 @@ class DecodeImage:
     max_pixels: int = field(default=178_956_970, kw_only=True)
     formats: tuple[str, ...] = field(default=FORMATS, kw_only=True)
     backend: Literal["auto", "pillow", "turbo"] = field(default="auto", kw_only=True)
+    cached_size: int | tuple[int, int] | None = field(default=None, kw_only=True)
 
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
+    cached_row: Row = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -129,6 +136,13 @@ class DecodeImage:
             required_decoder()
         put(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         put(self, "takes_seed", self.crop == "random" or self.flip)
+        put(self, "cached_row", self.row)
+        if self.cached_size is not None:
+            put(self, "cached_size", size_of(self.cached_size, "cached_size"))
+        if self.crop == "random":
+            put(self, "cached_row", Row((larger_bytes(*self._kept_size),), "uint8"))
+        elif self.cached_size is not None:
+            raise ValueError(f'cached_size={self.cached_size!r} is for crop="random"; without it the result is kept')
 
     def __call__(self, data: bytes, /, *, rng: torch.Generator | None = None) -> torch.Tensor:
         """Decode to a uint8 CPU tensor, [3, H, W] over [H, W, 3] memory; ``rng`` gives the seed where one is taken."""
@@ -171,6 +185,56 @@ class DecodeImage:
         target = (out.shape[1], out.shape[0]) if self.scaled else None
         picture, view = load_picture(data, choose, target=target, max_pixels=self.max_pixels, formats=self.formats)
         render(picture, view, out)
+
+    @property
+    def _kept_size(self) -> tuple[int, int]:
+        if self.cached_size is None:
+            height, width, _ = self.row.shape
+            return -(-height * 5 // 4), -(-width * 5 // 4)
+        return self.cached_size if isinstance(self.cached_size, tuple) else (self.cached_size, self.cached_size)
+
+    def decode_cached_into(self, data: bytes, out: NDArray[np.uint8]) -> None:
+        """Decode into ``out``, of ``cached_row``, all that does not depend on a seed: what a cache keeps."""
+        original = (0, 0)
+
+        def choose(width: int, height: int) -> View:
+            nonlocal original
+            original = width, height
+            return View((0, 0, width, height) if self.crop == "random" else self._fixed_box(width, height))
+
+        height, width = self._kept_size if self.crop == "random" else self.row.shape[:2]
+        target = (width, height) if self.scaled else None
+        limits = {"max_pixels": self.max_pixels, "formats": self.formats}
+        picture, view = load_picture(_as_bytes(data), choose, target=target, **limits)  # type: ignore[arg-type]
+        if self.crop != "random":
+            render(picture, view, out)
+            return
+        pixels = np.empty((height, width, 3), np.uint8)
+        render(picture, view, pixels)
+        keep(pixels, original, out)
+
+    def augment_into(self, cached: NDArray[np.uint8], out: NDArray[np.uint8], seed: int | None = None) -> None:
+        """Fill ``out``, of ``row``, with what ``seed`` shows of a kept picture."""
+        if self.crop == "random":
+            picture, view = show(cached, self._kept_size, lambda width, height: self.view(width, height, seed), out)
+            render(picture, view, out)
+            return
+        height, width, _ = self.row.shape
+        if self.takes_seed and self.view(width, height, seed).flip:
+            for channel in range(3):  # numpy turns single bytes faster than threes of them
+                out[:, :, channel] = cached[:, ::-1, channel]
+        else:
+            out[...] = cached
+
+    def fingerprint(self) -> str:
+        """What tells this decoder's kept pictures from others': the settings that show in them, and the Pillow."""
+        if self.crop == "random":
+            form = f"whole pictures of {list(self._kept_size)}"
+        else:
+            form = f"size={self.size}, resize={self.resize}"
+        which = f"{'Pillow-SIMD' if '.post' in PIL.__version__ else 'Pillow'} {PIL.__version__}"
+        rules = f"scaled={self.scaled}, max_pixels={self.max_pixels}, formats={','.join(self.formats)}"
+        return f"{type(self).__name__}: {form}, {rules}, {which}"
 
     def view(self, width: int, height: int, seed: int | None = None) -> View:
         """What this decoder shows of an upright picture of width x height pixels. Pure."""

@@ -16,6 +16,7 @@ from aiofeed.engine import Engine
 from aiofeed.errors import SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_cached import CachedFetcher, cached_assembly
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.sharing.failures import describe
@@ -198,6 +199,8 @@ def _new_assembly(cargo: Cargo, fetcher: Fetcher, samples: int, lease: Lease) ->
     if decodes_in_place(cargo.decode):
         row = cargo.decode.row  # type: ignore[union-attr]
         return _RowsInSlot(row, samples, lease, targets=fetcher.has_targets).of(lease)
+    if (alike := cached_assembly(fetcher)) is not None:
+        return _RowsInSlot(alike[0], samples, lease, targets=fetcher.has_targets, torch_dtype=alike[1]).of(lease)
     return _TreeInSlot(samples, lease).of(lease)
 
 
@@ -207,4 +210,5 @@ def new_fetcher(cargo: Cargo) -> Fetcher:
         return DatasetFetcher(cargo.source, cargo.policy)
     assert cargo.decode is not None
     in_place = cargo.collate_fn is None and decodes_in_place(cargo.decode)
-    return BytesFetcher(cargo.source, cargo.decode, in_place=in_place, length=cargo.length, policy=cargo.policy)
+    make = BytesFetcher if cargo.cache is None else partial(CachedFetcher, store=cargo.cache)
+    return make(cargo.source, cargo.decode, in_place=in_place, length=cargo.length, policy=cargo.policy)

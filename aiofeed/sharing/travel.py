@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiofeed.cache.store import Store
 from aiofeed.policy import FailurePolicy
 
 _WAY_OUT = 'or use engine="thread"'
@@ -38,6 +39,7 @@ class Cargo:
         keep: free segments kept for later batches.
         in_order: whether batches have to be in order.
         policy: what becomes of samples that fail.
+        cache: what keeps decoded samples.
     """
 
     source: Any
@@ -50,6 +52,7 @@ class Cargo:
     keep: int
     in_order: bool
     policy: FailurePolicy
+    cache: Store | None = None
 
     def share(self, total: int, number: int) -> int:
         """What process ``number`` has of a limit; all have something."""

@@ -1,0 +1,234 @@
+"""Decoded samples in a file, mapped into memory and shared by the processes of a host."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.cache.host import check_max_bytes
+from aiofeed.cache.layout import Layout
+from aiofeed.cache.store import Store
+from aiofeed.errors import CacheError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aiofeed.cache.file import CacheFile
+
+log = logging.getLogger("aiofeed")
+
+
+@dataclass(frozen=True)
+class DiskCache:
+    """Keep decoded samples in a file: ``cache=DiskCache("train.cache")``.
+
+    The file is filled while the first epoch runs, by all processes that use it, the ranks of a host say; what one
+    has written the others need not decode. A later run goes on with it, after a crash as well. Its room on the disk is
+    taken when it is made. Each process compares a sample's checksum before it first uses it: what does not match,
+    after a crash or on a damaged disk, is decoded again and written anew.
+
+    A file of other data, of a decoder with other settings or of another version is refused with a ``CacheError`` and
+    never touched. Data are known by the source's fingerprint (its own, or type, length and keys): files that are
+    changed in place, under the same names, are not noticed.
+
+    Use a local disk: the lock between processes is ``flock``. Linux and macOS.
+
+    Args:
+        path: of the file; its folder has to be there.
+        max_bytes: of the file, when it is made; those that are met first are kept. ``None``: room for all.
+    """
+
+    path: str | os.PathLike[str]
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise TypeError(f"DiskCache takes the path of a file, got {self.path!r}")
+        object.__setattr__(self, "path", os.fspath(self.path))
+        check_max_bytes("DiskCache", self.max_bytes)
+        try:
+            import fcntl  # noqa: F401 - whether it is there
+        except ImportError:
+            raise ValueError('DiskCache needs POSIX file locks, which this system lacks; use cache="host"') from None
+
+    def verify(self) -> tuple[int, ...]:
+        """Compare all checksums: the indices of the samples that are damaged and are going to be decoded again.
+
+        Raises:
+            CacheError: there is no such file, or it is none of ours, damaged as a whole or cut short.
+        """
+        from aiofeed.cache.file import checksum, open_file
+
+        file = open_file(str(self.path), create=False)
+        if file is None or file.describe() is None:
+            raise CacheError(f"there is no cache at {self.path!r}")
+        table, rows = file.open_rows()
+        kept = np.flatnonzero(table["row"]).tolist()
+        return tuple(index for index in kept if _whole(checksum, index, table[index], rows) is None)
+
+
+class DiskStore(Store):
+    """What one process knows of a file: the rows it has written, or compared with their checksums.
+
+    Args:
+        samples: length of the source.
+        cache: what the user said.
+        source: fingerprint of the source.
+        decoder: identity of the decoder.
+    """
+
+    def __init__(self, samples: int, cache: DiskCache, source: str, decoder: str) -> None:
+        self._cache = cache
+        self._source = source
+        self._decoder = decoder
+        super().__init__(samples)
+
+    def _blank(self) -> None:
+        super()._blank()
+        self._file: CacheFile | None = None
+        self._table: NDArray[np.void] = np.empty(0, [("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
+        self._damaged: set[int] = set()
+        self._told = False
+        self._writes = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("_file", "_table", "_damaged", "_told", "_writes")
+        return {name: value for name, value in super().__getstate__().items() if name not in mine}
+
+    def _inherit(self) -> None:
+        # A lock belongs to an open file, and that is shared with the parent: the child opens it for itself.
+        self._blank()
+
+    def begin(self, layout: Layout | None) -> None:
+        """Open the file, where there is one, and learn from it what samples look like."""
+        super().begin(layout)
+        if self.layout is None:
+            from aiofeed.cache.file import open_file
+
+            with self._lock:
+                file = open_file(str(self._cache.path), create=False)
+                described = None if file is None else file.describe()
+                if file is not None and described is not None:
+                    self._adopt(file, described, None)
+                    self.layout = file.layout
+
+    def _open(self, layout: Layout) -> None:
+        from aiofeed.cache.file import open_file
+
+        path = str(self._cache.path)
+        if layout.nbytes * self.samples == 0:
+            raise CacheError(f"there is nothing to keep: {self.samples} samples of {layout.nbytes} bytes")
+        file = open_file(path, create=True)
+        assert file is not None
+        try:
+            with file.locked():
+                described = file.describe()
+                if described is None:
+                    if not file.writable:
+                        raise CacheError(f"the cache {path!r} is empty and may not be written to")
+                    mine = {"samples": self.samples, "source": self._source, "decoder": self._decoder}
+                    described = file.make(mine, layout, self._cache.max_bytes)
+        except OSError as error:
+            raise CacheError(f"the cache {path!r} cannot be used: {error}") from error
+        self._adopt(file, described, layout)
+
+    def _adopt(self, file: CacheFile, described: dict[str, Any], layout: Layout | None) -> None:
+        """Use a file, if it is one for these data and this decoder."""
+        differ = [
+            f"{what}: {there} in the file, {here} here"
+            for what, there, here in (
+                ("samples", described["samples"], self.samples),
+                ("fingerprint of the source", described["source"], self._source),
+                ("decoder", described["decoder"], self._decoder),
+                ("form of a sample", str(file.layout), str(layout or file.layout)),
+            )
+            if there != here
+        ]
+        if differ:
+            raise CacheError(
+                f"the cache {file.path!r} was filled from something else: {'; '.join(differ)}. Delete the file, or "
+                f"give DiskCache another path"
+            )
+        if file.capacity < file.samples:
+            log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
+        self._table, self._arena = file.open_rows()
+        self._file = file
+        self._writes = file.writable
+
+    def doubtful(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those whose entry says that they are there and whose checksum was not compared."""
+        if self._file is None:
+            return indices[:0]
+        entries = self._table["row"][indices]
+        doubtful: NDArray[np.int64] = indices[(entries != 0) & (self._slots[indices] < 0)]
+        if self._damaged and len(doubtful):
+            doubtful = np.array([index for index in doubtful.tolist() if index not in self._damaged], np.int64)
+        return doubtful
+
+    def check(self, indices: NDArray[np.int64]) -> None:
+        """Compare checksums."""
+        from aiofeed.cache.file import checksum
+
+        for index in indices.tolist():
+            row = _whole(checksum, index, self._table[index], self._arena)
+            if row is not None:
+                self._slots[index] = row
+                continue
+            assert self._file is not None
+            # Seen in the middle of a write? Once more, when nobody writes.
+            with self._lock, self._file.locked():
+                row = _whole(checksum, index, self._table[index], self._arena)
+                if row is None:
+                    self._damaged.add(index)
+                    if not self._told:
+                        self._told = True
+                        log.warning(
+                            "the cache %s has damaged samples, number %d the first: they are decoded again",
+                            self._file.path,
+                            index,
+                        )
+                else:
+                    self._slots[index] = row
+
+    def put(self, index: int, row: NDArray[np.uint8]) -> None:
+        """Write a sample, where there is room and nobody has written it."""
+        from aiofeed.cache.file import checksum
+
+        file = self._file
+        if file is None or not self._writes or self._slots[index] >= 0:
+            return
+        crc = checksum(index, row)
+        try:
+            with self._lock, file.locked():
+                number = int(self._table["row"][index])
+                if number and index not in self._damaged:
+                    return  # another process was faster; its row is compared before it is used
+                # A place for each, where all have one: then nothing is lost with a process that ends half-way.
+                place = index if file.capacity == file.samples else number - 1
+                if not 0 <= place < file.capacity or (number and file.capacity < file.samples):
+                    fresh = file.next_row()
+                    if fresh is None:
+                        return
+                    place = fresh
+                file.write(index, place, row, crc)
+                self._damaged.discard(index)
+            file.bring_near(place)
+            self._slots[index] = place
+        except OSError as error:
+            with self._lock:
+                told, self._writes = not self._writes, False
+            if not told:
+                log.warning("the cache %s is not written to any more: %s", file.path, str(error))
+
+
+def _whole(
+    checksum: Callable[[int, NDArray[np.uint8]], int], index: int, entry: np.void, rows: NDArray[np.uint8]
+) -> int | None:
+    """The row of a sample where its checksum matches."""
+    row, crc = int(entry["row"]) - 1, int(entry["crc"])
+    return row if 0 <= row < len(rows) and checksum(index, rows[row]) == crc else None

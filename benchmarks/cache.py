@@ -1,0 +1,123 @@
+"""How much faster is an epoch whose samples were kept, in memory or in a file?
+
+JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, shuffled, everything in the page cache. "First" is the first
+epoch of a new feeder with that cache, which decodes and fills it; "second" the one after it, "later" the mean of three
+more; "reopened" the first of another feeder over a finished file, which compares every checksum. Copying is numpy's,
+of as many rows that lie one after another into three batches in turn, in one thread. A third contender crops and flips
+at random from what is kept, so that it resizes each sample.
+
+Targets: the second epoch at least 40 times as fast as the first; later ones at least 0.7 of copying.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.data import jpeg_folder
+from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.harness import Contender, Measure, Settings, interleave
+from benchmarks.passes import single
+
+if TYPE_CHECKING:
+    import aiofeed
+
+TITLE = "Decoded samples that are kept: 500x400 to 224, batch 64, shuffled"
+
+SIZE = 224
+BATCH = 64
+LATER = 3
+IMPORTS = ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage", "aiofeed:DiskCache")
+
+
+def run(settings: Settings) -> list[Figure]:
+    images = settings.size(1024, 96)
+    options = {"folder": str(jpeg_folder(settings.data, images))}
+    host = Contender("host", feeders, options | {"kind": "host"}, IMPORTS)
+    disk = Contender("file", feeders, options | {"kind": "disk"}, IMPORTS)
+    cropped = Contender("host, random crops", feeders, options | {"kind": "host", "crop": "random"}, IMPORTS)
+    plain = Contender("copying", copying, {"images": images}, ("numpy",))
+    samples = interleave([host, disk, cropped, plain], settings)
+    figures = []
+    copied = column(samples[plain.label], "wall_s", 1e3)
+    for contender in (host, disk):
+        epochs = {name: column(samples[contender.label], name, 1e3) for name in ("first", "second", "later")}
+        label = contender.label
+        figures += [
+            Figure(f"{label}: second epoch / first", per(epochs["first"], epochs["second"]), target=at_least(40)),
+            Figure(f"{label}: later epochs / copying", per(copied, epochs["later"]), target=at_least(0.7)),
+            *[Figure(f"{label}: {name} epoch", values, "ms") for name, values in epochs.items()],
+        ]
+    epochs = {name: column(samples[cropped.label], name, 1e3) for name in ("first", "second", "later")}
+    figures.append(Figure(f"{cropped.label}: second epoch / first", per(epochs["first"], epochs["second"])))
+    figures += [Figure(f"{cropped.label}: {name} epoch", values, "ms") for name, values in epochs.items()]
+    figures.append(Figure("file: epoch of a reopened file", column(samples[disk.label], "reopened", 1e3), "ms"))
+    figures.append(Figure("copying as many bytes", copied, "ms"))
+    return figures
+
+
+@contextmanager
+def feeders(folder: str, kind: str, crop: str = "center") -> Iterator[Measure]:
+    """Each measure has feeders and a file of its own."""
+    import aiofeed
+
+    source = aiofeed.ImageFolder(folder)
+    place = tempfile.mkdtemp(prefix="aiofeed-cache-")
+    size: Any = SIZE if crop == "random" else (SIZE, SIZE)
+    decode = aiofeed.DecodeImage(size, crop=crop, flip=crop == "random")  # type: ignore[arg-type]
+    number = 0
+
+    def feeder(cache: Any) -> aiofeed.Feeder[Any]:
+        return aiofeed.Feeder(source, decode=decode, batch_size=BATCH, shuffle=True, cache=cache)
+
+    def measure() -> Mapping[str, float]:
+        nonlocal number
+        number += 1
+        path = f"{place}/{number}"
+        cache: Any = "host" if kind == "host" else aiofeed.DiskCache(path)
+        with feeder(cache) as first:
+            one_epoch = single(first)
+            times = [timed(one_epoch(), len(source)) for _ in range(2 + LATER)]
+        found = {"first": times[0], "second": times[1], "later": sum(times[2:]) / LATER}
+        if kind == "disk":
+            with feeder(cache) as second:
+                found["reopened"] = timed(second, len(source))
+            os.unlink(path)
+        return found
+
+    try:
+        with feeder(None) as warm:
+            timed(warm, len(source))
+        yield measure
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def timed(batches: Iterable[Any], expected: int) -> float:
+    started = time.perf_counter()
+    images = sum(len(labels) for _, labels in batches)
+    took = time.perf_counter() - started
+    assert images == expected, f"{images} of {expected} images"
+    return took
+
+
+@contextmanager
+def copying(images: int) -> Iterator[Measure]:
+    import numpy as np
+
+    data = np.ones((images, SIZE, SIZE, 3), np.uint8)
+    batches = [np.ones((BATCH, SIZE, SIZE, 3), np.uint8) for _ in range(3)]
+
+    def measure() -> Mapping[str, float]:
+        for number, first in enumerate(range(0, images, BATCH)):
+            part = data[first : first + BATCH]
+            np.copyto(batches[number % 3][: len(part)], part)
+        return {"items": images}
+
+    measure()
+    yield measure
