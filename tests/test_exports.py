@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,10 @@ def test_without_pillow_decode_image_says_what_to_install() -> None:
     )
     assert "aiofeed[simd]" in ended.stdout
     assert "aiofeed[pillow]" in ended.stdout
+
+
+def test_no_subpackage_hides_a_public_name() -> None:
+    """Importing all of aiofeed leaves its public names what they are: a module of that name would take its place."""
+    folder = Path(aiofeed.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules & set(aiofeed.__all__) <= {"testing"}

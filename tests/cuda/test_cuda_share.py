@@ -34,8 +34,9 @@ sys.stdin.readline()
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Addresses of this test's own."""
+    tmp_path_factory.getbasetemp()  # pytest's own is made when first asked for, and is not to be in here
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
         monkeypatch.setattr(tempfile, "tempdir", made)
         yield

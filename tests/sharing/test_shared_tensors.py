@@ -36,8 +36,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary folder with a short path, for sockets; nothing may be left in it but what tests put there."""
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A temporary folder with a short path, for sockets; no socket with a name may be left in it."""
+    tmp_path_factory.getbasetemp()  # pytest's own is made when first asked for, and is not to be in here
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
         monkeypatch.setattr(tempfile, "tempdir", made)
         monkeypatch.setenv("TMPDIR", made)
