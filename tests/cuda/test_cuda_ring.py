@@ -10,7 +10,7 @@ import torch
 
 from aiofeed import Feeder, Limits
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "share"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "sharing"))
 
 import share_parts as parts
 
