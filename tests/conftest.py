@@ -103,13 +103,10 @@ def open_descriptors() -> dict[int, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def opened_once() -> None:
-    """Have libuv and multiprocessing open the pipes that they keep for the life of the process."""
-    from multiprocessing import resource_tracker
-
+    """Have libuv open the pipe for signals that it keeps for the life of the process."""
     from aiofeed.runtime import new_event_loop
 
     new_event_loop().close()
-    resource_tracker.ensure_running()
 
 
 passed_key = pytest.StashKey[bool]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -204,6 +205,12 @@ def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
             ours = decoder(file.read()).numpy()
         assert np.array_equal(ours, jpeg.decode(path).transpose(2, 0, 1))
         assert np.array_equal(ours, dataset[number][0].numpy())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracked() -> None:
+    """Have multiprocessing start its tracker, whose pipe stays open for the life of the process."""
+    resource_tracker.ensure_running()
 
 
 @pytest.mark.slow
