@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, TypeVar, Union
+from typing import Literal, TypeAlias, Union
 
 import msgspec
 
-from aiofeed.sharing.wire import WireError
+from aiofeed.sharing.messages import Struct, decode
 
 VERSION = 1
 
 
-class _Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    pass
-
-
-class Attach(_Struct, frozen=True):
+class Attach(Struct, frozen=True):
     """Asks for the tensors.
 
     Args:
@@ -27,7 +23,7 @@ class Attach(_Struct, frozen=True):
     host: bool = False
 
 
-class InSegment(_Struct, frozen=True):
+class InSegment(Struct, frozen=True):
     """A tensor in host memory, in C order.
 
     Args:
@@ -45,7 +41,7 @@ class InSegment(_Struct, frozen=True):
     device: str = ""
 
 
-class Handle(_Struct, frozen=True):
+class Handle(Struct, frozen=True):
     """Device memory of another process: what CUDA and torch need to open it.
 
     Args:
@@ -68,7 +64,7 @@ class Handle(_Struct, frozen=True):
     event_needed: bool
 
 
-class OnDevice(_Struct, frozen=True):
+class OnDevice(Struct, frozen=True):
     """A tensor in device memory, in C order.
 
     Args:
@@ -84,7 +80,7 @@ class OnDevice(_Struct, frozen=True):
     handle: Handle
 
 
-class Offer(_Struct, frozen=True):
+class Offer(Struct, frozen=True):
     """The tensors; the segments' descriptors come with the message, in this order.
 
     Args:
@@ -102,15 +98,13 @@ class Offer(_Struct, frozen=True):
     segments: list[int]
 
 
-class Refused(_Struct, frozen=True):
+class Refused(Struct, frozen=True):
     """There is nothing to be had."""
 
     reason: str
 
 
 Reply: TypeAlias = Union[Offer, Refused]  # noqa: UP007 - msgspec wants it resolvable
-
-MessageT = TypeVar("MessageT")
 
 encode = msgspec.msgpack.Encoder().encode
 _attach: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
@@ -119,16 +113,9 @@ _reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 def decode_attach(payload: bytes) -> Attach:
     """What an attacher says; ``WireError`` where it is nothing of the kind."""
-    return _decode(_attach, payload)
+    return decode(_attach, payload)
 
 
 def decode_reply(payload: bytes) -> Reply:
     """What a sharer says; ``WireError`` where it is nothing of the kind."""
-    return _decode(_reply, payload)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(payload)} bytes that are no message: {type(error).__name__}: {error}") from None
+    return decode(_reply, payload)
