@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
+from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
+from aiofeed.collate_tree import TreeAssembly
 from aiofeed.delivery import DeviceDelivery, HostDelivery
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
