@@ -5,17 +5,15 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aiofeed.cache.disk import DiskCache, DiskStore
-from aiofeed.cache.host import HostCache, HostStore
-from aiofeed.cache.identity import identity
-from aiofeed.cache.store import Store
-from aiofeed.fetch_cached import cached_form
 from aiofeed.machine import free_memory
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Source
+
+if TYPE_CHECKING:
+    from aiofeed.cache.store import Store
 
 _DATALOADER_ARGUMENTS: Mapping[str, str] = {
     "num_workers": "reading and decoding run in threads here, bounded by Limits(decode_threads=...); "
@@ -130,6 +128,11 @@ def adopt_cache(
     """
     if cache is None:
         return None
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.identity import identity
+    from aiofeed.fetch_cached import cached_form
+
     if cache == "host":
         cache = HostCache()
     if not isinstance(cache, HostCache | DiskCache):

@@ -36,7 +36,6 @@ from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.state import Account, Progress, SavedState
-from aiofeed.static_copier import check_static, statics_for
 from aiofeed.stream import Stream
 from aiofeed.types import Source
 
@@ -167,6 +166,8 @@ class Feeder(Generic[BatchT]):
                 ),
             )
         if static_batches:
+            from aiofeed.static_copier import check_static
+
             check_static(
                 drop_last=drop_last,
                 length=None if sampler is not None else self._length,
@@ -490,6 +491,8 @@ def _fingerprint(source: Source[Any] | FromDataset | Tensors, length: int) -> st
 
 
 def _with_statics(recipe: Recipe) -> Recipe:
+    from aiofeed.static_copier import statics_for
+
     backend = recipe.backend or HostBackend()
     return replace(recipe, backend=backend, statics=statics_for(backend))
 
