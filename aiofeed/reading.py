@@ -47,7 +47,7 @@ class Reader:
         """The samples, errors in their places."""
         got = Encoded()
         got.samples = await self._read(indices, got)
-        got.nbytes = sum(map(nbytes, got.samples))
+        got.nbytes = total_bytes(got.samples)
         return got
 
     async def _read(self, indices: Sequence[int], got: Encoded) -> list[Any]:
@@ -153,6 +153,13 @@ def _rank(source: object, name: str) -> int:
         return -1
     kinds = type(source).__mro__
     return next((depth for depth, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+
+
+def total_bytes(samples: Sequence[Any]) -> int:
+    """Bytes of encoded samples together, as far as they can be seen."""
+    if set(map(type, samples)) == {bytes}:
+        return sum(map(len, samples))  # nearly always, and a sixth of the time where samples are tiny
+    return sum(map(nbytes, samples))
 
 
 def nbytes(encoded: Any) -> int:
