@@ -168,7 +168,7 @@ class BytesFetcher:
     async def read(self, indices: Sequence[int]) -> Encoded:
         """The encoded samples, errors in their places."""
         if self._reads_inline():
-            return Encoded([UNREAD] * len(indices))
+            return Encoded([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
         encoded = await self._reader.read(indices)
         if not encoded.retries:  # pauses between attempts say nothing of the storage

@@ -91,7 +91,7 @@ class CachedFetcher(BytesFetcher):
         has = store.has(wanted)
         self._warm = bool(has.all())
         if self._warm:
-            return Encoded([_KEPT] * len(indices))
+            return Encoded([_KEPT] * len(indices), waited=False)
         missing = np.flatnonzero(~has).tolist()
         if len(missing) == len(indices):
             return await super().read(indices)
