@@ -323,7 +323,7 @@ def test_of_a_file_left_alone_one_look_is_enough(tmp_path: Path) -> None:
 
 
 def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncated, appended to, overwritten in its length, its time put back: whatever happens, a closer look is taken."""
+    """Truncated, appended to, overwritten in its length, its time put back: each time a closer look is taken."""
     path = tmp_path / "changing"
     changes: list[Callable[[], object]] = [
         lambda: os.truncate(path, 4),
@@ -357,7 +357,7 @@ def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypat
 
 
 def test_one_look_reads_regular_files_within_bounds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices, pipes, folders, empty files and files beyond max_bytes are left to the closer look, links to the rules."""
+    """Devices, pipes, folders, empty files and files beyond max_bytes wait for the closer look; links to the rules."""
     (tmp_path / "empty").touch()
     (tmp_path / "ten").write_bytes(bytes(10))
     (tmp_path / "link").symlink_to("ten")
