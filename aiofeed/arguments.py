@@ -5,19 +5,17 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiofeed import machine
-from aiofeed.cache.disk import DiskCache, DiskStore
-from aiofeed.cache.host import HostCache, HostStore
-from aiofeed.cache.identity import identity
-from aiofeed.cache.store import Store
 from aiofeed.config import Limits, ResolvedLimits, resolve
-from aiofeed.fetch_cached import cached_form
 from aiofeed.schedule import Shuffle
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Source
+
+if TYPE_CHECKING:
+    from aiofeed.cache.store import Store
 
 _DATALOADER_ARGUMENTS: Mapping[str, str] = {
     "num_workers": "reading and decoding run in threads here, bounded by Limits(decode_threads=...); "
@@ -132,6 +130,11 @@ def adopt_cache(
     """
     if cache is None:
         return None
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.identity import identity
+    from aiofeed.fetch_cached import cached_form
+
     if cache == "host":
         cache = HostCache()
     if not isinstance(cache, HostCache | DiskCache):

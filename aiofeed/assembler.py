@@ -64,9 +64,10 @@ class Assembler:
         """Decode samples ``start``, ``start + 1``, ...; with the last chunk of a batch it is put together."""
         if (limit_s := self._fetcher.limit_s) is not None:
             return await self._decode_within(limit_s, batch, start, encoded)
-        work = partial(self._decode, batch, start, encoded)
+        # As run_in_executor does, without asking each time whether the function is a coroutine's.
+        job = self._executor.submit(self._decode, batch, start, encoded)
         del encoded
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await asyncio.wrap_future(job)
 
     async def _decode_within(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
         """A sample that takes longer than ``limit_s`` has failed, and another thread goes on behind it."""

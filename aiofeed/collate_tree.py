@@ -94,12 +94,17 @@ class _ArrayNode:
         memory, self._torch_dtype = as_array(first)
         assert memory is not None
         self._shape, self._dtype, self._type = memory.shape, memory.dtype, type(first)
+        # Types of plain numbers are one object each; where torch says otherwise than numpy, none is plain.
+        self._plain = memory.dtype if self._torch_dtype is None else None
         self._rows = array(lease, (samples, *memory.shape), memory.dtype)
         self._pinned = lease.pinned
         self._odd: dict[int, Any] = {}
         self.nbytes = self._rows.nbytes
 
     def put(self, position: int, value: Any) -> None:
+        if type(value) is np.ndarray and value.dtype is self._plain and value.shape == self._shape:
+            self._rows[position] = value  # what follows, for what comes nearly always
+            return
         memory, torch_dtype = as_array(value)
         if (
             memory is not None

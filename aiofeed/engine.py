@@ -210,7 +210,7 @@ class Engine:
             trace.emit("read", started, ended, batch.plan.number)
         # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the loop.
         # Once the decode thread has work, it wants the GIL, and they would wait for it half a millisecond.
-        for _ in range(3):
+        for _ in range(3 if read.waited else 0):
             await asyncio.sleep(0)
         if not batch.gate.is_set():
             await batch.gate.wait()

@@ -153,10 +153,13 @@ class ThreadPool(ThreadPoolExecutor):
         while self._backlog and self._running < self._lanes:
             if self._running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
                 return
-            work = self._backlog.popleft()
-            self._running += 1
-            self._active.add(work[0])
-            self._ready.put(work)
+            self._ready.put(self._take())
+
+    def _take(self) -> _Work:
+        work = self._backlog.popleft()
+        self._running += 1
+        self._active.add(work[0])
+        return work
 
     def _start_thread(self) -> bool:
         """Whether there is one thread more; ``RuntimeError`` where the system gives none and none is at work."""
@@ -171,7 +174,8 @@ class ThreadPool(ThreadPoolExecutor):
         return True
 
     def _run(self) -> None:
-        while (work := self._ready.get()) is not None:
+        work: _Work | None = None
+        while (work := work or self._ready.get()) is not None:
             future, fn, args, kwargs = work
             if future.set_running_or_notify_cancel():
                 future.ident = threading.get_ident()
@@ -179,17 +183,18 @@ class ThreadPool(ThreadPoolExecutor):
                 try:
                     result = fn(*args, **kwargs)
                 except BaseException as error:  # noqa: BLE001 - whatever it was belongs to whoever awaits the future
-                    self._done(future, wall, cpu)
+                    work = self._done(future, wall, cpu)
                     future.set_exception(error)
                 else:
-                    self._done(future, wall, cpu)
+                    work = self._done(future, wall, cpu)
                     future.set_result(result)
                     del result
             else:
-                self._done(future, 0.0, 0.0)
-            del work, future, fn, args, kwargs
+                work = self._done(future, 0.0, 0.0)
+            del future, fn, args, kwargs
 
-    def _done(self, job: _Job, wall: float, cpu: float) -> None:
+    def _done(self, job: _Job, wall: float, cpu: float) -> _Work | None:
+        """A job has ended; the next one that has a lane stays in this thread rather than wake another."""
         with self._lock:
             if job in self._abandoned:
                 self._abandoned.discard(job)
@@ -199,7 +204,9 @@ class ThreadPool(ThreadPoolExecutor):
             if wall:
                 self._wall_s = self._wall_s * 0.9 + time.perf_counter() - wall
                 self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu
+            work = self._take() if self._backlog and self._running < self._lanes else None
             self._dispatch()
+            return work
 
     def stop(self) -> None:
         """Cancel what has not started and let the threads go; never blocks."""

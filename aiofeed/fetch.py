@@ -22,7 +22,7 @@ from aiofeed.naming import decode_error, read_error
 from aiofeed.order import sample_seed
 from aiofeed.pace import Pace
 from aiofeed.policy import FailurePolicy
-from aiofeed.reading import Encoded, Reader, nbytes, unless_overridden
+from aiofeed.reading import Encoded, Reader, total_bytes, unless_overridden
 from aiofeed.retries import retry_blocking
 from aiofeed.types import BatchPlan, RowDecoder, Source
 
@@ -168,7 +168,7 @@ class BytesFetcher:
     async def read(self, indices: Sequence[int]) -> Encoded:
         """The encoded samples, errors in their places."""
         if self._reads_inline():
-            return Encoded([UNREAD] * len(indices))
+            return Encoded([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
         encoded = await self._reader.read(indices)
         if not encoded.retries:  # pauses between attempts say nothing of the storage
@@ -197,15 +197,16 @@ class BytesFetcher:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
         started = time.perf_counter()
         done = 0
+        stop, decode_one = watch.stop, self._decode_into(plan, assembly)
         for position, data in enumerate(encoded, start):
-            if watch.stop.stopped:
+            if stop.stopped:
                 break
             encoded[position - start] = None
             try:
                 if isinstance(data, BaseException):
                     raise data
                 if guard is None:
-                    self._decode_one(plan, position, data, assembly)
+                    decode_one(position, data)
                 else:
                     self._decode_guarded(plan, position, data, assembly, guard)
             except AbandonedError:
@@ -239,7 +240,7 @@ class BytesFetcher:
                     encoded[at], retries = retry_blocking(self._policy, data, attempt, watch.stop)
                     outcome.retries += retries
         outcome.read_s = time.perf_counter() - started
-        outcome.nbytes = sum(map(nbytes, encoded))
+        outcome.nbytes = total_bytes(encoded)
         return encoded
 
     def _read_now_one(self, index: int) -> Any:
@@ -255,17 +256,29 @@ class BytesFetcher:
             raise data
         return data
 
-    def _decode_one(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly) -> None:
+    def _decode_into(self, plan: BatchPlan, assembly: Assembly) -> Callable[[int, Any], None]:
+        """What decodes one sample into its place. Made once per chunk: tiny samples feel every question asked twice."""
+        target, indices, put = self._target, plan.indices, assembly.put
         if self._in_place:
             assert isinstance(assembly, RowAssembly)
-            decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-            seed = self._seed(plan, position) if self._takes_seed else None
-            decoder.decode_into(data, assembly.rows[position], seed)
-            if self._target is not None:
-                assembly.put(position, self._target(plan.indices[position]))
-            return
-        sample = self._sample(plan, position, data)
-        assembly.put(position, sample if self._target is None else (sample, self._target(plan.indices[position])))
+            row_decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+            rows = assembly.rows
+
+            def fill(position: int, data: Any) -> None:
+                seed = self._seed(plan, position) if self._takes_seed else None
+                row_decoder.decode_into(data, rows[position], seed)
+                if target is not None:
+                    put(position, target(indices[position]))
+
+            return fill
+        decoder = partial(self._sample, plan) if self._takes_rng else None
+        plain = self._decoder
+
+        def decode(position: int, data: Any) -> None:
+            sample = plain(data) if decoder is None else decoder(position, data)
+            put(position, sample if target is None else (sample, target(indices[position])))
+
+        return decode
 
     def _decode_guarded(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard) -> None:
         """The same under a time limit: what it comes to waits elsewhere for leave to enter the batch."""

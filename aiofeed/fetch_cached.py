@@ -91,7 +91,7 @@ class CachedFetcher(BytesFetcher):
         has = store.has(wanted)
         self._warm = bool(has.all())
         if self._warm:
-            return Encoded([_KEPT] * len(indices))
+            return Encoded([_KEPT] * len(indices), waited=False)
         missing = np.flatnonzero(~has).tolist()
         if len(missing) == len(indices):
             return await super().read(indices)
@@ -141,7 +141,10 @@ class CachedFetcher(BytesFetcher):
         self._warm_pace.observe(outcome.decode_s, count)
         return outcome
 
-    def _decode_one(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly) -> None:
+    def _decode_into(self, plan: BatchPlan, assembly: Assembly) -> Callable[[int, Any], None]:
+        return partial(self._decode_one, plan, assembly)
+
+    def _decode_one(self, plan: BatchPlan, assembly: Assembly, position: int, data: Any) -> None:
         row = assembly.rows[position, ...] if isinstance(assembly, RowAssembly) else None
         fresh, sample = self._make(plan, position, data, row)
         index = plan.indices[position]

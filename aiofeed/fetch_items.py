@@ -55,7 +55,7 @@ class DatasetFetcher:
 
     async def read(self, indices: Sequence[int]) -> Encoded:
         """Nothing: a Dataset's items are made in a decode thread."""
-        return Encoded([None] * len(indices))
+        return Encoded([None] * len(indices), waited=False)
 
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Get the items and store them."""

@@ -17,13 +17,11 @@ from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
 from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
-from aiofeed.fetch_cached import CachedFetcher, cached_assembly
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.iterator import Delivery
 from aiofeed.recipe import Recipe
-from aiofeed.resident import Resident, Store
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
@@ -97,6 +95,8 @@ class Machinery(Protocol):
 def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
     """What a recipe needs, to take the place of ``after``, which is of the same recipe."""
     if isinstance(recipe.source, Tensors):
+        from aiofeed.resident import Resident, Store
+
         if isinstance(after, Resident) and not after.inherited:
             return after.successor()
         assert not isinstance(recipe.backend, DeviceGroup)
@@ -232,9 +232,12 @@ class Pipeline:
             return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
         if decodes_in_place(recipe.decode):
             return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
-        if (alike := cached_assembly(self._fetcher)) is not None:
-            targets = self._fetcher.has_targets
-            return RowAssembly(alike[0], samples, lease, targets=targets, torch_dtype=alike[1])
+        if recipe.cache is not None:
+            from aiofeed.fetch_cached import cached_assembly
+
+            if (alike := cached_assembly(self._fetcher)) is not None:
+                targets = self._fetcher.has_targets
+                return RowAssembly(alike[0], samples, lease, targets=targets, torch_dtype=alike[1])
         return TreeAssembly(samples, lease)
 
     def _known_bytes_per_sample(self) -> float:
@@ -324,5 +327,9 @@ def _fetcher(recipe: Recipe) -> Fetcher:
     assert recipe.decode is not None
     assert not isinstance(recipe.source, Tensors)
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    make = BytesFetcher if recipe.cache is None else partial(CachedFetcher, store=recipe.cache)
+    make: Callable[..., Fetcher] = BytesFetcher
+    if recipe.cache is not None:
+        from aiofeed.fetch_cached import CachedFetcher
+
+        make = partial(CachedFetcher, store=recipe.cache)
     return make(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)

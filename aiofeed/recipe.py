@@ -14,7 +14,6 @@ from aiofeed.policy import FailurePolicy
 from aiofeed.schedule import fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
-from aiofeed.static_copier import check_static, statics_for
 from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:
     Raises:
         ValueError: its batches are not all alike.
     """
+    from aiofeed.static_copier import check_static
+
     check_static(
         drop_last=drop_last,
         length=None if sampled else recipe.length,
@@ -59,6 +60,8 @@ def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:
 
 def renew_statics(recipe: Recipe) -> Recipe:
     """The same with no tensors made yet, in another process, say."""
+    from aiofeed.static_copier import statics_for
+
     backend = recipe.backend or HostBackend()
     return replace(recipe, backend=backend, statics=statics_for(backend))
 

@@ -15,12 +15,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
 
 log = logging.getLogger("aiofeed")
 

@@ -226,13 +226,15 @@ def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dic
     return samples
 
 
-def added_memory(contender: Contender, settings: Settings, measures: int = 2) -> Memory:
+def added_memory(contender: Contender, settings: Settings, measures: Sequence[int] = (2,)) -> list[Memory]:
     """How far the memory of the process tree rises above its level after the imports, at its peak.
 
-    The contender runs alone, sets up and measures ``measures`` times; memory is sampled from outside.
+    The contender runs alone, sets up and measures so many times, then so many more, and so on; memory is sampled from
+    outside, and its peak up to then is given for each.
     """
     with start(contender, settings) as process:
         process.imported()
+        found: list[Memory] = []
         level = highest = tree_memory(process.pid)
         done = threading.Event()
 
@@ -245,10 +247,12 @@ def added_memory(contender: Contender, settings: Settings, measures: int = 2) ->
         watcher.start()
         try:
             process.set_up()
-            for _ in range(measures):
-                process.measure()
-            time.sleep(2 * MEMORY_INTERVAL_S)
+            for times in measures:
+                for _ in range(times):
+                    process.measure()
+                time.sleep(2 * MEMORY_INTERVAL_S)
+                found.append(highest - level)
         finally:
             done.set()
             watcher.join()
-    return highest - level
+    return found

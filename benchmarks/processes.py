@@ -34,9 +34,10 @@ class Memory:
     """Memory in bytes.
 
     Args:
-        total: PSS: a page that n processes share counts 1/n in each. RSS where the system does not tell.
-        unmapped: of it what is not pages of files (libraries, mostly): other programs that map the same files come
-            and go, which moves the total and not this.
+        total: ``unmapped``, and the pages of files (libraries, mostly): as many as the process with the most of them
+            has, since the others of its tree map the same. Not the PSS of files, which rises whenever any other program
+            that maps them ends. RSS where the system does not tell.
+        unmapped: of it what is not pages of files; a page that n processes share counts 1/n in each.
     """
 
     total: int
@@ -57,14 +58,15 @@ def tree_memory(pid: int) -> Memory:
         found = [_memory(process) for process in (root, *root.children(recursive=True))]
     except psutil.NoSuchProcess:
         return Memory(0, 0)
-    return Memory(sum(memory.total for memory in found), sum(memory.unmapped for memory in found))
+    unmapped = sum(memory.unmapped for memory in found)
+    return Memory(unmapped + max(memory.total - memory.unmapped for memory in found), unmapped)
 
 
 def _memory(process: psutil.Process) -> Memory:
     try:
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
-        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        return Memory(sizes["Pss"], sizes["Pss_Anon"] + sizes["Pss_Shmem"])
+        sizes = _sizes(f"/proc/{process.pid}/smaps_rollup") | _sizes(f"/proc/{process.pid}/status")
+        unmapped = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+        return Memory(unmapped + sizes["RssFile"], unmapped)
     except (OSError, KeyError):
         pass  # another system, an older kernel, or the process has just ended
     try:
@@ -72,3 +74,9 @@ def _memory(process: psutil.Process) -> Memory:
     except psutil.Error:
         return Memory(0, 0)
     return Memory(resident, resident)
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """The lines of a file of /proc that give kibibytes, in bytes."""
+    lines = [line.split() for line in Path(path).read_text().splitlines()]
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[2:] == ["kB"]}

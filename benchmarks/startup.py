@@ -1,6 +1,7 @@
 """How long until the first batch?
 
-The import: ``import aiofeed`` and ``aiofeed.Feeder`` in a new process that has imported torch. The first batch:
+The import: ``import aiofeed`` and ``aiofeed.Feeder`` in a new process that has imported torch; the modules are compiled
+beforehand, as an installed package's are, also where the surroundings write no bytecode. The first batch:
 from ``iter()`` of the first epoch to 64 JPEGs of 500 x 400 at 224 x 224, files in the page cache, everything imported.
 A new process for every round.
 
@@ -9,6 +10,7 @@ Targets: under 50 ms and under 100 ms.
 
 from __future__ import annotations
 
+import compileall
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, column
-from benchmarks.harness import Contender, Measure, Settings, interleave_fresh
+from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave_fresh
 from benchmarks.jpeg import BATCH, SIZE, Images
 
 TITLE = "Start: import, and the first batch of 64 JPEGs"
@@ -28,6 +30,8 @@ def run(settings: Settings) -> list[Figure]:
         Contender("aiofeed", aiofeed_feeder, options, ("torch",)),
         Contender("DataLoader, 2 workers", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image")),
     ]
+    # With PYTHONDONTWRITEBYTECODE set, every round would otherwise pay for compiling: twice the import's own time.
+    compileall.compile_dir(PROJECT / "aiofeed", quiet=2)
     samples = interleave_fresh(contenders, settings)
     ours = samples["aiofeed"]
     return [

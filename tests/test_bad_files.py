@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
 import os
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from PIL import Image, ImageFile, features
 
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError, SampleError
 from aiofeed.sources import reading
-from aiofeed.sources.reading import Rules, read_file
+from aiofeed.sources.reading import Rules, read_file, read_settled, settled_by
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX: FIFOs, links, and a look at peak memory")
 ROOT = Path(__file__).resolve().parents[1]
@@ -300,6 +302,99 @@ def test_files_under_a_writer_are_whole_or_errors(tmp_path: Path) -> None:
     finally:
         stop.set()
         writer.join()
+
+
+# --- files that were left alone long before
+
+
+def settled(path: Path, rules: Rules = Rules()) -> bytes | None:  # noqa: B008 - frozen
+    """What one look gives where the last change of ``path`` up to now is long past."""
+    return read_settled(str(path), rules, (path.stat().st_ctime_ns + 1000) / 1e9)
+
+
+def test_of_a_file_left_alone_one_look_is_enough(tmp_path: Path) -> None:
+    """A regular file that has not changed since is read whole; the same file, changed since, is for a closer look."""
+    path = tmp_path / "old"
+    path.write_bytes(b"whole")
+    assert settled(path) == b"whole"
+    assert read_settled(str(path), Rules(), path.stat().st_ctime - 1.0) is None
+    os.utime(path, (1, 1))  # says that it is old
+    assert read_settled(str(path), Rules(), settled_by(time.time())) is None
+
+
+def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncated, appended to, overwritten in its length, its time put back: each time a closer look is taken."""
+    path = tmp_path / "changing"
+    changes: list[Callable[[], object]] = [
+        lambda: os.truncate(path, 4),
+        lambda: os.truncate(path, 0),
+        lambda: path.write_bytes(b"0123456789ab"),
+        lambda: path.write_bytes(b"9876543210"),
+        lambda: (path.write_bytes(b"9876543210"), os.utime(path, ns=(1, 1))),
+    ]
+
+    class Meddled:
+        def __init__(self, change: Callable[[], object]) -> None:
+            self.change = change
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def pread(self, descriptor: int, count: int, offset: int) -> bytes:
+            since = os.fstat(descriptor).st_ctime_ns
+            while os.fstat(descriptor).st_ctime_ns == since:  # the file system's clock ticks
+                self.change()
+            return os.pread(descriptor, count, offset)
+
+    for at, change in enumerate(changes):
+        path.write_bytes(b"0123456789")
+        with monkeypatch.context() as patched:
+            patched.setattr(reading, "os", Meddled(change))
+            assert settled(path) is None
+            if at < 3:  # another length shows whatever the clock says
+                path.write_bytes(b"0123456789")
+                assert read_settled(str(path), Rules(), math.inf) is None
+
+
+def test_one_look_reads_regular_files_within_bounds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices, pipes, folders, empty files and files beyond max_bytes wait for the closer look; links to the rules."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "ten").write_bytes(bytes(10))
+    (tmp_path / "link").symlink_to("ten")
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "empty", tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
+        assert settled(other) is None
+    assert settled(tmp_path / "ten", Rules(max_bytes=9)) is None
+    assert settled(tmp_path / "ten", Rules(max_bytes=10)) == bytes(10)
+    assert settled(tmp_path / "link") == bytes(10)
+    with monkeypatch.context() as patched:  # a device with an end, as disks have
+        patched.setattr(os, "lseek", lambda *_: 10)
+        patched.setattr(os, "pread", lambda *_: bytes(10))
+        patched.setattr(os, "fstat", lambda _: os.stat_result((0o20666, 0, 0, 1, 0, 0, 10, 0, 0, 0)))
+        assert settled(Path("/dev/zero")) is None
+    with pytest.raises(OSError, match="symbolic link"):
+        settled(tmp_path / "link", Rules(follow_symlinks=False))
+
+
+def test_a_source_of_old_files_takes_one_look_and_of_new_ones_a_closer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files read alike, whichever they are; a bad one among them is its own error."""
+    import aiofeed.sources.files as module
+
+    paths = [tmp_path / str(number) for number in range(4)]
+    for path in paths[:3]:
+        path.write_bytes(path.name.encode())
+    os.mkfifo(paths[3])
+    closer: list[str] = []
+    monkeypatch.setattr(module, "read_file", lambda path, rules: closer.append(path) or read_file(path, rules))
+    for old in (False, True):
+        closer.clear()
+        monkeypatch.setattr(reading, "SETTLED_S", -3600.0 if old else 3600.0)
+        found = Files(paths).read_now(range(4))
+        assert found[:3] == [b"0", b"1", b"2"]
+        assert isinstance(found[3], OSError)
+        assert closer == [str(path) for path in (paths[3:] if old else paths)]
 
 
 # --- what can be read, but is no picture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -30,6 +31,26 @@ def test_a_single_stream_of_jobs_uses_a_single_thread() -> None:
     assert len(pool.threads) == 1
     pool.stop()
     assert pool.join(5)
+
+
+def test_a_job_that_waits_goes_on_in_the_thread_that_is_done() -> None:
+    """With one lane and two threads, what has queued up behind a job runs where that ran: nobody is woken for it."""
+    pool = ThreadPool("queue", 2)
+    barrier = threading.Barrier(3, timeout=10)
+    both = [pool.submit(barrier.wait) for _ in range(2)]
+    barrier.wait()
+    for future in both:
+        future.result(10)
+    pool.widen(1)
+    begin = threading.Event()
+    first = pool.submit(lambda: begin.wait(10) and threading.get_ident())
+    rest = [pool.submit(threading.get_ident) for _ in range(5)]
+    for future in [first, *rest]:
+        future.add_done_callback(lambda _: time.sleep(0.01))  # a chance for the other thread
+    begin.set()
+    assert {future.result(10) for future in [first, *rest]} == {first.result(10)}
+    pool.stop()
+    assert pool.join(10)
 
 
 def test_errors_reach_the_future_and_the_thread_lives_on() -> None:

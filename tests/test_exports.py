@@ -14,6 +14,18 @@ import aiofeed
 
 HEAVY = ("PIL", "numpy", "ray", "torch")
 
+# Of the package itself: what only some feeders use.
+RARE = (
+    "aiofeed.cache.disk",
+    "aiofeed.cache.host",
+    "aiofeed.fetch_cached",
+    "aiofeed.resident",
+    "aiofeed.sharing",
+    "aiofeed.static_copier",
+    "numpy.typing",
+    "uvloop",
+)
+
 
 @pytest.mark.parametrize("name", aiofeed.__all__)
 def test_name_is_public(name: str) -> None:
@@ -60,6 +72,13 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_import_is_light() -> None:
     """`import aiofeed` loads none of the heavy packages."""
     program = f"import sys, aiofeed; print(*[name for name in {HEAVY} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    assert result.stdout.split() == []
+
+
+def test_feeder_loads_what_every_feeder_needs() -> None:
+    """`aiofeed.Feeder` loads nothing that only feeders with a cache, resident data or processes use."""
+    program = f"import sys, aiofeed; aiofeed.Feeder; print(*[name for name in {RARE} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
     assert result.stdout.split() == []
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import DecodeError, DeviceCopyError, Feeder, FeedError, Files, Limits, ReadError, prefetch
+from aiofeed import DecodeError, DeviceCopyError, FailurePolicy, Feeder, FeedError, Files, Limits, ReadError, prefetch
 from aiofeed.executor import ThreadPool
 from aiofeed.staging import SMALL_BYTES, HostMemory
 from aiofeed.testing import SimulatedDevice
@@ -424,3 +424,32 @@ def test_a_pool_that_was_stopped_refuses(executor: str, caplog: pytest.LogCaptur
     assert values(feeder) == list(range(400))
     feeder.close()
     assert not caplog.records
+
+
+class SelfCancelling:
+    """One of its reads cancels the task that it runs in."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def key(self, index: int) -> str:
+        return f"sample {index}"
+
+    async def read(self, index: int) -> bytes:
+        if index == 5:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        await asyncio.sleep(0)
+        return b"%d" % index
+
+
+def test_a_read_that_cancels_itself_is_an_error_of_its_own() -> None:
+    """It is named, and the reads beside it are as they would have been."""
+    with Feeder(SelfCancelling(), decode=number, batch_size=8) as feeder, pytest.raises(ReadError, match="sample 5"):
+        list(feeder)
+    with Feeder(
+        SelfCancelling(), decode=number, batch_size=8, on_error=FailurePolicy("skip", max_failures=1)
+    ) as feeder:
+        [batch] = list(feeder)
+    assert batch.tolist() == [0, 1, 2, 3, 4, 6, 7]

@@ -171,3 +171,21 @@ def test_resident_memory_is_flat_over_epochs() -> None:
         assert max(resident) - resident[0] < sum(sizes)
     gc.collect()
     assert source.ledger.now == 0
+
+
+def test_dropped_batches_cost_no_page_faults() -> None:
+    """Once the first batches have come back, memory of the next is mapped already, however large; a kept one stays."""
+    resource: Any = pytest.importorskip("resource", reason="counts page faults")
+    pages = 16 * MIB // resource.getpagesize()
+    sample = np.ones(4 * MIB, np.uint8)
+    with Feeder([sample] * 160, batch_size=4, shard=None) as feeder:
+        batches = iter(feeder)
+        kept = next(batches)
+        for _ in range(10):
+            batch = next(batches)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            batch = next(batches)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2 * pages
+        assert kept.data_ptr() != batch.data_ptr()
+        del batches, kept, batch

@@ -119,3 +119,17 @@ def test_restriped_rest_is_exact(n, world, batch, done, new_world, new_batch) ->
             after += [i for i, position in zip(plan.indices, plan.positions, strict=True) if position < n]
     assert sorted(set(before)) == list(range(min(consumed, n)))
     assert sorted(after) == list(range(min(consumed, n), n))
+
+
+def test_batches_are_planned_alike_wherever_blocks_of_them_meet() -> None:
+    """Plans are computed in blocks; each is what its own positions say, left-out ones and a short last one included."""
+    order = shuffled(5000, seed=1, epoch=2)
+    for batch_size in (1, 7, 64, 1024, 3000):
+        stripe = Stripe(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)
+        skip = frozenset(range(0, stripe.batches, 3))
+        planned = {plan.number: plan for plan in plans(stripe, lambda: order, 0, skip)}
+        assert list(planned) == [number for number in range(stripe.batches) if number not in skip]
+        for number, plan in planned.items():
+            positions = stripe.positions(number)
+            assert plan.positions == positions.tolist()
+            assert plan.indices == order(positions % 5000).tolist()

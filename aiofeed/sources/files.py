@@ -11,7 +11,7 @@ from typing import Any
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed.config import positive_int
-from aiofeed.sources.reading import MAX_BYTES, Rules, beneath, read_file, refuse_links
+from aiofeed.sources.reading import MAX_BYTES, Rules, beneath, read_file, read_settled, refuse_links, settled_by
 
 # A hop through an executor costs some 60 us; a group of files that takes 5 ms makes that small, and a slow file
 # holds up its own group only.
@@ -133,9 +133,14 @@ class Files:
 def _read_files_blocking(paths: Sequence[str], rules: Rules) -> tuple[list[bytes | OSError], float]:
     started = time.perf_counter()
     contents: list[bytes | OSError] = []
+    since = settled_by(time.time())
     for path in paths:
         try:
-            contents.append(read_file(path, rules))
+            data = read_settled(path, rules, since) if since > 0.0 else None
+            if data is None:
+                since = 0.0  # nor are the others, most likely
+                data = read_file(path, rules)
+            contents.append(data)
         except OSError as error:
             # Its traceback refers to this frame, and so to the bytes of all the other files.
             contents.append(error.with_traceback(None))
