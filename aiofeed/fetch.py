@@ -130,6 +130,9 @@ class BytesFetcher:
         if self._policy.read_timeout_s is not None:
             self._read_now = None  # nothing could interrupt it
         self._target: Callable[[int], Any] | None = getattr(source, "target", None)
+        self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
+        if in_place:
+            self._decode_many = unless_overridden(decoder, "decode_many_into", ("decode_into",))
         self._takes_rng = takes_rng(decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._generators = threading.local()
@@ -196,6 +199,8 @@ class BytesFetcher:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
         started = time.perf_counter()
         done = 0
+        # A limit on the time of one sample is kept by decoding one at a time.
+        faults = None if guard is not None else self._decode_at_once(plan, start, encoded, assembly, watch)
         for position, data in enumerate(encoded, start):
             if watch.stop.stopped:
                 break
@@ -203,7 +208,11 @@ class BytesFetcher:
             try:
                 if isinstance(data, BaseException):
                     raise data
-                if guard is None:
+                if faults is not None:
+                    if (fault := faults[position - start]) is not None:
+                        raise fault
+                    self._put_target(plan, position, assembly)
+                elif guard is None:
                     self._decode_one(plan, position, data, assembly)
                 else:
                     self._decode_guarded(plan, position, data, assembly, guard)
@@ -254,14 +263,34 @@ class BytesFetcher:
             raise data
         return data
 
+    def _decode_at_once(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch
+    ) -> Sequence[Exception | None] | None:
+        """Fill a chunk's rows in one call: an error for each that has one; ``None`` where it has to be one by one."""
+        if self._decode_many is None or watch.stop.stopped or any(isinstance(data, BaseException) for data in encoded):
+            return None
+        assert isinstance(assembly, RowAssembly)
+        end = start + len(encoded)
+        seeds = [self._seed(plan, position) for position in range(start, end)] if self._takes_seed else None
+        try:
+            faults = self._decode_many(list(encoded), assembly.rows[start:end], seeds)
+            if len(faults) != len(encoded):
+                raise ValueError(f"decode_many_into returned {len(faults)} errors for {len(encoded)} samples")
+        except Exception:  # noqa: BLE001 - the user's decoder may raise anything; asked one by one, it names who failed
+            return None
+        return faults
+
+    def _put_target(self, plan: BatchPlan, position: int, assembly: Assembly) -> None:
+        if self._target is not None:
+            assembly.put(position, self._target(plan.indices[position]))
+
     def _decode_one(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly) -> None:
         if self._in_place:
             assert isinstance(assembly, RowAssembly)
             decoder: RowDecoder = self._decoder  # type: ignore[assignment]
             seed = self._seed(plan, position) if self._takes_seed else None
             decoder.decode_into(data, assembly.rows[position], seed)
-            if self._target is not None:
-                assembly.put(position, self._target(plan.indices[position]))
+            self._put_target(plan, position, assembly)
             return
         sample = self._sample(plan, position, data)
         assembly.put(position, sample if self._target is None else (sample, self._target(plan.indices[position])))
