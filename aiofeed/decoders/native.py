@@ -92,7 +92,7 @@ class NativeDecoder:
         left: list[int] = []
         ours: list[int] = []
         pictures: list[tuple[float, ...]] = []
-        starts: list[int] = np.ctypeslib.as_array(addresses).view(np.uintp).tolist()
+        starts = list((ctypes.c_size_t * count).from_buffer(addresses))
         for at, (kind, wide, high) in enumerate(found.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:

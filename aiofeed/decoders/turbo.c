@@ -107,7 +107,7 @@ typedef struct {
     struct jpeg_decompress_struct info;
     plane_t planes[3];
     axis_t axes[4]; /* across and down, of brightness and of colour */
-    uint8_t *lines; /* a line as it comes from above, one of each plane, one of RGB */
+    uint8_t *lines; /* those of lines_t */
     size_t lines_room;
 } work_t;
 
@@ -385,7 +385,7 @@ AVX2 static void to_rgb_avx2(const uint8_t *y, const uint8_t *cb, const uint8_t 
 /* --- a picture's lines */
 
 typedef struct {
-    uint8_t *line, *parts[3], *rgb;
+    uint8_t *down[3], *across[3], *rgb; /* of each plane: its rows mixed, then its columns too */
 } lines_t;
 
 static void render(work_t *work, const picture_t *picture, int colours, const lines_t *lines) {
@@ -415,15 +415,15 @@ static void render(work_t *work, const picture_t *picture, int colours, const li
     for (int at = 0; at < high; at++) {
         for (int part = 0; part < colours; part++) {
             const plane_t *plane = &work->planes[part];
-            const uint8_t *line = lines->line;
+            const uint8_t *line = lines->down[part];
             if (plane->down->used[at] == 1) /* as it is: not even copied, each row of a plane ends with room */
                 line = plane->memory + (size_t)(plane->down->first[at] - plane->first) * plane->stride;
             else
-                rows(plane, at, lines->line);
+                rows(plane, at, lines->down[part]);
             if (plane->across->taps == 1 && plane->across->lowest == 0 && plane->across->highest == wide)
                 given[part] = line;
             else
-                columns(plane->across, line, lines->parts[part]), given[part] = lines->parts[part];
+                columns(plane->across, line, lines->across[part]), given[part] = lines->across[part];
         }
         uint8_t *to = begin + at * dy;
         uint8_t *rgb = dx == 3 ? to : lines->rgb;
@@ -443,9 +443,13 @@ static int render_lines(work_t *work, const picture_t *picture, int colours) {
         if ((size_t)work->planes[part].wide > longest) longest = (size_t)work->planes[part].wide;
     /* What a weight of 0 meets behind the end has to be ours, not to be anything. */
     const size_t room = longest + SLACK + MOST_TAPS;
-    if (!reserve((void **)&work->lines, &work->lines_room, 7 * room)) return 0;
-    lines_t lines = {work->lines, {work->lines + room, work->lines + 2 * room, work->lines + 3 * room},
-                     work->lines + 4 * room};
+    if (!reserve((void **)&work->lines, &work->lines_room, 9 * room)) return 0;
+    lines_t lines;
+    for (int part = 0; part < 3; part++) {
+        lines.down[part] = work->lines + (size_t)part * room;
+        lines.across[part] = work->lines + (size_t)(3 + part) * room;
+    }
+    lines.rgb = work->lines + 6 * room;
     render(work, picture, colours, &lines);
     return 1;
 }
@@ -519,6 +523,8 @@ static int read_planes(work_t *work, int top, int bottom) {
         }
         if (jpeg_read_raw_data(info, all, lines) != lines) return ASK_PILLOW;
     }
+    /* What is behind the last row is looked at as Pillow does, for one more chance of a complaint. */
+    if (bottom == (int)info->total_iMCU_rows && !jpeg_finish_decompress(info)) return ASK_PILLOW;
     return DONE;
 }
 
@@ -541,6 +547,17 @@ static void begin(work_t *work) {
     work->errors.output_message = on_output;
 }
 
+/* Grey, or colour of which each pixel belongs to 1, 2 or 4 whole ones of brightness on either axis; in one scan. */
+static int is_common(const struct jpeg_decompress_struct *info) {
+    const jpeg_component_info *parts = info->comp_info;
+    if (info->data_precision != 8 || info->progressive_mode || info->arith_code) return 0;
+    if (info->num_components == 1) return info->jpeg_color_space == JCS_GRAYSCALE;
+    if (info->num_components != 3 || info->jpeg_color_space != JCS_YCbCr) return 0;
+    return parts[0].h_samp_factor == info->max_h_samp_factor && parts[0].v_samp_factor == info->max_v_samp_factor &&
+           info->max_h_samp_factor != 3 && info->max_v_samp_factor != 3 && parts[1].h_samp_factor == 1 &&
+           parts[1].v_samp_factor == 1 && parts[2].h_samp_factor == 1 && parts[2].v_samp_factor == 1;
+}
+
 static int decode(work_t *work, const picture_t *picture) {
     struct jpeg_decompress_struct *info = &work->info;
     if (!well_posed(picture)) return ASK_PILLOW;
@@ -553,10 +570,7 @@ static int decode(work_t *work, const picture_t *picture) {
     int status = ASK_PILLOW;
     jpeg_mem_src(info, (unsigned char *)picture->data, (unsigned long)picture->size);
     if (jpeg_read_header(info, TRUE) == JPEG_HEADER_OK && info->image_width == (JDIMENSION)picture->width &&
-        info->image_height == (JDIMENSION)picture->height && info->data_precision == 8 && !info->progressive_mode &&
-        !info->arith_code && !jpeg_has_multiple_scans(info) &&
-        ((info->num_components == 3 && info->jpeg_color_space == JCS_YCbCr) ||
-         (info->num_components == 1 && info->jpeg_color_space == JCS_GRAYSCALE))) {
+        info->image_height == (JDIMENSION)picture->height && is_common(info) && !jpeg_has_multiple_scans(info)) {
         info->scale_num = 1;
         info->scale_denom = (unsigned)picture->factor;
         info->raw_data_out = TRUE;
@@ -578,20 +592,20 @@ EXPORT int aiofeed_picture_bytes(void) {
     return (int)sizeof(picture_t);
 }
 
+static int starts(work_t *work) {
+    begin(work);
+    if (setjmp(work->back)) return 0;
+    jpeg_create_decompress(&work->info);
+    jpeg_destroy_decompress(&work->info);
+    return 1;
+}
+
 /* The libjpeg-turbo that this was built for; NULL where the one that was loaded is another. */
 EXPORT const char *aiofeed_libjpeg(void) {
-    static const char version[] = VERSION_TEXT(LIBJPEG_TURBO_VERSION);
     work_t *work = calloc(1, sizeof *work);
-    if (work == NULL) return NULL;
-    begin(work);
-    if (!setjmp(work->back)) {
-        jpeg_create_decompress(&work->info);
-        jpeg_destroy_decompress(&work->info);
-        free(work);
-        return version;
-    }
+    const int fine = work != NULL && starts(work);
     free(work);
-    return NULL;
+    return fine ? VERSION_TEXT(LIBJPEG_TURBO_VERSION) : NULL;
 }
 
 /* Sets `status` of each; the work of a whole chunk without the interpreter. */
