@@ -126,9 +126,7 @@ class DecodeImage:
         if self.backend not in BACKENDS:
             raise ValueError(f'backend must be "auto", "native", "pillow" or "turbo", got {self.backend!r}')
         if self.backend == "native" and not self.scaled:
-            raise ValueError(
-                'backend="native" is faster than it is exact, scaled=False asks for exact pixels: one of them'
-            )
+            raise ValueError('backend="native" is faster than it is exact; scaled=False is for exact pixels')
         if self.backend == "turbo":
             required_decoder()
         elif self.backend == "native":
@@ -200,7 +198,11 @@ class DecodeImage:
                 except TypeError as error:
                     files[at], errors[at] = b"", error
 
+        fixed = functools.cache(self.view)  # pictures of one data set are often of a few sizes
+
         def choose(at: int, width: int, height: int) -> View:
+            if not self.takes_seed:
+                return fixed(width, height)
             return self.view(width, height, None if seeds is None else seeds[at])
 
         library = self._library()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,15 +32,9 @@ BUILD = "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev o
 
 _PLAIN, _WITH_METADATA = 0, 1
 _DONE = 0
-_PICTURE = np.dtype(
-    [
-        *[(name, "u8") for name in ("data", "size", "out")],
-        *[(name, "f8") for name in ("left", "upper", "right", "lower")],
-        *[(name, "i4") for name in ("width", "height", "out_width", "out_height")],
-        *[(name, "i4") for name in ("factor", "orientation", "flip", "status")],
-    ]
-)
-"""``picture_t`` of turbo.c."""
+# ``picture_t`` of turbo.c: addresses and size, the box, sizes and ways, the status that is set there.
+_PICTURE = struct.Struct("@3Q4d8i")
+_STATUS = struct.Struct("@i")
 
 
 class NativeDecoder:
@@ -55,7 +50,7 @@ class NativeDecoder:
         found: bytes | None = library.aiofeed_libjpeg()
         if found is None:
             raise OSError("the libjpeg that it finds is not the one that it was built for; install aiofeed again")
-        if library.aiofeed_picture_bytes() != _PICTURE.itemsize:
+        if library.aiofeed_picture_bytes() != _PICTURE.size:
             raise OSError("it was built for another release of aiofeed; install aiofeed again")
         self.version = found.decode()
         """Of libjpeg-turbo."""
@@ -84,15 +79,15 @@ class NativeDecoder:
         """
         count = len(data)
         addresses = (ctypes.c_char_p * count)(*data)
-        sizes = np.fromiter(map(len, data), np.uint64, count)
+        lengths = np.fromiter(map(len, data), np.uint64, count)
         found = np.empty((count, 3), np.int32)
-        self._headers(ctypes.addressof(addresses), sizes.ctypes.data, count, JPEG_METADATA, found.ctypes.data)
+        self._headers(ctypes.addressof(addresses), lengths.ctypes.data, count, JPEG_METADATA, found.ctypes.data)
         height, width = out.shape[1:3]
-        memory, step = out.ctypes.data, out.strides[0]
+        rows, step = out.ctypes.data, out.strides[0]
+        starts = (ctypes.c_size_t * count).from_buffer(addresses)
         left: list[int] = []
         ours: list[int] = []
-        pictures: list[tuple[float, ...]] = []
-        starts = list((ctypes.c_size_t * count).from_buffer(addresses))
+        pictures = bytearray(_PICTURE.size * count)
         for at, (kind, wide, high) in enumerate(found.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:
@@ -101,21 +96,25 @@ class NativeDecoder:
             if kind != _PLAIN or wide * high > max_pixels:
                 left.append(at)
                 continue
-            shown = (wide, high) if orientation < 5 else (high, wide)
             try:
-                box, flip = choose(at, *shown)
+                box, flip = choose(at, wide, high) if orientation < 5 else choose(at, high, wide)
             except Exception:  # noqa: BLE001 - whoever is asked next chooses too, and raises it where it belongs
                 left.append(at)
                 continue
             factor = jpeg_factor(box, width, height)
-            of_file = stored_box(box, wide, high, orientation)
-            place = (starts[at], len(data[at]), memory + at * step)
-            pictures.append((*place, *of_file, wide, high, width, height, factor, orientation, flip, -1))
+            if orientation != 1:
+                box = stored_box(box, wide, high, orientation)
+            place = len(ours) * _PICTURE.size
+            memory = rows + at * step
+            sizes = (wide, high, width, height, factor, orientation, flip, -1)
+            _PICTURE.pack_into(pictures, place, starts[at], len(data[at]), memory, *box, *sizes)
             ours.append(at)
-        if pictures:
-            table = np.array(pictures, _PICTURE)
-            self._decode(table.ctypes.data, len(pictures))
-            left += [ours[at] for at in np.flatnonzero(table["status"] != _DONE).tolist()]
+        if ours:
+            self._decode(ctypes.addressof(ctypes.c_char.from_buffer(pictures)), len(ours))
+            last = _PICTURE.size - _STATUS.size
+            for number, at in enumerate(ours):
+                if _STATUS.unpack_from(pictures, number * _PICTURE.size + last)[0] != _DONE:
+                    left.append(at)
         return left
 
 
