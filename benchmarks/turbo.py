@@ -4,8 +4,8 @@ JPEG files of four sizes, batch 64, in the page cache, epochs after the first, t
 ``DecodeImage(backend="pillow")`` against "turbo" (simplejpeg, an exact picture at a time) and "native" (a chunk in one
 call that does not hold the GIL), which is also asked for one picture at a time. Two bare processes only read and decode
 with "native", each taking the next 16 files; two bare threads do with Pillow, at full scale, and so does a
-``DataLoader(num_workers=2, persistent_workers=True)``. Random crops show what is saved where part of a picture is decoded. Last, how close the
-pictures of "native" are to those of Pillow at full scale; the worst counts.
+``DataLoader(num_workers=2, persistent_workers=True)``. Random crops show what is saved where part of a picture is
+decoded. Last, how close the pictures of "native" are to those of Pillow at full scale; the worst counts.
 
 Targets: 64x64 at least 1.3 times Pillow and 0.65 of two bare processes; 500x400 at least 1.4 times two bare threads
 with Pillow and 0.95 of two bare processes; 3000x2000 at least 5 times ``DataLoader`` and 0.95 of two bare processes;
