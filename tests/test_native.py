@@ -464,6 +464,7 @@ def test_what_is_kept_knows_who_decoded_it():
 
 
 @here
+@pytest.mark.slow
 def test_the_library_is_built_from_its_source(tmp_path):
     """``hatch_build.py`` says what is missing where there is no compiler, and leaves no library behind."""
     for name in ("hatch_build.py", "aiofeed/decoders/turbo.c"):

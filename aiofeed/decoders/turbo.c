@@ -622,9 +622,7 @@ EXPORT void aiofeed_decode(picture_t *pictures, int count) {
             }
     }
     if (work == NULL) return;
-    for (int part = 0; part < 3; part++) {
-        free(work->planes[part].memory);
-    }
+    for (int part = 0; part < 3; part++) free(work->planes[part].memory);
     for (int side = 0; side < 4; side++) free(work->axes[side].first);
     free(work->lines);
     free(work);
