@@ -78,13 +78,16 @@ class NativeDecoder:
             Which of ``data`` are left, for whatever reason, for Pillow to be asked; their rows are as they were.
         """
         count = len(data)
-        addresses = (ctypes.c_char_p * count)(*data)
+        if not count:
+            return []
+        # Addresses are numpy's to tell: ctypes would raise an audit event for each.
+        starts = np.ndarray((count,), np.uintp, (ctypes.c_char_p * count)(*data))  # type: ignore[arg-type]
         lengths = np.fromiter(map(len, data), np.uint64, count)
         found = np.empty((count, 3), np.int32)
-        self._headers(ctypes.addressof(addresses), lengths.ctypes.data, count, JPEG_METADATA, found.ctypes.data)
+        self._headers(starts.ctypes.data, lengths.ctypes.data, count, JPEG_METADATA, found.ctypes.data)
         height, width = out.shape[1:3]
         rows, step = out.ctypes.data, out.strides[0]
-        starts = (ctypes.c_size_t * count).from_buffer(addresses)
+        addresses = starts.tolist()
         left: list[int] = []
         ours: list[int] = []
         pictures = bytearray(_PICTURE.size * count)
@@ -107,10 +110,10 @@ class NativeDecoder:
             place = len(ours) * _PICTURE.size
             memory = rows + at * step
             sizes = (wide, high, width, height, factor, orientation, flip, -1)
-            _PICTURE.pack_into(pictures, place, starts[at], len(data[at]), memory, *box, *sizes)
+            _PICTURE.pack_into(pictures, place, addresses[at], len(data[at]), memory, *box, *sizes)
             ours.append(at)
         if ours:
-            self._decode(ctypes.addressof(ctypes.c_char.from_buffer(pictures)), len(ours))
+            self._decode(np.frombuffer(pictures, np.uint8).ctypes.data, len(ours))
             last = _PICTURE.size - _STATUS.size
             for number, at in enumerate(ours):
                 if _STATUS.unpack_from(pictures, number * _PICTURE.size + last)[0] != _DONE:
