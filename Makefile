@@ -17,11 +17,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Other packages pull Pillow in, so Pillow-SIMD goes over it as the last step; where it does not build, Pillow serves.
-$(STAMP): pyproject.toml constraints-dev.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/turbo.c | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,turbo,test,integration,lint,demo,bench]'
 	@if $(PIP) install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd > $(VENV)/pillow-simd.log 2>&1; \
 	then echo "Images are decoded by Pillow-SIMD."; \
 	else echo "Pillow-SIMD did not build (see $(VENV)/pillow-simd.log): images are decoded by Pillow."; fi
+	@if [ -e aiofeed/decoders/_turbo.so ]; then echo "Chunks of JPEGs are decoded by aiofeed's own library."; \
+	else echo "aiofeed's own JPEG library was not built: run $(BIN)/python hatch_build.py to see why."; fi
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -58,6 +60,7 @@ bench-gpu: $(STAMP)  ## the benchmarks that need a GPU; without one they say so
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -f aiofeed/decoders/_turbo.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

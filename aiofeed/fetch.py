@@ -131,6 +131,9 @@ class BytesFetcher:
         if self._policy.read_timeout_s is not None:
             self._read_now = None  # nothing could interrupt it
         self._target: Callable[[int], Any] | None = getattr(source, "target", None)
+        self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
+        if in_place:
+            self._decode_many = unless_overridden(decoder, "decode_many_into", ("decode_into",))
         self._takes_rng = takes_rng(decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._generators = threading.local()
@@ -198,6 +201,8 @@ class BytesFetcher:
         started = time.perf_counter()
         done = 0
         stop, decode_one = watch.stop, self._decode_into(plan, assembly)
+        # A limit on the time of one sample is kept by decoding one at a time.
+        faults = None if guard is not None else self._decode_at_once(plan, start, encoded, assembly, watch)
         for position, data in enumerate(encoded, start):
             if stop.stopped:
                 break
@@ -205,7 +210,11 @@ class BytesFetcher:
             try:
                 if isinstance(data, BaseException):
                     raise data
-                if guard is None:
+                if faults is not None:
+                    if (fault := faults[position - start]) is not None:
+                        raise fault
+                    self._put_target(plan, position, assembly)
+                elif guard is None:
                     decode_one(position, data)
                 else:
                     self._decode_guarded(plan, position, data, assembly, guard)
@@ -279,6 +288,27 @@ class BytesFetcher:
             put(position, sample if target is None else (sample, target(indices[position])))
 
         return decode
+
+    def _decode_at_once(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch
+    ) -> Sequence[Exception | None] | None:
+        """Fill a chunk's rows in one call: an error for each that has one; ``None`` where it has to be one by one."""
+        if self._decode_many is None or watch.stop.stopped or any(isinstance(data, BaseException) for data in encoded):
+            return None
+        assert isinstance(assembly, RowAssembly)
+        end = start + len(encoded)
+        seeds = [self._seed(plan, position) for position in range(start, end)] if self._takes_seed else None
+        try:
+            faults = self._decode_many(list(encoded), assembly.rows[start:end], seeds)
+            if len(faults) != len(encoded):
+                raise ValueError(f"decode_many_into returned {len(faults)} errors for {len(encoded)} samples")
+        except Exception:  # noqa: BLE001 - the user's decoder may raise anything; asked one by one, it names who failed
+            return None
+        return faults
+
+    def _put_target(self, plan: BatchPlan, position: int, assembly: Assembly) -> None:
+        if self._target is not None:
+            assembly.put(position, self._target(plan.indices[position]))
 
     def _decode_guarded(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard) -> None:
         """The same under a time limit: what it comes to waits elsewhere for leave to enter the batch."""

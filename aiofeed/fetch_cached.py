@@ -55,6 +55,7 @@ class CachedFetcher(BytesFetcher):
         policy: FailurePolicy | None = None,
     ) -> None:
         super().__init__(source, decoder, in_place=in_place, length=length, policy=policy)
+        self._decode_many = None  # each is kept as it is made
         self._form: Form = cached_form(decoder)
         self._decodes_rows = in_place
         self._store = store

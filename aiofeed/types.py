@@ -85,6 +85,11 @@ class RowDecoder(Protocol):
     """A decoder that writes its sample straight into a row of the batch's slot.
 
     ``seed`` is the sample's own 64-bit number where ``takes_seed`` is true, else ``None``.
+
+    It may also have ``decode_many_into(data, out, seeds)``, which decodes N samples into N rows and returns, for each,
+    an exception or ``None``; ``seeds`` is ``None`` where none are taken. A chunk is then one call, unless there is a
+    limit on the time of a sample. Where it raises, or a subclass has overridden ``decode_into`` alone, samples are
+    decoded one by one.
     """
 
     @property

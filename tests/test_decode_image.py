@@ -710,7 +710,11 @@ def test_pickles_and_compares_by_value():
         ({"size": 8, "formats": None}, TypeError, "formats must be a tuple of names, as .* got None"),
         ({"size": 8, "formats": ("PNG", 3)}, TypeError, "formats must be a tuple of names"),
         ({"size": 8, "formats": ()}, ValueError, "formats must name one format or more, got none"),
-        ({"size": 8, "backend": "opencv"}, ValueError, 'backend must be "auto", "pillow" or "turbo", got \'opencv\''),
+        (
+            {"size": 8, "backend": "opencv"},
+            ValueError,
+            'backend must be "auto", "native", "pillow" or "turbo", got \'opencv\'',
+        ),
         ({"size": 8, "formats": ("JPG",)}, ValueError, "formats has 'JPG', which this Pillow cannot open; it knows .*"),
     ],
 )

@@ -211,6 +211,12 @@ class TestFacts:
         monkeypatch.setattr(around, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
         assert around.surroundings().decoders["simplejpeg"] == "9.9"
 
+    def test_the_library_of_ones_own(self, monkeypatch):
+        """It is named with its libjpeg-turbo where it was built, and not where it was not."""
+        for library, expected in ((SimpleNamespace(version="3.1.2"), "3.1.2"), (None, None)):
+            monkeypatch.setattr("aiofeed.decoders.native.native_decoder", lambda library=library: library)
+            assert around.surroundings().decoders.get("aiofeed's own over libjpeg-turbo") == expected
+
     def test_driver_and_device_files(self, monkeypatch, tmp_path):
         """The driver's version is read, and device files that may not be opened are named."""
         version = tmp_path / "version"

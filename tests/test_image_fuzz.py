@@ -27,7 +27,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError, features
 from PIL.JpegImagePlugin import JpegImageFile
 
 from aiofeed import DecodeError, DecodeImage
+from aiofeed.decoders.native import native_decoder
 from aiofeed.decoders.opening import FORMATS
+from aiofeed.decoders.turbo import jpeg_decoder
 from aiofeed.fetch import BytesFetcher
 from aiofeed.guard import StopFlag, Watch
 from aiofeed.types import BatchPlan
@@ -376,7 +378,10 @@ def turned_by_tag(image: Image.Image) -> Image.Image:
 def check(data: bytes) -> bool:
     """Whether it was decoded; ``AssertionError`` for anything but Pillow's picture or a named error."""
     found = by_all_backends(data, SIZE, scaled=False)
-    cropped = by_all_backends(data, 5, crop="random", flip=True)
+    exact = "pillow" if jpeg_decoder() is None else "turbo"
+    cropped = by_all_backends(data, 5, crop="random", flip=True, backend=exact)
+    if native_decoder() is not None and data.startswith(b"\xff\xd8"):
+        check_native(data)
     if not data.startswith(b"\xff\xd8"):  # at a smaller scale a JPEG's damage may come to light elsewhere
         assert isinstance(found, DecodeError) == isinstance(cropped, DecodeError), "decoded or not, as the crop says"
     if isinstance(found, DecodeError):
@@ -391,12 +396,21 @@ def by_all_backends(data: bytes, size: Any, **options: Any) -> np.ndarray[Any, A
     """What comes of it, which is the same by Pillow alone and by whatever is installed for JPEGs: pixels or words."""
     found = through_fetcher(DecodeImage(size, max_pixels=MAX_PIXELS, **options), data)
     if data.startswith(b"\xff\xd8"):
-        plain = through_fetcher(DecodeImage(size, max_pixels=MAX_PIXELS, backend="pillow", **options), data)
+        plain = through_fetcher(DecodeImage(size, max_pixels=MAX_PIXELS, **{**options, "backend": "pillow"}), data)
         if isinstance(found, DecodeError) or isinstance(plain, DecodeError):
             assert str(found) == str(plain), f"{found} is not what Pillow makes of it: {plain}"
         else:
             assert np.array_equal(found, plain), "not the picture that Pillow gives of this JPEG"
     return found
+
+
+def check_native(data: bytes) -> None:
+    """A whole JPEG is a picture where Pillow has one, else Pillow's error; of a part, either will do."""
+    options: dict[str, Any] = {"max_pixels": MAX_PIXELS}
+    found, plain = (through_fetcher(DecodeImage(SIZE, backend=by, **options), data) for by in ("native", "pillow"))
+    if isinstance(found, DecodeError) or isinstance(plain, DecodeError):
+        assert str(found) == str(plain), f"{found} is not what Pillow makes of it: {plain}"
+    through_fetcher(DecodeImage(5, crop="random", flip=True, backend="native", **options), data)
 
 
 def peak_bytes() -> int:
@@ -481,14 +495,14 @@ def test_sound_files_are_all_decoded() -> None:
 
 def test_the_fuzz_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong picture and an error of another kind are found, with seed and number."""
-    from aiofeed.decoders import image
+    from aiofeed.decoders import loading
 
-    monkeypatch.setattr(image, "orientation_of", lambda _: 3)
+    monkeypatch.setattr(loading, "orientation_of", lambda _: 3)
     with pytest.raises(AssertionError, match=r"seed 5, input \d+ .*not the picture"):
         run_fuzz(200, 5)
-    monkeypatch.setattr(image, "orientation_of", lambda _: 1)
-    monkeypatch.setattr(image, "to_rgb", lambda _: 1 / 0)
-    monkeypatch.setattr(image, "OSError", KeyError, raising=False)
+    monkeypatch.setattr(loading, "orientation_of", lambda _: 1)
+    monkeypatch.setattr(loading, "to_rgb", lambda _: 1 / 0)
+    monkeypatch.setattr(loading, "OSError", KeyError, raising=False)
     with pytest.raises(AssertionError, match="of a kind that is not ours"):
         run_fuzz(200, 5)
 

@@ -74,6 +74,12 @@ def absent(monkeypatch):
     jpeg_decoder.cache_clear()
 
 
+@pytest.fixture
+def no_library(monkeypatch):
+    """The library that is built with aiofeed was not."""
+    monkeypatch.setattr("aiofeed.decoders.image.native_decoder", lambda: None)
+
+
 # --- the same pixels
 
 
@@ -137,7 +143,7 @@ def test_the_scale_is_the_one_that_pillow_is_asked_for(size, target, decoded, ca
 
 
 @here
-def test_small_plain_jpegs_are_taken_by_themselves(calls):
+def test_small_plain_jpegs_are_taken_by_themselves(calls, no_library):
     """ "auto" takes what gains by it; "turbo" takes large ones too; "pillow" none."""
     small, large = jpeg(picture(512, 256)), jpeg(picture(513, 256))
     assert WORTHWHILE_PIXELS == 512 * 256
@@ -258,7 +264,7 @@ def test_formats_without_jpeg_refuse_it(calls):
 # --- installed or not
 
 
-def test_without_simplejpeg_pillow_serves(absent):
+def test_without_simplejpeg_pillow_serves(absent, no_library):
     """ "auto" does without; "turbo" says what to install, at once, or where such a decoder was unpickled."""
     data = jpeg(picture(40, 30))
     assert np.array_equal(decode(DecodeImage(16), data), decode(DecodeImage(16, backend="pillow"), data))
@@ -267,7 +273,7 @@ def test_without_simplejpeg_pillow_serves(absent):
 
 
 @here
-def test_a_decoder_that_travels_asks_where_it_arrives(request):
+def test_a_decoder_that_travels_asks_where_it_arrives(request, no_library):
     """Pickled with simplejpeg, it decodes without, unless it insists."""
     auto, insists = (pickle.loads(pickle.dumps(DecodeImage(16, backend=backend))) for backend in ("auto", "turbo"))
     assert (auto.backend, insists.backend) == ("auto", "turbo")
@@ -281,7 +287,7 @@ def test_a_decoder_that_travels_asks_where_it_arrives(request):
         decode(insists, data)
 
 
-def test_a_simplejpeg_that_does_not_load_is_told_once(monkeypatch, caplog):
+def test_a_simplejpeg_that_does_not_load_is_told_once(monkeypatch, caplog, no_library):
     """Built for another numpy, say: Pillow serves, and the log says why."""
 
     def broken(name):

@@ -18,6 +18,10 @@ JPEG_FACTORS = (8, 4, 2)
 _RIGHT_IS_FIRST = frozenset({2, 3, 6, 7})
 _LOWER_IS_FIRST = frozenset({3, 4, 7, 8})
 
+# The same, seen from the stored picture.
+_STORED_RIGHT_IS_FIRST = frozenset({2, 3, 7, 8})
+_STORED_LOWER_IS_FIRST = frozenset({3, 4, 6, 7})
+
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -99,6 +103,18 @@ def random_box(
         w = min(max(round(height * ratio[1]), 1), width)
     upper, left = (height - h) // 2, (width - w) // 2
     return left, upper, left + w, upper + h
+
+
+def stored_box(box: Box, width: int, height: int, orientation: int) -> Box:
+    """``box`` of the upright picture in the pixels of the stored one, which is of width x height."""
+    first, second, third, fourth = box
+    if orientation >= 5:  # the axes are exchanged
+        first, second, third, fourth = second, first, fourth, third
+    if orientation in _STORED_RIGHT_IS_FIRST:
+        first, third = max(width - third, 0), width - first
+    if orientation in _STORED_LOWER_IS_FIRST:
+        second, fourth = max(height - fourth, 0), height - second
+    return first, second, third, fourth
 
 
 def jpeg_factor(box: Box, target_width: int, target_height: int) -> int:

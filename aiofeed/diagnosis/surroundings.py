@@ -38,7 +38,7 @@ def surroundings() -> Surroundings:
         pillow_simd=pillow is not None and ".post" in pillow,
         pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
         x86=platform.machine().lower() in ("x86_64", "amd64"),
-        decoders={name: _version(packages) for name, packages in _DECODERS.items() if _there(name)},
+        decoders=_own_decoder() | {name: _version(packages) for name, packages in _DECODERS.items() if _there(name)},
         uvloop=_version(("uvloop",)) if _there("uvloop") else None,
         affinity=machine.affinity(),
         cpu_quota=machine.cpu_quota(),
@@ -72,6 +72,15 @@ def _pillow() -> str | None:
     except ImportError:
         return None
     return found
+
+
+def _own_decoder() -> dict[str, str]:
+    """The library that is built with aiofeed, by the libjpeg-turbo that it goes by."""
+    try:
+        found: Any = importlib.import_module("aiofeed.decoders.native").native_decoder()
+    except ImportError:  # no Pillow: images are decoded by nothing of ours
+        return {}
+    return {} if found is None else {"aiofeed's own over libjpeg-turbo": found.version}
 
 
 def _there(name: str) -> bool:
