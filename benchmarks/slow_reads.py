@@ -52,10 +52,10 @@ def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def aiofeed_feeder(reads: int) -> Iterator[Measure]:
+def aiofeed_feeder(reads: int, in_flight: int = IN_FLIGHT) -> Iterator[Measure]:
     import aiofeed
 
-    limits = aiofeed.Limits(read_concurrency=IN_FLIGHT)
+    limits = aiofeed.Limits(read_concurrency=in_flight)
     source = WaitingSource(reads, READ_S)
     with aiofeed.Feeder(source, decode=decode, batch_size=BATCH, limits=limits) as feeder:
         one_epoch = single(feeder)

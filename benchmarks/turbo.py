@@ -65,12 +65,12 @@ def run(settings: Settings) -> list[Figure]:
 
 
 @contextmanager
-def aiofeed_feeder(folder: str, side: int, backend: str) -> Iterator[Measure]:
+def aiofeed_feeder(folder: str, side: int, backend: str, threads: int = THREADS) -> Iterator[Measure]:
     import aiofeed
 
     source = aiofeed.ImageFolder(folder)
     decode = aiofeed.DecodeImage((side, side), backend=backend)  # type: ignore[arg-type]
-    limits = aiofeed.Limits(decode_threads=THREADS)
+    limits = aiofeed.Limits(decode_threads=threads)
     with aiofeed.Feeder(source, decode=decode, batch_size=BATCH, limits=limits) as feeder:
         one_epoch = single(feeder)
 
