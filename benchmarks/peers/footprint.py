@@ -1,8 +1,8 @@
 """How long until the first batch, and how much memory?
 
-The work of ``same_decode``, each contender alone in a fresh process that has its imports. The first batch is timed from
-before the loader is made. Memory is PSS of the whole process tree, sampled every 20 ms from outside: its peak over three
-epochs above what it was after the imports; then over 20 epochs.
+The work of ``same_decode``, each contender alone in a fresh process that has its imports. The first batch is timed
+from before the loader is made. Memory is PSS of the whole process tree, sampled every 20 ms from outside: its peak
+over three epochs above what it was after the imports; then over 20 epochs.
 
 Targets: aiofeed's first batch before every peer's; at most 60 MB; at most 5 MB more after 20 epochs.
 """

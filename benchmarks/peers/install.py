@@ -68,14 +68,15 @@ def main() -> None:
             sys.exit(f"{shared.requirement}, which all peers need, could not be installed: {why}")
     if why := pip(constraint, "--editable", ".[pillow,turbo,bench]"):
         sys.exit(f"aiofeed could not be installed: {why}")
-    # setup.py of some peers imports what they need; wheels are not affected.
     pip("setuptools<81", "wheel")
     for line in (line for line in wanted if line.peer):
         print(f"installing {line.requirement}", flush=True)
-        if (why := pip(constraint, line.requirement)) and (why := pip(constraint, "--no-build-isolation", line.requirement)):
+        if (why := pip(constraint, line.requirement)) and (
+            why := pip(constraint, "--no-build-isolation", line.requirement)
+        ):
             failed[line.peer] = why
             print(f"  not installed: {why}", flush=True)
-    # Other packages pull Pillow in, so Pillow-SIMD goes over it as the last step; where it does not build, Pillow serves.
+    # Other packages pull Pillow in, so Pillow-SIMD goes over it last; where it does not build, Pillow serves.
     if why := pip("--force-reinstall", "--no-deps", "--no-binary=pillow-simd", "pillow-simd"):
         print(f"Pillow-SIMD did not build, so all decode by Pillow: {why}")
     (Path(sys.prefix) / "peers-not-installed.json").write_text(json.dumps(failed, indent=1) + "\n")

@@ -1,12 +1,12 @@
 """Who is fastest where the files are much larger than what is wanted of them?
 
-JPEG files of 3000 x 2000 to 224 x 224, batch 16, in the page cache, epochs after the first. "pillow" decodes them whole;
-"draft" (Pillow) and "turbo" (simplejpeg) at a quarter, the smallest scale of at least twice the side, then resize
-antialiased; tf.data, DALI and SPDL's ffmpeg have their own ways. The stated quality is that of aiofeed's pictures: worst
-PSNR against Pillow at full scale; who is half a dB below it has not kept it.
+JPEG files of 3000 x 2000 to 224 x 224, batch 16, in the page cache, epochs after the first. "pillow" decodes them
+whole; "draft" (Pillow) and "turbo" (simplejpeg) at a quarter, the smallest scale of at least twice the side, then
+resize antialiased; tf.data, DALI and SPDL's ffmpeg have their own ways. The stated quality is that of aiofeed's
+pictures: worst PSNR against Pillow at full scale; who is half a dB below it has not kept it.
 
-Targets: at least 4.5 times ``DataLoader`` with a plain Pillow decode, 5 with simplejpeg; 0.95 of two bare processes with
-the same scaled decode; first among all that keep the quality.
+Targets: at least 4.5 times ``DataLoader`` with a plain Pillow decode, 5 with simplejpeg; 0.95 of two bare processes
+with the same scaled decode; first among all that keep the quality.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, Pillow or Pillow-SIMD at full scale (antialiased bilinear) in
 every contender, files in the page cache, epochs after the first, two threads or processes that decode.
 
-Targets: aiofeed's threads as fast as two bare threads, its two processes at least 0.97 of two bare processes; the better
-of them at least 1.15 of every peer, 2.0 of SPDL per item; CPU time per image at most 1.03 of the bare ones'.
+Targets: aiofeed's threads as fast as two bare threads, its two processes at least 0.97 of two bare processes; the
+better of them at least 1.15 of every peer, 2.0 of SPDL per item; CPU time per image at most 1.03 of the bare ones'.
 """
 
 from __future__ import annotations

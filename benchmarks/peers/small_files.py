@@ -36,7 +36,11 @@ LOADER = "DataLoader, persistent"
 
 def task(settings: Settings, decoder: str) -> dict[str, object]:
     """The arguments of ``Work``."""
-    return {"folder": str(jpeg_folder(settings.data, settings.size(20_000, 96), 64, 64)), "side": 64, "decoder": decoder}
+    return {
+        "folder": str(jpeg_folder(settings.data, settings.size(20_000, 96), 64, 64)),
+        "side": 64,
+        "decoder": decoder,
+    }
 
 
 def run(settings: Settings, field: Field) -> Found:

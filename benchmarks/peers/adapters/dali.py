@@ -1,4 +1,4 @@
-"""DALI on the CPU: its file reader, ``decoders.image`` and ``resize`` (triangular, antialiased by default), two threads.
+"""DALI on the CPU, in two threads: its file reader, ``decoders.image`` and ``resize`` (triangular, antialiased).
 
 The pipeline runs ahead across epochs, as it always does, so that an epoch of it may begin with batches that are ready.
 """

@@ -1,4 +1,5 @@
-"""FFCV: the same pictures as JPEG in its .beton file, read by its own ``Loader`` and decoded by its own libjpeg-turbo decoder.
+"""FFCV: the same pictures as JPEG in its .beton file, read by its own ``Loader`` and decoded by its own libjpeg-turbo
+decoder.
 
 ``RandomResizedCropRGBImageDecoder`` of the whole picture: the decoder of its that resizes without cutting, by OpenCV's
 ``INTER_AREA``. All files must be of one shape for that. Its compilation by Numba is part of the first batch.

@@ -1,4 +1,5 @@
-"""LitData: its ``StreamingRawDataset`` over the folder of files as it is, in a ``DataLoader`` of two persistent workers.
+"""LitData: its ``StreamingRawDataset`` over the folder of files as it is, in a ``DataLoader`` of two persistent
+workers.
 
 It reads by an event loop of its own, batch-wise; files are decoded in ``collate_fn``, as its documents advise.
 """
