@@ -154,5 +154,6 @@ def qualities(
         try:
             found[contender.label] = column(interleave_fresh([judged], once)[contender.label], "worst_db")[0]
         except BenchmarkError as error:
+            check({contender.label: str(error)})
             settings.say(f"no quality: {error}")
     return found

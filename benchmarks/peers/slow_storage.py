@@ -27,20 +27,18 @@ IN_FLIGHT = {128: 0.95, 512: 0.85}
 """How many at a time, and what of all there could be is expected."""
 
 WAYS: tuple[Way, ...] = (("spdl_threads", ""), ("grain_threads", ""), ("nodes", ""))
-SECONDS = 2.5
+READS = {128: 12_800, 512: 25_600}
 
 
 def run(settings: Settings, field: Field) -> Found:
     present, absent = field.divide(WAYS)
     contenders = []
     for count in IN_FLIGHT:
-        reads = settings.size(round(SECONDS * count / READ_S), 256)
-        options = {"reads": reads, "in_flight": count}
+        options = {"reads": settings.size(READS[count], 256), "in_flight": count}
         contenders.append(Contender(f"aiofeed, {count}", aiofeed_feeder, options, ("torch", "aiofeed:Feeder")))
         for name, way in present:
-            fewer = {**options, "reads": settings.size(round(reads / 2), 128)}
             function, imports = PEERS[name], tuple(adapter(name).IMPORTS)
-            contenders.append(Contender(f"{label_of(name, way)}, {count}", function, fewer, imports))
+            contenders.append(Contender(f"{label_of(name, way)}, {count}", function, options, imports))
     few = {"reads": settings.size(2 * BATCH, 4), "batch": settings.size(BATCH, 2)}
     contenders.append(Contender("DataLoader, 2 workers", data_loader, few, ("torch.utils.data",)))
     found = race(contenders, settings, absent)

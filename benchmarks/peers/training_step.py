@@ -20,6 +20,7 @@ from benchmarks.figures import Figure, at_most, column
 from benchmarks.harness import Contender, Measure, Settings
 from benchmarks.peers.adapters import bare
 from benchmarks.peers.contest import OURS, Field, Found, Way, race
+from benchmarks.peers.decoders import quiet_helpers
 from benchmarks.peers.same_decode import task
 from benchmarks.peers.work import Work, adapter, contender
 
@@ -75,8 +76,6 @@ class Step:
         import torch
         from torch import nn
 
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
         layers = [nn.TransformerEncoderLayer(48, 2, 96, dropout=0.0, batch_first=True) for _ in range(12)]
         self._cut = nn.Conv2d(3, 48, 32, 32)
         self._model = nn.Sequential(*layers)
@@ -91,14 +90,26 @@ class Step:
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
+
+
+@contextmanager
+def one_thread() -> Iterator[Step]:
+    """A step, and torch with one thread for it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield Step()
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
 def step_alone(steps: int, batch: int) -> Iterator[Measure]:
     import torch
 
-    step = Step()
     images = torch.randint(0, 256, (batch, 224, 224, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     labels = torch.zeros(batch, dtype=torch.int64)
 
@@ -108,16 +119,18 @@ def step_alone(steps: int, batch: int) -> Iterator[Measure]:
             step(images, labels)
         return {"step_s": (time.perf_counter() - started) / steps, "items": steps * batch}
 
-    measure()
-    yield measure
+    with one_thread() as step:
+        measure()
+        yield measure
 
 
 @contextmanager
 def step_fed(adapter_name: str, way: str, work: Mapping[str, Any]) -> Iterator[Measure]:
     import torch
 
-    step, given = Step(), Work(**work)
-    with adapter(adapter_name).loader(given, way) as epoch:
+    given = Work(**work)
+    quiet_helpers()
+    with one_thread() as step, adapter(adapter_name).loader(given, way) as epoch:
 
         def measure() -> Mapping[str, float]:
             count, started = 0, time.perf_counter()

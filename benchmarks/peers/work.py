@@ -79,7 +79,13 @@ def adapter(name: str) -> Any:
 
 def missing(name: str) -> list[str]:
     """The modules that an adapter needs and that are not installed."""
-    return [module for module in adapter(name).NEEDS if find_spec(module) is None]
+    return [module for module in adapter(name).NEEDS if not installed(module)]
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be found, without importing more than the packages it is in."""
+    parent = module.rpartition(".")[0]
+    return (not parent or installed(parent)) and find_spec(module) is not None
 
 
 def label_of(name: str, way: str) -> str:
