@@ -2,7 +2,7 @@
 
 The work of ``same_decode``, but loaders that take a decoder take simplejpeg (libjpeg-turbo) and OpenCV's
 ``INTER_LINEAR``, which does not antialias; the others have their own. Worst PSNR against Pillow at full scale says what
-the pictures are worth: FFCV's are another crop.
+the pictures are worth.
 
 Targets: aiofeed first; at least 0.95 of two bare processes with that decoder; 1.4 of two bare processes with Pillow.
 """
@@ -10,11 +10,11 @@ Targets: aiofeed first; at least 0.95 of two bare processes with that decoder; 1
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
-from benchmarks.data import jpeg_folder
-from benchmarks.harness import Contender, Settings
+from benchmarks.harness import Settings
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import Field, Found, Way, qualities, race
+from benchmarks.peers.contest import Field, Found, Way, race
 from benchmarks.peers.same_decode import PROCESSES, task
 from benchmarks.peers.work import contender
 
@@ -39,13 +39,12 @@ WAYS: tuple[Way, ...] = (
 )
 
 PILLOW = f"{PROCESSES}, Pillow"
-JUDGED = 48
 
 
 def run(settings: Settings, field: Field) -> Found:
-    work = {**task(settings), "decoder": settings_decoder()}
+    work = {**task(settings), "decoder": fastest_decoder()}
     present, absent = field.divide(WAYS)
-    contenders = [contender(*way, work) for way in present]
+    contenders = [contender(*way, work, judged=True) for way in present]
     pillow = bare.contender("processes", {**work, "decoder": "pillow"})
     fast = bare.contender("processes", work)
     found = race([*contenders, fast, replace(pillow, label=PILLOW)], settings, absent)
@@ -56,13 +55,9 @@ def run(settings: Settings, field: Field) -> Found:
         *found.speed(better, PILLOW, 1.4),
         *[figure for peer in found.peers() for figure in found.speed(better, peer)],
     ]
-    few = {"folder": str(jpeg_folder(settings.data, settings.size(JUDGED, 12)))}
-    running: list[Contender] = [each for each in contenders if each.label in found.samples]
-    return Found(TITLE, "images", found.columns(qualities(running, settings, files=few)), targets, found.absent)
+    return Found(TITLE, "images", found.columns(), targets, found.absent)
 
 
-def settings_decoder() -> str:
+def fastest_decoder() -> str:
     """The fastest decoder that is installed."""
-    from importlib.util import find_spec
-
     return "linear" if find_spec("cv2") and find_spec("simplejpeg") else "pillow"

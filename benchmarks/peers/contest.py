@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.figures import Figure, Sample, Target, at_least, column, cpu_us_per_item, per, rates
-from benchmarks.harness import BenchmarkError, Contender, Settings, interleave, interleave_fresh
+from benchmarks.figures import Figure, Sample, Target, at_least, cpu_us_per_item, per, rates
+from benchmarks.harness import BenchmarkError, Contender, Settings, interleave
 from benchmarks.peers import work
-from benchmarks.peers.quality import quality
 
 Way = tuple[str, str]
 """An adapter's module and one of its ways."""
@@ -112,13 +111,17 @@ class Race:
         ratio = per(self.rate(label), self.rate(best))
         return [Figure(f"speed: {label} / first of {what} ({best})", ratio, target=at_least(1.0))]
 
-    def columns(self, db: Mapping[str, float] | None = None) -> dict[str, list[Figure]]:
+    def db(self, label: str) -> float:
+        """Worst PSNR against Pillow at full scale, in dB; 0 where it was not asked for."""
+        return self.samples[label][0].get("worst_db", 0.0)
+
+    def columns(self) -> dict[str, list[Figure]]:
         """Rate, CPU time and quality, label by label, the fastest first."""
         found = {}
         for label in sorted(self.samples, key=self.median, reverse=True):
             figures = [Figure("rate", self.rate(label), "/s"), Figure("CPU per item", self.cpu_us(label), "us")]
-            if db is not None and label in db:
-                figures.append(Figure("worst PSNR", (db[label],), "dB"))
+            if self.db(label):
+                figures.append(Figure("worst PSNR", (self.db(label),), "dB"))
             found[label] = figures
         return found
 
@@ -140,20 +143,3 @@ def check(dropped: Mapping[str, str]) -> None:
     for label, why in dropped.items():
         if label.startswith(OURS) or BARE in label:
             raise BenchmarkError(f"{label}: {why}")
-
-
-def qualities(
-    contenders: Sequence[Contender], settings: Settings, *, files: Mapping[str, object] | None = None
-) -> dict[str, float]:
-    """Worst PSNR in dB of each loader's pictures against Pillow's at full scale; those that fail are left out."""
-    found = {}
-    for contender in contenders:
-        options = {**contender.options, "work": {**contender.options["work"], **(files or {})}}
-        judged = Contender(contender.label, quality, options, (*contender.imports, "PIL.Image", "numpy"))
-        once = Settings(1, settings.quick, settings.data, settings.say, settings.own_processes)
-        try:
-            found[contender.label] = column(interleave_fresh([judged], once)[contender.label], "worst_db")[0]
-        except BenchmarkError as error:
-            check({contender.label: str(error)})
-            settings.say(f"no quality: {error}")
-    return found

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.data import jpeg_folder
 from benchmarks.harness import Contender, Settings
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import OURS, Field, Found, Way, qualities, race
+from benchmarks.peers.contest import OURS, Field, Found, Way, race
 from benchmarks.peers.work import contender
 
 TITLE = "JPEG 3000x2000 to 224, batch 16, second epoch"
@@ -49,18 +49,16 @@ def run(settings: Settings, field: Field) -> Found:
     scaled, absent = field.divide(SCALED)
     own, not_own = field.divide(OWN)
     loaders = [
-        contender("dataloader", "persistent", {**work, "decoder": "pillow"}),
-        *[contender(*way, {**work, "decoder": decoder}) for decoder in fast for way in scaled],
+        contender("dataloader", "persistent", {**work, "decoder": "pillow"}, judged=True),
+        *[contender(*way, {**work, "decoder": decoder}, judged=True) for decoder in fast for way in scaled],
     ]
     loaders = [named(each) for each in loaders]
-    loaders += [contender(*way, {**work, "decoder": "draft"}) for way in own]
+    loaders += [contender(*way, {**work, "decoder": "draft"}, judged=True) for way in own]
     plain = [named(bare.contender("processes", {**work, "decoder": decoder})) for decoder in fast]
     found = race([*loaders, *plain], settings, {**absent, **not_own})
-    few = {"folder": str(jpeg_folder(settings.data, settings.size(48, 12), 3000, 2000))}
-    db = qualities([each for each in loaders if each.label in found.samples], settings, files=few)
     better = {decoder: found.best(f"{OURS}, {way}, {decoder}" for way in ("thread", "process:2")) for decoder in fast}
     best = found.best(better.values())
-    keep = [peer for peer in found.peers() if db.get(peer, 0.0) >= db[best] - KEPT_DB]
+    keep = [peer for peer in found.peers() if found.db(peer) >= found.db(best) - KEPT_DB]
     least = {"draft": 4.5, "turbo": 5.0}
     targets = [
         *[figure for name, ours in better.items() for figure in found.speed(ours, PLAIN, least[name])],
@@ -68,7 +66,7 @@ def run(settings: Settings, field: Field) -> Found:
         *found.first(best, keep, "those that keep the quality"),
         *[figure for peer in found.peers() for figure in found.speed(best, peer) if peer != PLAIN],
     ]
-    return Found(TITLE, "images", found.columns(db), targets, found.absent)
+    return Found(TITLE, "images", found.columns(), targets, found.absent)
 
 
 def named(each: Contender) -> Contender:

@@ -5,11 +5,10 @@ An adapter is a module of ``benchmarks.peers.adapters`` with
 - ``NAME``: what it is called in the tables,
 - ``NEEDS``: the modules without which it does not take part,
 - ``IMPORTS``: what is imported before anything is measured,
-- ``WAYS``: the ways of using it, by name; the name "" is the plain one,
+- ``WAYS``: the ways of using it, by name,
+- ``ORDERED = False`` where samples do not come in the order of the files; nobody shuffles,
 - ``loader(work, way)``: a context manager; what it gives is called once per epoch and gives the batches: images, uint8
   [B, 3, side, side] in any memory order, as a tensor or an array, and as many class numbers, int64.
-
-Samples come in the order of the files; nobody shuffles.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from benchmarks.data import files_below
 from benchmarks.harness import Contender, Measure
 from benchmarks.peers.decoders import IMPORTS as DECODER_IMPORTS
 from benchmarks.peers.decoders import Decode, quiet_helpers
+from benchmarks.peers.quality import Judge
 
 WORKERS = 2
 
@@ -93,31 +93,40 @@ def label_of(name: str, way: str) -> str:
     return f"{adapter(name).NAME}, {way}" if way else adapter(name).NAME
 
 
-def contender(name: str, way: str, work: Mapping[str, Any]) -> Contender:
-    """A loader as the harness wants it; ``work`` holds the arguments of ``Work``."""
+def contender(name: str, way: str, work: Mapping[str, Any], *, judged: bool = False) -> Contender:
+    """A loader as the harness wants it; ``work`` holds the arguments of ``Work``, ``judged`` asks for its quality."""
     imports = (*adapter(name).IMPORTS, *DECODER_IMPORTS[str(work["decoder"])])
-    return Contender(label_of(name, way), feed, {"adapter_name": name, "way": way, "work": dict(work)}, imports)
+    if judged:
+        imports = (*imports, *DECODER_IMPORTS["pillow"])
+    options = {"adapter_name": name, "way": way, "work": dict(work)}
+    return Contender(label_of(name, way), feed, options | ({"judged": True} if judged else {}), imports)
 
 
 @contextmanager
-def feed(adapter_name: str, way: str, work: Mapping[str, Any]) -> Iterator[Measure]:
+def feed(adapter_name: str, way: str, work: Mapping[str, Any], judged: bool = False) -> Iterator[Measure]:
     """One epoch to warm up, whose first batch is timed from before the loader is made; then one epoch per measure."""
     task = Work(**work)
     quiet_helpers()
+    found: dict[str, float] = {}
     expected, shape = len(task.paths), (3, task.side, task.side)
-    task.targets  # noqa: B018 - listed before the clock starts, for all alike
+    loader = adapter(adapter_name)
+    judge = Judge(task.paths, task.targets, task.side, ordered=getattr(loader, "ORDERED", True))
     started = time.perf_counter()
-    with adapter(adapter_name).loader(task, way) as epoch:
-        batches = iter(epoch())
-        images, labels = next(batches)
-        first_s = time.perf_counter() - started
-        seen = checked(images, labels, shape)
-        assert seen + counted(batches, shape) == expected
+    with loader.loader(task, way) as epoch:
+        items = 0
+        for images, labels in epoch():
+            found.setdefault("first_s", time.perf_counter() - started)
+            items += checked(images, labels, shape)
+            if judged:
+                judge.look(images, labels)
+        assert items == expected, f"{items} of {expected} images"
+        if judged:
+            found["worst_db"] = judge.worst_db()
 
         def measure() -> Mapping[str, float]:
             items = counted(epoch(), shape)
             assert items == expected, f"{items} of {expected} images"
-            return {"items": items, "first_s": first_s}
+            return {"items": items, **found}
 
         yield measure
 

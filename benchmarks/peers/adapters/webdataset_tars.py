@@ -19,6 +19,7 @@ NAME = "WebDataset"
 NEEDS = ("webdataset",)
 IMPORTS = ("torch.utils.data", "webdataset", "numpy")
 WAYS = ("tars",)
+ORDERED = False
 SHARDS = 8
 
 
