@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.figures import Figure
@@ -80,35 +81,32 @@ def picture(results: Sequence[tuple[str, Found]], path: Path) -> None:
     chart, panels = pyplot.subplots(
         len(results), 1, figsize=(9, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
     )
-    for axes, (_, found) in zip(panels[:, 0], results, strict=True):
-        draw(axes, found)
+    for panel, (_, found) in zip(panels[:, 0], results, strict=True):
+        draw(panel, found)
     chart.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(chart)
 
 
-def draw(axes: object, found: Found) -> None:
+def draw(panel: Any, found: Found) -> None:
     labels = list(found.columns)
     figures: list[Figure] = [found.columns[label][0] for label in labels]
     unit = figures[0].unit
-    panel = axes  # type: ignore[assignment]
     for position, (label, figure) in enumerate(zip(labels, figures, strict=True)):
         kind = "ours" if label.startswith(OURS) else "bare" if BARE in label else "peer"
         spread = [[figure.median - figure.low], [figure.high - figure.median]]
         style = {"color": COLOURS[kind], "xerr": spread, "error_kw": {"ecolor": "0.25", "capsize": 2}}
-        panel.barh(position, figure.median, 0.7, **style)  # type: ignore[attr-defined]
+        panel.barh(position, figure.median, 0.7, **style)
         text = report.number(figure.median, figure.unit)
-        panel.annotate(  # type: ignore[attr-defined]
-            text, (figure.high, position), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    panel.set_yticks(range(len(labels)), labels, fontsize=8)  # type: ignore[attr-defined]
-    panel.invert_yaxis()  # type: ignore[attr-defined]
-    panel.set_xlim(0, 1.18 * max(figure.high for figure in figures))  # type: ignore[attr-defined]
+        panel.annotate(text, (figure.high, position), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.18 * max(figure.high for figure in figures))
     more = "more is better" if unit.startswith("/") else "less is better"
     what = f"{found.unit or figures[0].what}{unit if unit.startswith('/') else f', {unit}'}; {more}"
-    panel.set_xlabel(what, fontsize=8)  # type: ignore[attr-defined]
-    panel.set_title(found.title, fontsize=9, loc="left")  # type: ignore[attr-defined]
-    panel.tick_params(axis="x", labelsize=8)  # type: ignore[attr-defined]
-    panel.spines[["top", "right"]].set_visible(False)  # type: ignore[attr-defined]
+    panel.set_xlabel(what, fontsize=8)
+    panel.set_title(found.title, fontsize=9, loc="left")
+    panel.tick_params(axis="x", labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def write(results: Sequence[tuple[str, Found]], conditions: str, project: Path) -> list[Path]:
