@@ -9,6 +9,8 @@ Targets: aiofeed's first batch before every peer's; at most 60 MB; at most 5 MB 
 
 from __future__ import annotations
 
+from statistics import median
+
 from benchmarks.figures import Figure, at_most, per
 from benchmarks.harness import BenchmarkError, Contender, Settings, watched
 from benchmarks.peers.contest import OURS, Field, Found, check
@@ -45,7 +47,7 @@ def run(settings: Settings, field: Field) -> Found:
             first[each.label].append(first_s)
             memory[each.label].append(peak)
     check(dropped)
-    labels = sorted((label for label in first if label not in dropped), key=lambda label: sorted(first[label]))
+    labels = sorted((label for label in first if label not in dropped), key=lambda label: median(first[label]))
     columns = {
         label: [
             Figure("first batch", tuple(1e3 * value for value in first[label]), "ms"),

@@ -6,6 +6,7 @@ An adapter is a module of ``benchmarks.peers.adapters`` with
 - ``NEEDS``: the modules without which it does not take part,
 - ``IMPORTS``: what is imported before anything is measured,
 - ``WAYS``: the ways of using it, by name,
+- ``prepare(work)`` where it needs the files in another format: makes them, once,
 - ``ORDERED = False`` where samples do not come in the order of the files; nobody shuffles,
 - ``loader(work, way)``: a context manager; what it gives is called once per epoch and gives the batches: images, uint8
   [B, 3, side, side] in any memory order, as a tensor or an array, and as many class numbers, int64.
@@ -110,6 +111,7 @@ def feed(adapter_name: str, way: str, work: Mapping[str, Any], judged: bool = Fa
     found: dict[str, float] = {}
     expected, shape = len(task.paths), (3, task.side, task.side)
     loader = adapter(adapter_name)
+    getattr(loader, "prepare", lambda work: None)(task)
     judge = Judge(task.paths, task.targets, task.side, ordered=getattr(loader, "ORDERED", True))
     started = time.perf_counter()
     with loader.loader(task, way) as epoch:

@@ -21,6 +21,10 @@ IMPORTS = ("torch", "numpy", "ffcv.loader")
 WAYS = (".beton",)
 
 
+def prepare(work: Work) -> Path:
+    return made(work.converted / "beton", lambda folder: write(folder, work))
+
+
 @contextmanager
 def loader(work: Work, way: str) -> Iterator[Epoch]:
     import torch
@@ -30,7 +34,7 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
     from ffcv.transforms import Squeeze, ToTensor
     from PIL import Image
 
-    file = made(work.converted / "beton", lambda folder: write(folder, work)) / "images.beton"
+    file = prepare(work) / "images.beton"
     with Image.open(work.paths[0]) as picture:
         shape = picture.width / picture.height
     pipelines = {

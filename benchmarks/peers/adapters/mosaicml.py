@@ -19,13 +19,17 @@ IMPORTS = ("torch.utils.data", "benchmarks.peers.adapters.mosaicml_package")
 WAYS = ("MDS",)
 
 
+def prepare(work: Work) -> Path:
+    return made(work.converted / "mds", lambda folder: write(folder, work))
+
+
 @contextmanager
 def loader(work: Work, way: str) -> Iterator[Epoch]:
     from torch.utils.data import DataLoader
 
     from benchmarks.peers.adapters.mosaicml_package import streaming
 
-    shards = made(work.converted / "mds", lambda folder: write(folder, work))
+    shards = prepare(work)
     decode = work.decode
     streaming.base.util.clean_stale_shared_memory()
 

@@ -23,13 +23,17 @@ ORDERED = False
 SHARDS = 8
 
 
+def prepare(work: Work) -> Path:
+    return made(work.converted / "tars", lambda folder: write(folder, work))
+
+
 @contextmanager
 def loader(work: Work, way: str) -> Iterator[Epoch]:
     import numpy as np
     import torch
     import webdataset
 
-    shards = made(work.converted / "tars", lambda folder: write(folder, work))
+    shards = prepare(work)
     decode = work.decode
 
     def collate(samples: list[tuple[bytes, bytes]]) -> tuple[Any, Any]:
