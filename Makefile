@@ -7,8 +7,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
+PEERS_VENV ?= .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.stamp
 
-.PHONY: venv test test-long soak lint docs demo bench bench-gpu clean help
+.PHONY: venv test test-long soak lint docs demo bench bench-gpu bench-peers clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -58,10 +60,19 @@ bench: $(STAMP)  ## the benchmarks: ratios, and a picture
 bench-gpu: $(STAMP)  ## the benchmarks that need a GPU; without one they say so
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
+# Other loaders bring packages that development wants nothing of, and that put Pillow over Pillow-SIMD.
+$(PEERS_STAMP): pyproject.toml benchmarks/peers/requirements.txt benchmarks/peers/install.py
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m benchmarks.peers.install
+	@touch $@
+
+bench-peers: $(PEERS_STAMP)  ## aiofeed beside other loaders, which go into .venv-peers; half an hour
+	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
+
 clean:  ## remove the environment and all that was built
-	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS_VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -f aiofeed/decoders/_turbo.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-11s %s\n", $$1, $$2 }'

@@ -26,17 +26,17 @@ def default_folder() -> Path:
 def jpeg_folder(data: Path, count: int, width: int = WIDTH, height: int = HEIGHT) -> Path:
     """``count`` JPEGs of one size, quality 90, cut at random from photographs; one sub-folder per photograph."""
     name = f"jpeg-{width}x{height}-q{QUALITY}-{count}"
-    return _made(data / name, lambda folder: _write_jpegs(folder, count, width, height))
+    return made(data / name, lambda folder: _write_jpegs(folder, count, width, height))
 
 
 def noise_folder(data: Path, count: int) -> Path:
     """``count`` JPEGs of 500 x 400, quality 90, of coarse and fine noise: where there are no photographs."""
-    return _made(data / f"noise-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_noise(folder, count))
+    return made(data / f"noise-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_noise(folder, count))
 
 
 def tiny_folder(data: Path, count: int) -> Path:
     """``count`` files of 2 KB of random bytes, 1,000 per sub-folder."""
-    return _made(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
+    return made(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
 
 
 def files_below(folder: Path | str) -> list[str]:
@@ -44,7 +44,7 @@ def files_below(folder: Path | str) -> list[str]:
     return sorted(str(path) for path in Path(folder).glob("*/*"))
 
 
-def _made(folder: Path, write: Callable[[Path], None]) -> Path:
+def made(folder: Path, write: Callable[[Path], None]) -> Path:
     """``folder``, filled by ``write`` if it is not there; half a folder never carries the name."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -193,22 +193,45 @@ def turns(count: int, round_number: int) -> list[int]:
     return [(position + round_number) % count for position in range(count)]
 
 
-def interleave(contenders: Sequence[Contender], settings: Settings) -> dict[str, list[Sample]]:
-    """Measure every contender once per round, taking turns; one process each, which lives through all rounds."""
+def interleave(
+    contenders: Sequence[Contender], settings: Settings, dropped: dict[str, str] | None = None
+) -> dict[str, list[Sample]]:
+    """Measure every contender once per round, taking turns; one process each, which lives through all rounds.
+
+    Args:
+        dropped: takes the labels of contenders that failed, each with its reason: they have no samples, and the others
+            go on. ``None``: the first failure is raised.
+
+    Raises:
+        BenchmarkError: a contender failed, and ``dropped`` is ``None``.
+    """
     samples: dict[str, list[Sample]] = {contender.label: [] for contender in contenders}
     with ExitStack() as stack:
-        processes: list[Process | Inline] = [
-            stack.enter_context(start(contender, settings)) for contender in contenders
-        ]
-        for process in processes:
-            process.imported()
-        for process in processes:
-            process.set_up()
+        processes: dict[str, Process | Inline] = {
+            contender.label: stack.enter_context(start(contender, settings)) for contender in contenders
+        }
+
+        def each(labels: Sequence[str], act: Callable[[str], None]) -> None:
+            for label in labels:
+                try:
+                    if label in samples:
+                        act(label)
+                except BenchmarkError as error:
+                    if dropped is None:
+                        raise
+                    del samples[label]
+                    dropped[label] = str(error).strip().splitlines()[-1]
+
+        labels = list(processes)
+        each(labels, lambda label: processes[label].imported())
+        each(labels, lambda label: processes[label].set_up())
         for number in range(settings.rounds):
-            for position in turns(len(processes), number):
-                label = contenders[position].label
+
+            def turn(label: str, number: int = number) -> None:
                 settings.say(f"round {number + 1} of {settings.rounds}: {label}")
-                samples[label].append(processes[position].measure())
+                samples[label].append(processes[label].measure())
+
+            each([labels[position] for position in turns(len(labels), number)], turn)
     return samples
 
 
@@ -227,7 +250,14 @@ def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dic
 
 
 def added_memory(contender: Contender, settings: Settings, measures: Sequence[int] = (2,)) -> list[Memory]:
-    """How far the memory of the process tree rises above its level after the imports, at its peak.
+    """How far the memory of the process tree rises above its level after the imports, at its peak."""
+    return watched(contender, settings, measures)[0]
+
+
+def watched(
+    contender: Contender, settings: Settings, measures: Sequence[int] = (2,)
+) -> tuple[list[Memory], list[Sample]]:
+    """The same, and what was measured meanwhile.
 
     The contender runs alone, sets up and measures so many times, then so many more, and so on; memory is sampled from
     outside, and its peak up to then is given for each.
@@ -235,6 +265,7 @@ def added_memory(contender: Contender, settings: Settings, measures: Sequence[in
     with start(contender, settings) as process:
         process.imported()
         found: list[Memory] = []
+        samples: list[Sample] = []
         level = highest = tree_memory(process.pid)
         done = threading.Event()
 
@@ -248,11 +279,10 @@ def added_memory(contender: Contender, settings: Settings, measures: Sequence[in
         try:
             process.set_up()
             for times in measures:
-                for _ in range(times):
-                    process.measure()
+                samples += [process.measure() for _ in range(times)]
                 time.sleep(2 * MEMORY_INTERVAL_S)
                 found.append(highest - level)
         finally:
             done.set()
             watcher.join()
-    return found
+    return found, samples

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from benchmarks.processes import Memory
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    DecodeFile = Callable[[str], NDArray[np.uint8]]
 
 TITLE = "JPEG 500x400 to 224, batch 64, second epoch"
 
@@ -109,17 +111,20 @@ def data_loader(folder: str) -> Iterator[Measure]:
 
 
 @contextmanager
-def bare_threads(folder: str) -> Iterator[Measure]:
+def bare_threads(
+    folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
+) -> Iterator[Measure]:
     """Threads that decode into 64 rows, over and over."""
     import numpy as np
 
     paths = files_below(folder)
-    rows = [np.empty((BATCH, SIZE, SIZE, 3), np.uint8) for _ in range(WORKERS)]
+    rows = [np.empty((BATCH, side, side, 3), np.uint8) for _ in range(workers)]
+    one = decode or decode_file
 
     def epoch() -> Mapping[str, float]:
         # next() of a list's iterator is one step under the GIL: whoever is done takes what comes next.
         pieces = iter([paths[start : start + PIECE] for start in range(0, len(paths), PIECE)])
-        threads = [threading.Thread(target=lambda rows: decode_all(pieces, rows), args=(mine,)) for mine in rows]
+        threads = [threading.Thread(target=lambda rows: decode_all(pieces, rows, one), args=(mine,)) for mine in rows]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -131,13 +136,16 @@ def bare_threads(folder: str) -> Iterator[Measure]:
 
 
 @contextmanager
-def bare_processes(folder: str) -> Iterator[Measure]:
+def bare_processes(
+    folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
+) -> Iterator[Measure]:
     """The same in processes, forked beforehand."""
     context = multiprocessing.get_context("fork")
     paths = files_below(folder)
     todo, done = context.SimpleQueue(), context.SimpleQueue()
-    workers = [context.Process(target=bare_worker, args=(todo, done), daemon=True) for _ in range(WORKERS)]
-    for worker in workers:
+    task = (todo, done, decode or decode_file, side)
+    processes = [context.Process(target=bare_worker, args=task, daemon=True) for _ in range(workers)]
+    for worker in processes:
         worker.start()
 
     def epoch() -> Mapping[str, float]:
@@ -151,24 +159,24 @@ def bare_processes(folder: str) -> Iterator[Measure]:
         epoch()
         yield epoch
     finally:
-        for _ in workers:
+        for _ in processes:
             todo.put(None)
-        for worker in workers:
+        for worker in processes:
             worker.join()
         todo.close()
         done.close()
 
 
-def bare_worker(todo: Any, done: Any) -> None:
+def bare_worker(todo: Any, done: Any, decode: DecodeFile, side: int) -> None:
     import numpy as np
 
-    rows = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+    rows = np.empty((BATCH, side, side, 3), np.uint8)
     for piece in iter(todo.get, None):
-        decode_all(iter([piece]), rows)
+        decode_all(iter([piece]), rows, decode)
         done.put(None)
 
 
-def decode_all(pieces: Iterator[list[str]], rows: NDArray[np.uint8]) -> None:
+def decode_all(pieces: Iterator[list[str]], rows: NDArray[np.uint8], decode: DecodeFile) -> None:
     position = 0
     for piece in pieces:
         for path in piece:
@@ -176,7 +184,7 @@ def decode_all(pieces: Iterator[list[str]], rows: NDArray[np.uint8]) -> None:
             position = (position + 1) % len(rows)
 
 
-def decode(path: str) -> NDArray[np.uint8]:
+def decode_file(path: str) -> NDArray[np.uint8]:
     """A file to uint8 [224, 224, 3], as everybody writes it."""
     import numpy as np
     from PIL import Image

@@ -61,7 +61,7 @@ def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def aiofeed_feeder(reads: int, in_flight: int) -> Iterator[Measure]:
+def aiofeed_feeder(reads: int, in_flight: int = IN_FLIGHT) -> Iterator[Measure]:
     import aiofeed
 
     limits = aiofeed.Limits(read_concurrency=in_flight)

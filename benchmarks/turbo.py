@@ -100,7 +100,9 @@ def has_native() -> bool:
 
 
 @contextmanager
-def aiofeed_feeder(folder: str, side: int, backend: str, crop: str = "center", many: bool = True) -> Iterator[Measure]:
+def aiofeed_feeder(
+    folder: str, side: int, backend: str, crop: str = "center", many: bool = True, threads: int = THREADS
+) -> Iterator[Measure]:
     import aiofeed
 
     source = aiofeed.ImageFolder(folder)
@@ -108,7 +110,7 @@ def aiofeed_feeder(folder: str, side: int, backend: str, crop: str = "center", m
     decode: Any = aiofeed.DecodeImage(size, backend=backend, crop=crop)  # type: ignore[arg-type]
     if not many:
         decode = OneByOne(decode)
-    limits = aiofeed.Limits(decode_threads=THREADS)
+    limits = aiofeed.Limits(decode_threads=threads)
     with aiofeed.Feeder(source, decode=decode, batch_size=BATCH, limits=limits) as feeder:
         one_epoch = single(feeder)
 

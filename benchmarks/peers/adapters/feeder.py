@@ -1,0 +1,40 @@
+"""aiofeed itself: a ``Feeder``, with its engine in threads or in two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.passes import single
+from benchmarks.peers.work import Epoch, Work
+
+NAME = "aiofeed"
+NEEDS = ()
+IMPORTS = ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage")
+WAYS = ("thread", "process:2")
+
+
+@contextmanager
+def loader(work: Work, way: str) -> Iterator[Epoch]:
+    import aiofeed
+
+    size = (work.side, work.side)
+    decode: Any
+    if work.decoder == "linear":
+        decode = work.decode
+    elif work.decoder == "pillow":
+        decode = aiofeed.DecodeImage(size, backend="pillow", scaled=False)
+    else:
+        decode = aiofeed.DecodeImage(size, backend="turbo" if work.decoder == "turbo" else "pillow")
+    source = aiofeed.ImageFolder(work.folder)
+    feeder: Any = aiofeed.Feeder(source, decode=decode, batch_size=work.batch, engine=way)  # type: ignore[arg-type]
+    with feeder:
+        one_epoch = single(feeder)
+        yield one_epoch if work.decoder != "linear" else lambda: turned(one_epoch())
+
+
+def turned(batches: Any) -> Any:
+    """What a decoder of one's own gave as [H, W, 3] stays so in the batch."""
+    for images, labels in batches:
+        yield images.permute(0, 3, 1, 2), labels

@@ -1,0 +1,63 @@
+"""Who is fastest where each brings the fastest decoder there is for it?
+
+The work of ``same_decode``, but loaders that take a decoder take simplejpeg (libjpeg-turbo) and OpenCV's
+``INTER_LINEAR``, which does not antialias; the others have their own. Worst PSNR against Pillow at full scale says what
+the pictures are worth.
+
+Targets: aiofeed first; at least 0.95 of two bare processes with that decoder; 1.4 of two bare processes with Pillow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+from benchmarks.harness import Settings
+from benchmarks.peers.adapters import bare
+from benchmarks.peers.contest import Field, Found, Way, race
+from benchmarks.peers.same_decode import PROCESSES, task
+from benchmarks.peers.work import contender
+
+TITLE = "JPEG 500x400 to 224, each with its fastest decoder, batch 64, second epoch"
+
+WAYS: tuple[Way, ...] = (
+    ("feeder", "thread"),
+    ("feeder", "process:2"),
+    ("dataloader", "persistent"),
+    ("nodes", "by batches"),
+    ("spdl_threads", "by batches"),
+    ("spdl_threads", "ffmpeg"),
+    ("grain_threads", "whole batches"),
+    ("webdataset_tars", "tars"),
+    ("litdata_raw", "raw"),
+    ("mosaicml", "MDS"),
+    ("tfdata", "AUTOTUNE"),
+    ("tfdata", "pool of 8"),
+    ("tfdata", "antialiased"),
+    ("dali", "CPU"),
+    ("ffcv_beton", ".beton"),
+)
+
+PILLOW = f"{PROCESSES}, Pillow"
+
+
+def run(settings: Settings, field: Field) -> Found:
+    work = {**task(settings), "decoder": fastest_decoder()}
+    present, absent = field.divide(WAYS)
+    contenders = [contender(*way, work, judged=True) for way in present]
+    pillow = bare.contender("processes", {**work, "decoder": "pillow"})
+    fast = bare.contender("processes", work)
+    found = race([*contenders, fast, replace(pillow, label=PILLOW)], settings, absent)
+    better = found.best(found.ours())
+    targets = [
+        *found.first(better, found.peers(), "the peers"),
+        *found.speed(better, PROCESSES, 0.95),
+        *found.speed(better, PILLOW, 1.4),
+        *[figure for peer in found.peers() for figure in found.speed(better, peer)],
+    ]
+    return Found(TITLE, "images", found.columns(), targets, found.absent)
+
+
+def fastest_decoder() -> str:
+    """The fastest decoder that is installed."""
+    return "linear" if find_spec("cv2") and find_spec("simplejpeg") else "pillow"
