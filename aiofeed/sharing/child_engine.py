@@ -108,7 +108,7 @@ class ChildEngine(Engine):
             self.may_decode.add(message.serial)
             self._open_gates()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
-            slot.give_back()
+            slot.give_back(message.again)
 
     async def _plan(self) -> None:
         async for step in self._arriving:

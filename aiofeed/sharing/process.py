@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from aiofeed.sharing.messages import Broken, Filled, FromEngine, Open, ToEngine, decode_from_engine, encode
+from aiofeed.sharing.messages import Broken, Filled, Free, FromEngine, Open, ToEngine, decode_from_engine, encode
 from aiofeed.sharing.slots import Ring
 from aiofeed.sharing.wire import Wire
 from aiofeed.types import BatchPlan
@@ -32,7 +32,6 @@ class Work:
     reply: asyncio.Future[Replies]
     was_read: Callable[[], None]
     plan: BatchPlan
-    free: Callable[[], None] = field(init=False)
 
     def open(self) -> None:
         """It may be decoded."""
@@ -95,6 +94,10 @@ class EngineProcess:
     def send(self, message: ToEngine) -> None:
         """Tell it something; nothing happens once it is gone."""
         self._wire.send(encode(message))
+
+    def free(self, serial: int, again: bool = True) -> None:
+        """A slot of its ring has been read; see ``Free``."""
+        self.send(Free(serial, again))
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; ``None`` while it runs."""

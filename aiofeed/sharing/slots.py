@@ -87,6 +87,11 @@ class SlotMemory:
                 else:
                     os.close(descriptor)
 
+    def retire(self, segments: Sequence[Segment]) -> None:
+        """Segments that somebody may read for ever."""
+        with self._lock:
+            self._retired.extend(segment.number for segment in segments)
+
     def introduce(self, segments: Sequence[Segment]) -> tuple[list[NewSegment], list[int], list[int]]:
         """Those that the trainer does not know yet, their descriptors, and the numbers it may forget."""
         with self._lock:
@@ -128,12 +133,14 @@ class Slot:
                 return segment.number, address - segment.address
         return None
 
-    def give_back(self) -> None:
-        """Nobody reads or writes it any more. Idempotent."""
+    def give_back(self, again: bool = True) -> None:
+        """Nobody writes it any more, and where it may be used ``again`` nobody reads it. Idempotent."""
         with self._lock:
             segments, self.segments = self.segments, []
-        if segments:
+        if segments and again:
             self._memory.put_back(segments, self.used)
+        elif segments:
+            self._memory.retire(segments)
 
 
 class Ring:
@@ -184,8 +191,24 @@ class Ring:
         for number in numbers:
             self._segments.pop(number, None)
 
-    def view(self, leaf: Leaf) -> NDArray[Any]:
-        """The array of a leaf, as it lies in the ring.
+    def size(self, number: int) -> int:
+        """Bytes of a segment; 0 of one that is not known."""
+        segment = self._segments.get(number)
+        return 0 if segment is None else segment.nbytes
+
+    def mapping(self, number: int) -> Any:
+        """What stands behind a segment's memory, for an owner of one's own; see ``lending.py``.
+
+        Raises:
+            WireError: it is not known.
+        """
+        segment = self._segments.get(number)
+        if segment is None:
+            raise WireError(f"there is no segment {number} in the ring")
+        return segment.memory.base
+
+    def view(self, leaf: Leaf, memory: Bytes | None = None) -> NDArray[Any]:
+        """The array of a leaf, as it lies in the ring; of ``memory``, where that is another owner of its segment.
 
         Raises:
             WireError: it does not lie within its segment, or is no plain array.
@@ -202,7 +225,8 @@ class Ring:
         segment = self._segments.get(leaf.segment)
         if segment is None or leaf.offset < 0 or leaf.offset + nbytes > segment.nbytes:
             raise WireError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
-        return segment.memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+        memory = segment.memory if memory is None else memory
+        return memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
 
 
 def _nothing(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
