@@ -193,7 +193,7 @@ class Feeder(Generic[BatchT]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
-        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=())}
+        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=(), passable=None)}
         for name in ("_pipeline", "_stream", "_iterator", "_account", "_counters", "_in_a_row", "_bound"):
             del kept[name]
         return kept

@@ -35,6 +35,7 @@ from aiofeed.types import Collate, Source
 if TYPE_CHECKING:
     from aiofeed.cache.store import Store as Cache
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
     from aiofeed.sharing.processes import EngineProcesses
     from aiofeed.static_copier import StaticBatch
 
@@ -59,6 +60,7 @@ class Recipe:
     engines: int = 0
     statics: tuple[StaticBatch, ...] = ()
     cache: Cache | None = None
+    passable: Passable | None = None
 
 
 class FeedDelivery(Delivery, Protocol):
@@ -351,14 +353,14 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
         read_concurrency=limits.read_concurrency,
         # Each process has a copy of a Dataset.
         decode_threads=limits.decode_threads * (recipe.engines if isinstance(source, FromDataset) else 1),
-        keep=limits.prefetch_batches + 1,
+        keep=limits.prefetch_batches + 1 + (recipe.passable.slots if recipe.passable is not None else 0),
         in_order=recipe.in_order,
         policy=recipe.policy,
         cache=recipe.cache,
     )
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
-    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
+    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
 
 
 def _unchanged(batch: Any) -> Any:

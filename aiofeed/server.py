@@ -6,7 +6,7 @@ import logging
 import os
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,11 +168,15 @@ class Server:
         self.close()
         from aiofeed.sharing.address import Listener
         from aiofeed.sharing.hub import Hub
+        from aiofeed.sharing.passing import Passable
 
         listener = Listener(self._path)
+        # Of engine processes that are still to be started, the memory is handed on as it is.
+        passable = self._feeder._recipe.passable or Passable(self._terms.lag)
+        self._feeder._recipe = replace(self._feeder._recipe, passable=passable)
         runtime = Runtime(read_threads=1, decode_threads=1)
         try:
-            self._hub = hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool)
+            self._hub = hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable)
             done: Future[None] = Future()
             self._done = done
             runtime.at_exit(listener.close)

@@ -135,15 +135,15 @@ def _leaf(
         return Leaf(
             kind, -1, 0, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype
         )
+    memory, order = dense(memory)
+    if order is not None:
+        axes = order
     place = slot.locate(memory) if memory.flags.c_contiguous else None
     if place is None:
-        memory, order = dense(memory)
         rows = slot.take(memory.nbytes).view(memory.dtype).reshape(memory.shape)
         np.copyto(rows, memory)
         place = slot.locate(rows)
         assert place is not None
-        if order is not None:
-            axes = order
         memory = rows
     return Leaf(kind, *place, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype)
 

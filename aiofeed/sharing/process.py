@@ -19,6 +19,7 @@ from aiofeed.types import BatchPlan
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
 
 Replies = Filled | Broken
 
@@ -63,11 +64,14 @@ class EngineProcess:
         start: descriptor of its cargo; inherited, not closed.
         owner: hears of what it says and of its end.
         backend: the device that copies from its ring.
+        passable: is told of its ring.
     """
 
-    def __init__(self, number: int, start: int, owner: Owner, backend: DeviceBackend | None) -> None:
+    def __init__(
+        self, number: int, start: int, owner: Owner, backend: DeviceBackend | None, passable: Passable | None = None
+    ) -> None:
         self.number = number
-        self.ring = Ring(backend)
+        self.ring = Ring(backend, passable)
         self.ready = False
         self.at_work: dict[int, Work] = {}
         self._owner = owner
@@ -110,7 +114,7 @@ class EngineProcess:
     def close(self) -> None:
         """Close the connection and let go of the ring."""
         self._wire.close()
-        self.ring = Ring()
+        self.ring.close()
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_engine(payload)

@@ -39,6 +39,7 @@ from aiofeed.types import BatchPlan
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
 
 log = logging.getLogger("aiofeed")
 
@@ -57,13 +58,15 @@ class EngineProcesses:
     Args:
         cargo: what they work with; it is pickled here and now.
         backend: the device that copies from their rings; ``None`` for the host.
+        passable: is told of their rings.
     """
 
-    def __init__(self, cargo: Cargo, backend: DeviceBackend | None) -> None:
+    def __init__(self, cargo: Cargo, backend: DeviceBackend | None, passable: Passable | None = None) -> None:
         self.count = cargo.engines
         self.lending = Lending()
         self._start: int | None = load_up(cargo)
         self._backend = backend
+        self._passable = passable
         self._processes: list[EngineProcess] = []
         self._serials = itertools.count()
         self._ready: asyncio.Future[None] | None = None
@@ -94,7 +97,7 @@ class EngineProcesses:
             try:
                 # On the loop's own thread: the kernel ends a process with the thread that started it.
                 for number in range(self.count):
-                    self._processes.append(EngineProcess(number, start, self, self._backend))
+                    self._processes.append(EngineProcess(number, start, self, self._backend, self._passable))
             finally:
                 os.close(start)
             self._look()

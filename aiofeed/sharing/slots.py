@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
 
 log = logging.getLogger("aiofeed")
 
@@ -148,10 +149,13 @@ class Ring:
 
     Args:
         backend: the device that copies from them; ``None`` for none.
+        passable: is told of them.
     """
 
-    def __init__(self, backend: DeviceBackend | None = None) -> None:
+    def __init__(self, backend: DeviceBackend | None = None, passable: Passable | None = None) -> None:
         self._segments: dict[int, Segment] = {}
+        self._passable = passable
+        self._passed: dict[int, int] = {}
         self._register: Callable[[Bytes], object] | None = getattr(backend, "register", None)
         self._unregister: Callable[[Bytes], object] | None = getattr(backend, "unregister", None)
         self.pinned = self._register is not None
@@ -167,8 +171,16 @@ class Ring:
         for new in segments:
             if new.number in self._segments:
                 raise WireError(f"segment {new.number} is known already")
-            segment = adopt(new.number, new.nbytes, descriptors.pop(0))
+            another = None if self._passable is None else os.dup(descriptors[0])
+            try:
+                segment = adopt(new.number, new.nbytes, descriptors.pop(0))
+            except BaseException:
+                if another is not None:
+                    os.close(another)
+                raise
             self._segments[new.number] = segment
+            if self._passable is not None and another is not None:
+                self._passed[new.number] = self._passable.add(segment, another)
             if self._register is not None and self._unregister is not None:
                 self._pin(segment, self._register, self._unregister)
 
@@ -189,7 +201,13 @@ class Ring:
     def forget(self, numbers: Sequence[int]) -> None:
         """Let go of segments that are not used any more."""
         for number in numbers:
+            if self._passable is not None and (passed := self._passed.pop(number, None)) is not None:
+                self._passable.drop(passed)
             self._segments.pop(number, None)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self.forget(list(self._segments))
 
     def size(self, number: int) -> int:
         """Bytes of a segment; 0 of one that is not known."""

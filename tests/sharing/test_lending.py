@@ -1,4 +1,4 @@
-"""Batches of engine processes that the user has as they lie in the ring: when their memory is used again, and when not."""
+"""Batches of engine processes that the user has as they lie in the ring: when their memory is used again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import share_parts as parts
-import torch
 
 from aiofeed import Feeder, Limits
 from tests.sharing.conftest import children, until
@@ -33,7 +32,7 @@ def lies_in_the_ring(feeder: Feeder[Any], batch: Any) -> bool:
     return any(0 <= address - each.address < each.nbytes for each in segments)
 
 
-def right(batch: torch.Tensor, number: int) -> bool:
+def right(batch: Any, number: int) -> bool:
     return all(bool((row == (2 * number + at) % 251).all()) for at, row in enumerate(batch))
 
 

@@ -97,6 +97,43 @@ def test_large_batches_that_are_kept_are_never_overwritten(address: str, engine:
     assert all((batch == batch[:, :1]).all() for batch in kept)
 
 
+def test_slots_of_engine_processes_are_handed_on_as_they_are(address: str) -> None:
+    """Nothing is copied into memory of the server's own, and slots come back: two engines need few."""
+    with numbers(60, decode=parts.large, shuffle=False, engine="process:2", batch_size=2) as feeder:
+        with aiofeed.serve(feeder, address, lag=2) as server, aiofeed.attach(address) as feed:
+            for _ in range(2):
+                for number, batch in enumerate(feed):
+                    assert [int(row[0]) for row in batch] == [2 * number % 251, (2 * number + 1) % 251]
+                    assert bool((batch == batch[:, :1]).all())
+            assert server._hub is not None
+            assert not server._hub._memory._unsent
+            passable = feeder._recipe.passable
+            assert passable is not None
+            assert 0 < len(passable.known()) <= 2 * (feeder._recipe.limits.prefetch_batches + 5)
+        feeder.close()
+        assert not passable.known()
+
+
+def test_what_was_handed_on_outlives_the_process_that_made_it(address: str) -> None:
+    """A consumer that is behind still reads what it was sent, bit for bit, then hears of the engine's end."""
+    with (
+        numbers(400, decode=parts.large, shuffle=False, engine="process", batch_size=2) as feeder,
+        aiofeed.serve(feeder, address, lag=4),
+        aiofeed.attach(address) as feed,
+    ):
+        iterator = iter(feed)
+        seen = [next(iterator)]
+        pipeline: Any = feeder._pipeline
+        os.kill(pipeline._processes.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+            seen += iterator
+        assert caught.value.exit_status == -signal.SIGKILL
+        for number, batch in enumerate(seen):
+            assert [int(row[0]) for row in batch] == [2 * number, 2 * number + 1]
+            assert bool((batch == batch[:, :1]).all())
+        assert [int(row[0]) for row in next(iter(feed))] == [0, 1]  # from processes that were started anew
+
+
 def test_batches_above_the_inline_size_are_copied_by_a_thread(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("hub", "attachment"):
         monkeypatch.setattr(f"aiofeed.sharing.{module}.INLINE_BYTES", 0)
