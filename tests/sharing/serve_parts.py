@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -112,7 +113,8 @@ class Started:
 
     def __exit__(self, *_: object) -> None:
         if self.process.is_alive():
-            self.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and was waited for where it was forked
+                self.kill()
         self.process.join()
         self.process.close()
         self.told.close()
