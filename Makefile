@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 
-.PHONY: venv test test-long soak lint docs demo bench bench-gpu clean help
+.PHONY: venv test test-long soak kills lint docs demo bench bench-gpu clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -37,6 +37,9 @@ test-long: $(STAMP)  ## all tests
 
 soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS="--seed 7 --minutes 10"`
 	$(BIN)/python -m tests.soak $(ARGS)
+
+kills: $(STAMP)  ## processes killed at random moments: `make kills ARGS="--times 200 --seed 7"`
+	$(BIN)/python -m tests.sharing.kills $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff check

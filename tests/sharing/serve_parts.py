@@ -113,7 +113,8 @@ class Started:
 
     def __exit__(self, *_: object) -> None:
         if self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and was waited for where it was forked
+            # Where it has ended meanwhile, whoever forked it has waited for it.
+            with contextlib.suppress(ProcessLookupError):
                 self.kill()
         self.process.join()
         self.process.close()
