@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aiofeed import machine
 from aiofeed.cache.disk import DiskCache, DiskStore
 from aiofeed.cache.host import HostCache, HostStore
 from aiofeed.cache.identity import identity
 from aiofeed.cache.store import Store
+from aiofeed.config import Limits, ResolvedLimits, resolve
 from aiofeed.fetch_cached import cached_form
-from aiofeed.machine import free_memory
+from aiofeed.schedule import Shuffle
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Source
@@ -151,7 +153,27 @@ def adopt_cache(
             'cache="host" is memory of this process, and engine="process" decodes in others: pass '
             'cache=DiskCache(path), which they share, or engine="thread"'
         )
-    return HostStore(len(source), cache, free_memory)
+    return HostStore(len(source), cache, machine.free_memory)
+
+
+def a_shuffle(value: object) -> Shuffle:
+    """``value`` where it is a way to shuffle."""
+    if value is True or value is False or value == "keyed":
+        return value
+    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
+
+
+def resolve_limits(limits: Limits | None, batch_size: int, source: object) -> ResolvedLimits:
+    """What may be used, with every number settled for this machine and this source."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
+    return resolve(
+        limits or Limits(),
+        batch_size=batch_size,
+        cpus=machine.cpus(),
+        free_memory=machine.free_memory(),
+        most_threads=source.threads if isinstance(source, FromDataset) else None,
+    )
 
 
 def an_int(what: str, value: object) -> int:

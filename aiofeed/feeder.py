@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from aiofeed import lifetime, machine
+from aiofeed import lifetime
 from aiofeed.arguments import (
     a_bool,
     a_callable,
     a_seed,
+    a_shuffle,
     adopt_cache,
     adopt_collate,
     adopt_decoder,
@@ -21,29 +22,28 @@ from aiofeed.arguments import (
     an_engine,
     an_int,
     refuse_dataloader_arguments,
+    resolve_limits,
 )
-from aiofeed.config import Limits, ResolvedLimits, positive_int, resolve
+from aiofeed.config import Limits, positive_int
 from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.devices import resolve_devices
 from aiofeed.failures import Failure, FailureLog
-from aiofeed.host_backend import HostBackend
-from aiofeed.items import Failed, Ready
-from aiofeed.iterator import FeedIterator, see_end
+from aiofeed.iterator import FeedIterator
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Machinery, Recipe, check_resident, check_travels, machinery
+from aiofeed.passes import Passes
 from aiofeed.policy import Action, FailurePolicy, as_policy
-from aiofeed.schedule import Shuffle, fingerprint
+from aiofeed.recipe import Recipe, check_resident, check_travels, fingerprint_of, renew_statics, with_statics
+from aiofeed.schedule import Shuffle
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
-from aiofeed.state import Account, Progress, SavedState
-from aiofeed.static_copier import check_static, statics_for
-from aiofeed.stream import Stream
+from aiofeed.state import Progress, SavedState
 from aiofeed.types import Source
 
 if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.devices import Device
+    from aiofeed.sharing.passing import Passable
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.types import Decoder
 
@@ -132,7 +132,7 @@ class Feeder(Generic[BatchT]):
         self._order = Order(
             length=self._length,
             batch_size=positive_int("batch_size", batch_size),
-            shuffle=_a_shuffle(shuffle),
+            shuffle=a_shuffle(shuffle),
             seed=a_seed(seed),
             drop_last=a_bool("drop_last", drop_last),
             pad=a_bool("pad", pad),
@@ -141,69 +141,56 @@ class Feeder(Generic[BatchT]):
         )
         self._device = device
         self._static_batches = a_bool("static_batches", static_batches)
-        self._recipe = Recipe(
+        recipe = Recipe(
             source=self._source,
             decode=adopt_decoder(self._source, decode),
             batch_size=batch_size,
             collate_fn=adopt_collate(self._source, collate_fn),
             backend=resolve_devices(device),
             transform=a_callable("transform", transform),
-            limits=_resolve_limits(limits, batch_size, self._source),
+            limits=resolve_limits(limits, batch_size, self._source),
             in_order=a_bool("in_order", in_order),
             length=self._length,
             policy=as_policy(on_error),
             engines=an_engine(engine),
         )
-        check_travels(self._recipe)
-        if cache is not None:
-            self._recipe = replace(
-                self._recipe,
-                cache=adopt_cache(
-                    cache,
-                    self._source,
-                    self._recipe.decode,
-                    engines=self._recipe.engines,
-                    fingerprint=lambda: _fingerprint(self._source, self._length),
-                ),
-            )
+        check_travels(recipe)
+        fingerprint = partial(fingerprint_of, self._source, self._length)
+        recipe = replace(
+            recipe,
+            cache=adopt_cache(cache, self._source, recipe.decode, engines=recipe.engines, fingerprint=fingerprint),
+        )
         if static_batches:
-            check_static(
-                drop_last=drop_last,
-                length=None if sampler is not None else self._length,
-                batch_size=batch_size,
-                policy=self._recipe.policy,
-            )
-            self._recipe = _with_statics(self._recipe)
-        check_resident(self._recipe)
-        self._failures = FailureLog(self._recipe.policy)
+            recipe = with_statics(recipe, drop_last=drop_last, sampled=sampler is not None)
+        check_resident(recipe)
+        self._recipe = recipe
+        self._failures = FailureLog(recipe.policy)
         self._progress = Progress()
         self._fingerprint: str | None = None
         self._past = Counters()
-        self._reset()
+        self._passes = self._new_passes()
 
-    def _reset(self) -> None:
-        self._pipeline: Machinery | None = None
-        self._stream: Stream | None = None
-        self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
-        self._account: Account | None = None
-        self._counters = Counters()
-        # Epochs that were finished one after the other, and the last that `epochs` is going to ask for.
-        self._in_a_row = 0
-        self._bound: int | None = None
+    def _new_passes(self) -> Passes[BatchT]:
+        return Passes(
+            self._recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past
+        )
+
+    def _pass_on(self, passable: Passable) -> None:
+        """Let memory of engine processes that are still to be started be passed on; for a server."""
+        self._recipe = self._passes.recipe = replace(self._recipe, passable=passable)
 
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
         kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=(), passable=None)}
-        for name in ("_pipeline", "_stream", "_iterator", "_account", "_counters", "_in_a_row", "_bound"):
-            del kept[name]
+        del kept["_passes"]
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._recipe = replace(self._recipe, backend=resolve_devices(self._device))
         if self._static_batches:
-            self._recipe = _with_statics(self._recipe)
-        self._reset()
+            self._recipe = renew_statics(self._recipe)
+        self._passes = self._new_passes()
 
     def __len__(self) -> int:
         """Batches per epoch of this rank; it does not change after a resume."""
@@ -211,11 +198,7 @@ class Feeder(Generic[BatchT]):
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Begin an epoch; an iterator that is still open is closed."""
-        try:
-            return self._begin()
-        except BaseException:  # Ctrl-C, say: nobody gets an iterator, so what was started for it ends
-            self._stop("its epoch did not begin")
-            raise
+        return self._passes.begin()
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Begin an epoch; an iterator that is still open is closed."""
@@ -223,82 +206,6 @@ class Feeder(Generic[BatchT]):
 
     def __repr__(self) -> str:
         return f"Feeder({self._source!r}, batch_size={self._recipe.batch_size})"
-
-    def _begin(self) -> FeedIterator[BatchT]:
-        if not self._conclude():
-            self._close_iterator("a newer iterator of the same feeder was started")
-        begun = self._order.begin(self._progress.next_position())
-        start = begun.start
-        claimed, stream = None, self._stream
-        if self._pipeline is not None and self._pipeline.reusable() and stream is not None:
-            claimed = stream.claim(begun.schedule, start) if begun.permutation is None else None
-        if claimed is None or stream is None:
-            claimed = Counters()
-            stream = Stream(begun.schedule, start, claimed, begun.permutation)
-        if begun.permutation is None:
-            # Before it starts: a short epoch is planned at once, and then it is too late.
-            self._look_ahead(stream, start.epoch)
-        if stream is not self._stream:
-            self._start_stream(stream)
-        assert self._pipeline is not None
-        self._pipeline.delivery.begin()
-        self._past.add(self._counters)
-        self._counters = claimed
-        self._progress.begin(start.epoch)
-        self._failures.begin()
-        self._account = Account(begun.schedule, start, self._recipe.in_order)
-        iterator: FeedIterator[BatchT] = FeedIterator(
-            self._pipeline.delivery, claimed, observer=_Pass(self, self._account)
-        )
-        self._iterator = weakref.ref(iterator)
-        self._pipeline.watch(iterator)
-        return iterator
-
-    def _conclude(self) -> bool:
-        """See the end of a pass that handed out its last batch to one who counts to ``len()`` and never asked for more.
-
-        Whether the pass is over in good order, so that what was read ahead may be used.
-        """
-        account, pipeline = self._account, self._pipeline
-        if account is None or pipeline is None or not account.complete or not pipeline.reusable():
-            return False
-        if (iterator := self._live_iterator()) is not None:
-            ended = iterator.conclude()
-        else:
-            ended = account.ended or see_end(pipeline.delivery.handoff)
-        if ended and not account.ended:
-            self._ended(account)
-        return ended
-
-    def _ended(self, account: Account) -> None:
-        """The end of a pass was seen."""
-        account.ended = True
-        self._failures.summarise(account.start.epoch, self._counters)
-        # Done with: that it is dropped after its end says nothing.
-        self._iterator = None
-        self._in_a_row += 1
-
-    def _start_stream(self, stream: Stream) -> None:
-        old = self._pipeline
-        if old is not None and old.reusable() and self._stream is not None and self._stream.drained():
-            self._pipeline = old
-        else:
-            # Whatever was read ahead belongs to an epoch that is not wanted any more.
-            if old is not None and not old.inherited:
-                old.stop()
-            self._pipeline = machinery(self._recipe, after=old)
-            self._pipeline.watch(self)
-        self._stream = stream
-        self._pipeline.start(stream)
-
-    def _look_ahead(self, stream: Stream, epoch: int) -> None:
-        """Allow the next epochs to be begun while this one is consumed, where they are sure or likely to come."""
-        if not stream.schedule.stripe().batches:
-            return  # planning epochs without a batch waits for nothing: all of them would be, at once
-        if self._bound is not None:
-            stream.allow(self._bound)
-        elif self._in_a_row:
-            stream.allow(epoch + 1)
 
     @property
     def epoch(self) -> int:
@@ -310,7 +217,7 @@ class Feeder(Generic[BatchT]):
 
         A loaded position in the same epoch stays, in any other it is discarded.
         """
-        self._progress.set_epoch(an_int("epoch", epoch), live=self._live_iterator() is not None)
+        self._progress.set_epoch(an_int("epoch", epoch), live=self._passes.live)
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of the epochs that are left of ``n``, the loaded one first: iterate the feeder in each.
@@ -328,13 +235,13 @@ class Feeder(Generic[BatchT]):
         epoch = self._order.settle(self._progress.next_position()).epoch
         try:
             while epoch <= last:
-                self._bound = last
+                self._passes.last_epoch = last
                 yield epoch
                 epoch += 1
                 if self._progress.next_position().epoch != epoch:
                     self.set_epoch(epoch)
         finally:
-            self._bound = None
+            self._passes.last_epoch = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the user stands: batches handed out count, those read ahead do not.
@@ -361,7 +268,7 @@ class Feeder(Generic[BatchT]):
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:
-            self._fingerprint = _fingerprint(self._source, self._length)
+            self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._progress.reported
         return SavedState(
             self._order.schedule(self._length),
@@ -376,14 +283,14 @@ class Feeder(Generic[BatchT]):
         counters = Counters()
         if total:
             counters.add(self._past)
-        counters.add(self._counters)
-        limits, pipeline = self._recipe.limits, self._pipeline
+        counters.add(self._passes.counters)
+        limits = self._recipe.limits
         return FeedStatistics(
             **counters.totals(),  # type: ignore[arg-type]
-            queue_depth=pipeline.queue_depth if pipeline is not None else 0,
+            queue_depth=self._passes.queue_depth,
             read_concurrency=limits.read_concurrency,
             decode_threads=limits.decode_threads,
-            chunk_size=pipeline.chunk_size if pipeline is not None else 0,
+            chunk_size=self._passes.chunk_size,
         )
 
     @property
@@ -403,12 +310,12 @@ class Feeder(Generic[BatchT]):
         self._close(JOIN_S)
 
     def _close(self, limit_s: float) -> None:
-        if (pipeline := self._stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
+        if (pipeline := self._passes.stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
             log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
-        if (pipeline := self._stop("the feeder was closed")) is not None:
+        if (pipeline := self._passes.stop("the feeder was closed")) is not None:
             try:
                 await asyncio.wait_for(pipeline.stopped(), JOIN_S)
             except TimeoutError:
@@ -427,86 +334,3 @@ class Feeder(Generic[BatchT]):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
-
-    def _stop(self, reason: str) -> Machinery | None:
-        self._close_iterator(reason)
-        pipeline = self._pipeline
-        if pipeline is None or pipeline.inherited:
-            return None
-        pipeline.stop()
-        return pipeline
-
-    def _close_iterator(self, reason: str) -> None:
-        if (iterator := self._live_iterator()) is not None:
-            iterator.close(reason)
-        if self._iterator is not None and (iterator is not None or self._iterator() is None):
-            self._in_a_row = 0
-        self._iterator = None
-
-    def _live_iterator(self) -> FeedIterator[BatchT] | None:
-        iterator = self._iterator() if self._iterator is not None else None
-        return iterator if iterator is not None and iterator.live else None
-
-
-class _Pass:
-    """What the feeder learns from its iterator. Keeps the feeder alive while one iterates it."""
-
-    def __init__(self, feeder: Feeder[Any], account: Account) -> None:
-        self._feeder = feeder
-        self._account = account
-
-    def handing_out(self, item: Ready) -> None:
-        feeder = self._feeder
-        if item.failures:
-            feeder._counters.failures += feeder._failures.add(item.failures, self._account.start.epoch)
-        if not self._account.began:
-            feeder._progress.follow(self._account)
-            feeder._order.began()
-        if self._account.last_to_come and feeder._pipeline is not None:
-            # The iterator may be dropped then: all it could still give is the end.
-            feeder._pipeline.watch(feeder)
-
-    def handed_out(self, item: Ready) -> None:
-        self._account.handed_out(item.number)
-
-    def failed(self, item: Failed) -> None:
-        self._feeder._counters.failures += self._feeder._failures.add(item.failures, self._account.start.epoch)
-        self._feeder._progress.failed(self._account)
-        self._feeder._in_a_row = 0
-
-    def ended(self) -> None:
-        feeder = self._feeder
-        feeder._ended(self._account)
-        if feeder._pipeline is not None:
-            feeder._pipeline.watch(feeder)
-
-
-def _fingerprint(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
-    own = getattr(source, "fingerprint", None)
-    if own is not None:
-        return str(own())
-    kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
-    return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
-
-
-def _with_statics(recipe: Recipe) -> Recipe:
-    backend = recipe.backend or HostBackend()
-    return replace(recipe, backend=backend, statics=statics_for(backend))
-
-
-def _a_shuffle(value: object) -> Shuffle:
-    if value is True or value is False or value == "keyed":
-        return value
-    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
-
-
-def _resolve_limits(limits: Limits | None, batch_size: int, source: object) -> ResolvedLimits:
-    if limits is not None and not isinstance(limits, Limits):
-        raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
-    return resolve(
-        limits or Limits(),
-        batch_size=batch_size,
-        cpus=machine.cpus(),
-        free_memory=machine.free_memory(),
-        most_threads=source.threads if isinstance(source, FromDataset) else None,
-    )

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from aiofeed.collate import Assembly, RowAssembly, misfit_error
+from aiofeed.collate import Assembly, RowAssembly
+from aiofeed.collate_tree import misfit_error
 from aiofeed.config import ResolvedLimits
 from aiofeed.errors import FeedError
 from aiofeed.guard import AbandonedError, Guard, Watch

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from aiofeed.collate import Assembly, misfit_error
+from aiofeed.collate import Assembly
+from aiofeed.collate_tree import misfit_error
 from aiofeed.config import ResolvedLimits
 from aiofeed.errors import FeedError
 from aiofeed.fetch import Outcome

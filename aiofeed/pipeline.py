@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
-from aiofeed.config import ResolvedLimits
-from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
+from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
+from aiofeed.collate_tree import TreeAssembly
+from aiofeed.delivery import DeviceDelivery, HostDelivery
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
@@ -22,7 +22,7 @@ from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.iterator import Delivery
-from aiofeed.policy import FailurePolicy
+from aiofeed.recipe import Recipe
 from aiofeed.resident import Resident, Store
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
@@ -30,37 +30,12 @@ from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
-from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
-    from aiofeed.cache.store import Store as Cache
-    from aiofeed.device import DeviceBackend
-    from aiofeed.sharing.passing import Passable
     from aiofeed.sharing.processes import EngineProcesses
-    from aiofeed.static_copier import StaticBatch
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """What a feeder is made of; it does not change."""
-
-    source: Source[Any] | FromDataset | Tensors
-    decode: Callable[..., Any] | None
-    batch_size: int
-    collate_fn: Collate | None
-    backend: DeviceBackend | DeviceGroup | None
-    transform: Transform | None
-    limits: ResolvedLimits
-    in_order: bool = True
-    length: int = 0
-    policy: FailurePolicy = field(default_factory=FailurePolicy)
-    engines: int = 0
-    statics: tuple[StaticBatch, ...] = ()
-    cache: Cache | None = None
-    passable: Passable | None = None
 
 
 class FeedDelivery(Delivery, Protocol):
@@ -117,23 +92,6 @@ class Machinery(Protocol):
     async def stopped(self) -> None:
         """Wait for the end without blocking the caller's loop."""
         ...
-
-
-def check_resident(recipe: Recipe) -> None:
-    """``ValueError`` where data that stay in memory are asked for what only batches on their way can have."""
-    if not isinstance(recipe.source, Tensors):
-        return
-    if isinstance(recipe.backend, DeviceGroup):
-        raise ValueError(
-            "the data of Tensors stay on one device: for several make a feeder for each, with shard=(rank, world_size)"
-        )
-    if recipe.statics:
-        raise ValueError(
-            "static_batches=True copies every batch, and those of Tensors are views that cost nothing: copy_ them into "
-            "tensors of your own where addresses have to stay"
-        )
-    if recipe.engines:
-        raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
 
 
 def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
@@ -326,14 +284,6 @@ class Pipeline:
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's loop."""
         await self.delivery.stopped()
-
-
-def check_travels(recipe: Recipe) -> None:
-    """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
-    if recipe.engines:
-        from aiofeed.sharing import travel
-
-        travel.check_travels(source=recipe.source, decode=recipe.decode, collate_fn=recipe.collate_fn)
 
 
 def _processes(recipe: Recipe) -> EngineProcesses | None:

@@ -6,7 +6,7 @@ import logging
 import os
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,7 +173,7 @@ class Server:
         listener = Listener(self._path, SERVER)
         # Of engine processes that are still to be started, the memory is handed on as it is.
         passable = self._feeder._recipe.passable or Passable(self._terms.lag)
-        self._feeder._recipe = replace(self._feeder._recipe, passable=passable)
+        self._feeder._pass_on(passable)
         runtime = Runtime(read_threads=1, decode_threads=1)
         try:
             self._hub = hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable)

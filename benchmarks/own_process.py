@@ -5,8 +5,8 @@ it by one thread, in the trainer's process or in one of its own: its median time
 nothing beside it, on the cores that are left when the decoder has one; and images per second. Then a batch of 10 MB
 from the end of its decoding in the other process to the consumer, who waits for it: all that passes, and what passes
 beyond the time of one copy of it, as the reader of two bare processes (shared memory and a pipe) takes it; the same for
-a worker of ``DataLoader``, and for the two. The engine's batch is handed over as it lies in shared memory, so that for it
-the second may be below zero.
+a worker of ``DataLoader``, and for the two. The engine's batch is handed over as it lies in shared memory, so that for
+it the second may be below zero.
 
 Targets: a step at most 1.05 of the step alone; hand-over at most 100 microseconds beyond the copy.
 """

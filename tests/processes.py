@@ -262,7 +262,7 @@ def complaints(end: End, returncode: int, error: str | None, chained: bool = Fal
         wrong.append(f"not exactly one traceback, of {error}")
     wrong += [
         f"{words!r} in stderr"
-        for words in ("Exception ignored", "never awaited", "was destroyed", "Fatal", "never retrieved", "Warning")
+        for words in ("Exception ignored", "never awaited", "was destroyed", "Fatal", "never retrieved", "Warning:")
         if words in end.err
     ]
     return wrong

@@ -50,7 +50,7 @@ class Gauge:
 
 def settled(feeder: Feeder[Any], source: Gauge) -> None:
     """Let the engine do all that it may: its loop has gone round with nothing left to start."""
-    pipeline = feeder._pipeline
+    pipeline = feeder._passes.pipeline
     assert pipeline is not None
     last = None
     for _ in range(200):

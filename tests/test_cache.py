@@ -361,9 +361,9 @@ def test_what_does_not_fit_is_decoded_again_and_told_once(caplog: pytest.LogCapt
 
 
 def test_host_takes_half_of_what_is_free_for_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiofeed import arguments
+    from aiofeed import machine
 
-    monkeypatch.setattr(arguments, "free_memory", lambda: 20 * 10 * 2 * 2)
+    monkeypatch.setattr(machine, "free_memory", lambda: 20 * 10 * 2 * 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     source = Numbers()
     epochs(Feeder(source, decode=tensor, batch_size=4, cache="host", limits=Limits(decode_threads=1)), 2)

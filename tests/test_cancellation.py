@@ -163,7 +163,7 @@ def staged(stage: str, caplog: pytest.LogCaptureFixture) -> Iterator[Staged]:
 
 def released_on_stop(feeder: Feeder[Any], hold: Hold) -> threading.Thread:
     """Let the engine go once it was told to stop, and not before."""
-    runtime = feeder._pipeline.runtime  # type: ignore[union-attr]
+    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
 
     def release() -> None:
         until(lambda: runtime.stopping)
@@ -183,9 +183,9 @@ def check_nothing_left(staged: Staged, feeder: Feeder[Any]) -> None:
 
     The feeder lives on: closed, it keeps nothing.
     """
-    left = feeder._pipeline
+    left = feeder._passes.pipeline
     iterator = iter(feeder)
-    if left is not feeder._pipeline:
+    if left is not feeder._passes.pipeline:
         memory = weakref.ref(left._memory)  # type: ignore[union-attr]
         runtime = left.runtime  # type: ignore[union-attr]
         del left
@@ -309,7 +309,7 @@ def test_everything_is_dropped(stage: str, staged: Staged) -> None:
         next(iterator)
     assert staged.hold.reached.wait(BOUND_S)
     releasing = released_on_stop(feeder, staged.hold)
-    runtime = feeder._pipeline.runtime  # type: ignore[union-attr]
+    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
     del feeder, iterator
     gc.collect()
     releasing.join(BOUND_S)
@@ -409,7 +409,7 @@ def test_after_an_epoch_no_slot_is_lent(stage: str, staged: Staged) -> None:
     """With nothing read ahead, every slot has come back once the copies are complete."""
     feeder = staged.feeder()
     assert [batch.tolist() for batch in feeder] == WHOLE
-    until(lambda: feeder._pipeline._memory.lent == 0)  # type: ignore[union-attr]
+    until(lambda: feeder._passes.pipeline._memory.lent == 0)  # type: ignore[union-attr]
     check_nothing_left(staged, feeder)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from aiofeed.collate import CollateAssembly, RowAssembly, TreeAssembly, misfit_error
+from aiofeed.collate import CollateAssembly, RowAssembly
+from aiofeed.collate_tree import TreeAssembly, misfit_error
 from aiofeed.errors import CollateError
 from aiofeed.staging import HostMemory
 from aiofeed.tensors import as_tensors, stage

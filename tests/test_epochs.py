@@ -102,7 +102,7 @@ def shuffled(n: int, epoch: int) -> list[int]:
 
 def settled(feeder: Feeder[Any], source: Watched) -> None:
     """Let the engine do all that it may: its loop has gone round with nothing left to start."""
-    pipeline = feeder._pipeline
+    pipeline = feeder._passes.pipeline
     assert pipeline is not None
     last = None
     for _ in range(200):

@@ -416,7 +416,7 @@ def test_a_pool_that_was_stopped_refuses(executor: str, caplog: pytest.LogCaptur
     feeder = Feeder(Threaded(400), decode=number, batch_size=4)
     iterator = iter(feeder)
     next(iterator)
-    runtime = feeder._pipeline.runtime  # type: ignore[union-attr]
+    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
     getattr(runtime, f"{executor}_pool").stop()
     with pytest.raises((RuntimeError, FeedError)):
         list(iterator)

@@ -543,14 +543,14 @@ def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: boo
     epochs = []
     for _ in range(5):
         iterator = iter(feeder)
-        threads.add(feeder._pipeline.runtime)  # type: ignore[union-attr]
+        threads.add(feeder._passes.pipeline.runtime)  # type: ignore[union-attr]
         epochs.append(sorted(x for _ in range(len(feeder)) for x in next(iterator)[0].flatten().tolist()))
         if drop:
             del iterator
     assert epochs == [list(range(40))] * 5
     assert len(threads) == 1
     assert feeder.epoch == 4
-    assert feeder._in_a_row == 4
+    assert feeder._passes._in_a_row == 4
     feeder.close()
 
 
@@ -570,7 +570,7 @@ def test_an_epoch_is_idle_no_longer_than_it_lasts() -> None:
     feeder = feeder_of(40)
     for _ in range(4):
         list(feeder)
-        feeder._pipeline.runtime.decode_pool.submit(threading.Event().wait, 0.05).result(5)  # type: ignore[union-attr]
+        feeder._passes.pipeline.runtime.decode_pool.submit(threading.Event().wait, 0.05).result(5)  # type: ignore[union-attr]
         statistics = feeder.statistics()
         assert statistics.idle_s <= statistics.wall_s
     feeder.close()

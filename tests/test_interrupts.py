@@ -227,8 +227,8 @@ def test_an_interrupted_close_can_be_repeated() -> None:
             with pytest.raises(KeyboardInterrupt):
                 feeder.close()
             thread.join()
-        assert feeder._pipeline is not None
-        assert not feeder._pipeline.join(0.01)
+        assert feeder._passes.pipeline is not None
+        assert not feeder._passes.pipeline.join(0.01)
         release.set()
         feeder.close()
         assert not any(thread.name.startswith("aiofeed") for thread in threading.enumerate())
@@ -241,11 +241,11 @@ def test_leaving_a_with_block_to_end_the_process_waits_as_long_as_the_exit(
     """A stuck decoder costs what it costs without `with`, and not once more when the interpreter ends."""
     monkeypatch.setattr(lifetime, "EXIT_S", 0.05)
     with stuck_feeder() as (feeder, _), contextlib.suppress(error), feeder:
-        assert feeder._pipeline is not None
-        assert feeder._pipeline.runtime in lifetime._registered()
+        assert feeder._passes.pipeline is not None
+        assert feeder._passes.pipeline.runtime in lifetime._registered()
         raise error
     assert "left behind" in caplog.text
-    assert feeder._pipeline.runtime not in lifetime._registered()
+    assert feeder._passes.pipeline.runtime not in lifetime._registered()
 
 
 def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:

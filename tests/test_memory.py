@@ -89,7 +89,7 @@ class Sized:
 
 def settled(feeder: Feeder[Any], source: Sized) -> None:
     """Let the engine do all that it may: its loop has gone round a few times with nothing new to count."""
-    runtime = feeder._pipeline.runtime  # type: ignore[union-attr]
+    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
     seen, same = -1, 0
     while same < 5:
         done = threading.Event()

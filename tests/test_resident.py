@@ -63,7 +63,7 @@ def equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> boo
 
 def windows_of(feeder: Feeder[Any]) -> Any:
     """What makes the windows of a feeder that has begun."""
-    return feeder._pipeline._store.open()  # type: ignore[union-attr]
+    return feeder._passes.pipeline._store.open()  # type: ignore[union-attr]
 
 
 # --- the same as streaming --------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 
 from aiofeed.batch import Batch
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly, CollateAssembly, Kept, RowAssembly, TreeAssembly
+from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
+from aiofeed.collate_tree import Kept, TreeAssembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.engine import Engine
 from aiofeed.errors import SampleError

@@ -105,7 +105,7 @@ class Kills:
         ):
             iterator = iter(feed)
             seen = [next(iterator).tolist()]
-            pipeline: Any = feeder._pipeline
+            pipeline: Any = feeder._passes.pipeline
             killed = _kill_after(self._moment(), pipeline._processes.pids[self.random.randrange(2)])
             with pytest.raises(WorkerDiedError) as caught:
                 seen.extend(batch.tolist() for batch in iterator)

@@ -22,7 +22,7 @@ def large(n: int = 2000, **more: Any) -> Feeder[Any]:
 
 
 def processes(feeder: Feeder[Any]) -> Any:
-    pipeline: Any = feeder._pipeline
+    pipeline: Any = feeder._passes.pipeline
     return pipeline._processes
 
 

@@ -123,7 +123,7 @@ def test_what_was_handed_on_outlives_the_process_that_made_it(address: str) -> N
     ):
         iterator = iter(feed)
         seen = [next(iterator)]
-        pipeline: Any = feeder._pipeline
+        pipeline: Any = feeder._passes.pipeline
         os.kill(pipeline._processes.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             seen += iterator

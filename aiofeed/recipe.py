@@ -1,0 +1,99 @@
+"""What a feeder is made of: its arguments, checked against each other and settled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.config import ResolvedLimits
+from aiofeed.delivery import Transform
+from aiofeed.devices import DeviceGroup
+from aiofeed.host_backend import HostBackend
+from aiofeed.policy import FailurePolicy
+from aiofeed.schedule import fingerprint
+from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.tensors import Tensors
+from aiofeed.static_copier import check_static, statics_for
+from aiofeed.types import Collate, Source
+
+if TYPE_CHECKING:
+    from aiofeed.cache.store import Store as Cache
+    from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
+    from aiofeed.static_copier import StaticBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a feeder is made of; it does not change."""
+
+    source: Source[Any] | FromDataset | Tensors
+    decode: Callable[..., Any] | None
+    batch_size: int
+    collate_fn: Collate | None
+    backend: DeviceBackend | DeviceGroup | None
+    transform: Transform | None
+    limits: ResolvedLimits
+    in_order: bool = True
+    length: int = 0
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
+    engines: int = 0
+    statics: tuple[StaticBatch, ...] = ()
+    cache: Cache | None = None
+    passable: Passable | None = None
+
+
+def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:
+    """The recipe, with the tensors that every batch is to be handed out in.
+
+    Raises:
+        ValueError: its batches are not all alike.
+    """
+    check_static(
+        drop_last=drop_last,
+        length=None if sampled else recipe.length,
+        batch_size=recipe.batch_size,
+        policy=recipe.policy,
+    )
+    return renew_statics(recipe)
+
+
+def renew_statics(recipe: Recipe) -> Recipe:
+    """The same with no tensors made yet, in another process, say."""
+    backend = recipe.backend or HostBackend()
+    return replace(recipe, backend=backend, statics=statics_for(backend))
+
+
+def check_resident(recipe: Recipe) -> None:
+    """``ValueError`` where data that stay in memory are asked for what only batches on their way can have."""
+    if not isinstance(recipe.source, Tensors):
+        return
+    if isinstance(recipe.backend, DeviceGroup):
+        raise ValueError(
+            "the data of Tensors stay on one device: for several make a feeder for each, with shard=(rank, world_size)"
+        )
+    if recipe.statics:
+        raise ValueError(
+            "static_batches=True copies every batch, and those of Tensors are views that cost nothing: copy_ them into "
+            "tensors of your own where addresses have to stay"
+        )
+    if recipe.engines:
+        raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
+
+
+def check_travels(recipe: Recipe) -> None:
+    """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
+    if recipe.engines:
+        from aiofeed.sharing import travel
+
+        travel.check_travels(source=recipe.source, decode=recipe.decode, collate_fn=recipe.collate_fn)
+
+
+def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
+    """What tells a source from another: its own ``fingerprint()``, or one of its type, length and keys."""
+    own = getattr(source, "fingerprint", None)
+    if own is not None:
+        return str(own())
+    kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
+    return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
