@@ -25,6 +25,8 @@ from aiofeed.testing import SimulatedDevice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from aiofeed.server import Server
+
 
 @pytest.fixture(scope="module", autouse=True)
 def forking() -> Iterator[None]:
@@ -39,6 +41,12 @@ def address(tmp_path: Path) -> str:
 def numbers(n: int = 40, **options: Any) -> Feeder[Any]:
     options = {"decode": parts.number, "batch_size": 4, "shuffle": True} | options
     return Feeder(parts.Numbers(n), **options)
+
+
+def joined(server: Server) -> int:
+    """How many want to be fed, as the server has heard."""
+    assert server._hub is not None
+    return server._hub._joining()
 
 
 def expected(epochs: int, n: int = 40, **options: Any) -> list[list[list[int]]]:
@@ -209,8 +217,7 @@ def test_one_who_comes_in_mid_epoch_begins_with_the_next(address: str) -> None:
         iterator = iter(early)
         seen = [next(iterator).tolist()]
         with Started(serve_parts.epochs, address, 1) as late:
-            until(lambda: len(server.consumers) == 2)
-            time.sleep(0.1)
+            until(lambda: joined(server) == 2)
             seen += [batch.tolist() for batch in iterator]
             second = [batch.tolist() for batch in early]
             assert late.hear() == (1, expected(2)[1])
@@ -223,8 +230,7 @@ def test_one_may_come_in_at_the_next_batch(address: str) -> None:
             iterator = iter(early)
             next(iterator)
             with Started(serve_parts.epochs, address, 1) as late:
-                until(lambda: len(server.consumers) == 2)
-                time.sleep(0.1)
+                until(lambda: joined(server) == 2)
                 for _ in iterator:
                     pass
                 epoch, seen = late.hear()
