@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
-from aiofeed.collate_tree import TreeAssembly
+from aiofeed.choice import new_assembly, new_fetcher
+from aiofeed.collate import Assembly
 from aiofeed.delivery import DeviceDelivery, HostDelivery
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
-from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
-from aiofeed.fetch_cached import CachedFetcher, cached_assembly
-from aiofeed.fetch_items import DatasetFetcher
+from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.iterator import Delivery
@@ -228,14 +226,8 @@ class Pipeline:
 
     def _new_assembly(self, samples: int, lease: Lease) -> Assembly:
         recipe = self._recipe
-        if recipe.collate_fn is not None:
-            return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
-        if decodes_in_place(recipe.decode):
-            return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
-        if (alike := cached_assembly(self._fetcher)) is not None:
-            targets = self._fetcher.has_targets
-            return RowAssembly(alike[0], samples, lease, targets=targets, torch_dtype=alike[1])
-        return TreeAssembly(samples, lease)
+        staged = recipe.backend is not None
+        return new_assembly(self._fetcher, recipe.decode, recipe.collate_fn, samples, lease, staged=staged)
 
     def _known_bytes_per_sample(self) -> float:
         row = getattr(self._recipe.decode, "row", None)
@@ -319,10 +311,12 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _fetcher(recipe: Recipe) -> Fetcher:
-    if isinstance(recipe.source, FromDataset):
-        return DatasetFetcher(recipe.source, recipe.policy)
-    assert recipe.decode is not None
     assert not isinstance(recipe.source, Tensors)
-    in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    make = BytesFetcher if recipe.cache is None else partial(CachedFetcher, store=recipe.cache)
-    return make(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)
+    return new_fetcher(
+        recipe.source,
+        recipe.decode,
+        recipe.collate_fn,
+        length=recipe.length,
+        policy=recipe.policy,
+        cache=recipe.cache,
+    )
