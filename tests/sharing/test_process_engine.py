@@ -212,6 +212,17 @@ def test_a_process_that_decodes_does_not_import_torch() -> None:
     assert batch.tolist() == [[False, True]] * 4
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what a process has mapped")
+def test_a_process_that_decodes_images_has_no_torch(jpeg_folder: Path) -> None:
+    """Not even its libraries, which are hundreds of megabytes."""
+    decode = DecodeImage(16)
+    with Feeder(ImageFolder(jpeg_folder), decode=decode, batch_size=2, engine="process") as feeder:
+        next(iter(feeder))
+        [child] = children()
+        assert "libtorch" in Path("/proc/self/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
+
+
 def test_batches_are_spread_over_the_processes() -> None:
     """Every one of several engines has its part, and none is this process."""
     with Feeder(parts.Numbers(64), decode=parts.process_id, batch_size=1, engine="process:3") as feeder:
