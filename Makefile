@@ -10,7 +10,7 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.stamp
 
-.PHONY: venv test test-long soak lint docs demo bench bench-gpu bench-peers clean help
+.PHONY: venv test test-long soak kills lint docs demo bench bench-gpu bench-peers clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -41,6 +41,9 @@ test-long: $(STAMP)  ## all tests
 
 soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS="--seed 7 --minutes 10"`
 	$(BIN)/python -m tests.soak $(ARGS)
+
+kills: $(STAMP)  ## processes killed at random moments: `make kills ARGS="--times 200 --seed 7"`
+	$(BIN)/python -m tests.sharing.kills $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff check

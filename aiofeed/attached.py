@@ -64,11 +64,11 @@ def attach(
         FeedError: there is no server, it is another user's, or it refuses.
         TypeError, ValueError: an argument of the wrong kind or out of range.
     """
-    from aiofeed.sharing.address import resolve
+    from aiofeed.sharing.address import SERVER, resolve
 
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
-    attached = Attached(resolve(address), resolve_device(device), a_callable("transform", transform))
+    attached = Attached(resolve(address, SERVER), resolve_device(device), a_callable("transform", transform))
     attached._connect(float(wait_s))
     return attached
 

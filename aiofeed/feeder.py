@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.devices import Device
+    from aiofeed.sharing.passing import Passable
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.types import Decoder
 
@@ -174,9 +175,13 @@ class Feeder(Generic[BatchT]):
             self._recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past
         )
 
+    def _pass_on(self, passable: Passable) -> None:
+        """Let memory of engine processes that are still to be started be passed on; for a server."""
+        self._recipe = self._passes.recipe = replace(self._recipe, passable=passable)
+
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
-        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=())}
+        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=(), passable=None)}
         del kept["_passes"]
         return kept
 

@@ -34,7 +34,7 @@ class Passes(Generic[BatchT]):
     def __init__(
         self, recipe: Recipe, *, order: Order, progress: Progress, failures: FailureLog, past: Counters
     ) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         self._order = order
         self._progress = progress
         self._failures = failures
@@ -93,7 +93,7 @@ class Passes(Generic[BatchT]):
         self.counters = claimed
         self._progress.begin(start.epoch)
         self._failures.begin()
-        self._account = Account(begun.schedule, start, self._recipe.in_order)
+        self._account = Account(begun.schedule, start, self.recipe.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(
             self.pipeline.delivery, claimed, observer=_Pass(self, self._account)
         )
@@ -133,7 +133,7 @@ class Passes(Generic[BatchT]):
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
             if old is not None and not old.inherited:
                 old.stop()
-            self.pipeline = machinery(self._recipe, after=old)
+            self.pipeline = machinery(self.recipe, after=old)
             self.pipeline.watch(self)
         self._stream = stream
         self.pipeline.start(stream)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
-from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
-from aiofeed.collate_tree import TreeAssembly
+from aiofeed.choice import new_assembly, new_fetcher
+from aiofeed.collate import Assembly
 from aiofeed.delivery import DeviceDelivery, HostDelivery
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
-from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
-from aiofeed.fetch_items import DatasetFetcher
+from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.iterator import Delivery
@@ -228,17 +227,15 @@ class Pipeline:
 
     def _new_assembly(self, samples: int, lease: Lease) -> Assembly:
         recipe = self._recipe
-        if recipe.collate_fn is not None:
-            return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
-        if decodes_in_place(recipe.decode):
-            return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
-        if recipe.cache is not None:
-            from aiofeed.fetch_cached import cached_assembly
-
-            if (alike := cached_assembly(self._fetcher)) is not None:
-                targets = self._fetcher.has_targets
-                return RowAssembly(alike[0], samples, lease, targets=targets, torch_dtype=alike[1])
-        return TreeAssembly(samples, lease)
+        return new_assembly(
+            self._fetcher,
+            recipe.decode,
+            recipe.collate_fn,
+            samples,
+            lease,
+            staged=recipe.backend is not None,
+            cached=recipe.cache is not None,
+        )
 
     def _known_bytes_per_sample(self) -> float:
         row = getattr(self._recipe.decode, "row", None)
@@ -306,14 +303,14 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
         read_concurrency=limits.read_concurrency,
         # Each process has a copy of a Dataset.
         decode_threads=limits.decode_threads * (recipe.engines if isinstance(source, FromDataset) else 1),
-        keep=limits.prefetch_batches + 1,
+        keep=limits.prefetch_batches + 1 + (recipe.passable.slots if recipe.passable is not None else 0),
         in_order=recipe.in_order,
         policy=recipe.policy,
         cache=recipe.cache,
     )
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
-    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
+    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -322,14 +319,12 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _fetcher(recipe: Recipe) -> Fetcher:
-    if isinstance(recipe.source, FromDataset):
-        return DatasetFetcher(recipe.source, recipe.policy)
-    assert recipe.decode is not None
     assert not isinstance(recipe.source, Tensors)
-    in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    make: Callable[..., Fetcher] = BytesFetcher
-    if recipe.cache is not None:
-        from aiofeed.fetch_cached import CachedFetcher
-
-        make = partial(CachedFetcher, store=recipe.cache)
-    return make(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)
+    return new_fetcher(
+        recipe.source,
+        recipe.decode,
+        recipe.collate_fn,
+        length=recipe.length,
+        policy=recipe.policy,
+        cache=recipe.cache,
+    )

@@ -19,6 +19,7 @@ from aiofeed.types import Collate, Source
 if TYPE_CHECKING:
     from aiofeed.cache.store import Store as Cache
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
     from aiofeed.static_copier import StaticBatch
 
 
@@ -39,6 +40,7 @@ class Recipe:
     engines: int = 0
     statics: tuple[StaticBatch, ...] = ()
     cache: Cache | None = None
+    passable: Passable | None = None
 
 
 def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:

@@ -90,11 +90,11 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.sharing.address import resolve
+    from aiofeed.sharing.address import SERVER, resolve
     from aiofeed.sharing.hub import Terms
 
     terms = Terms(mode, positive_int("lag", lag), slow, join, positive_int("min_consumers", min_consumers))
-    return Server(feeder, resolve(address), terms)
+    return Server(feeder, resolve(address, SERVER), terms)
 
 
 class Server:
@@ -166,13 +166,17 @@ class Server:
         if not len(self._feeder):
             raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.sharing.address import Listener
+        from aiofeed.sharing.address import SERVER, Listener
         from aiofeed.sharing.hub import Hub
+        from aiofeed.sharing.passing import Passable
 
-        listener = Listener(self._path)
+        listener = Listener(self._path, SERVER)
+        # Of engine processes that are still to be started, the memory is handed on as it is.
+        passable = self._feeder._recipe.passable or Passable(self._terms.lag)
+        self._feeder._pass_on(passable)
         runtime = Runtime(read_threads=1, decode_threads=1)
         try:
-            self._hub = hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool)
+            self._hub = hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable)
             done: Future[None] = Future()
             self._done = done
             runtime.at_exit(listener.close)

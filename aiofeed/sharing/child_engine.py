@@ -10,22 +10,20 @@ from typing import Any
 
 from aiofeed.batch import Batch
 from aiofeed.budget import Budget
+from aiofeed.choice import Kinds, new_assembly, new_fetcher
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
 from aiofeed.collate_tree import Kept, TreeAssembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.engine import Engine
 from aiofeed.errors import SampleError
 from aiofeed.executor import ThreadPool
-from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
-from aiofeed.fetch_cached import CachedFetcher, cached_assembly
-from aiofeed.fetch_items import DatasetFetcher
+from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
 from aiofeed.sharing.failures import describe
 from aiofeed.sharing.messages import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
 from aiofeed.sharing.packing import pack
 from aiofeed.sharing.slots import Slot, SlotMemory
 from aiofeed.sharing.travel import Cargo
-from aiofeed.sources.dataset import FromDataset
 from aiofeed.staging import Lease
 from aiofeed.stream import Step
 from aiofeed.types import BatchPlan
@@ -69,7 +67,9 @@ class ChildEngine(Engine):
         executor: ThreadPool,
         tell: Callable[[FromEngine, Sequence[int]], None],
     ) -> None:
-        fetcher = new_fetcher(cargo)
+        fetcher = new_fetcher(
+            cargo.source, cargo.decode, cargo.collate_fn, length=cargo.length, policy=cargo.policy, cache=cargo.cache
+        )
         memory = SlotMemory(cargo.keep)
         limits = ResolvedLimits(
             read_concurrency=cargo.share(cargo.read_concurrency, number),
@@ -109,7 +109,7 @@ class ChildEngine(Engine):
             self.may_decode.add(message.serial)
             self._open_gates()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
-            slot.give_back()
+            slot.give_back(message.again)
 
     async def _plan(self) -> None:
         async for step in self._arriving:
@@ -164,52 +164,38 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _RowsInSlot(RowAssembly):
-    def of(self, slot: Slot) -> _RowsInSlot:
-        self._slot = slot
-        return self
+    slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        return pack(super().finish(keys, kept), self._slot)
+        return pack(super().finish(keys, kept), self.slot)
 
 
 class _TreeInSlot(TreeAssembly):
-    def of(self, slot: Slot) -> _TreeInSlot:
-        self._slot = slot
-        return self
+    slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        return pack(super().finish(keys, kept), self._slot)
+        return pack(super().finish(keys, kept), self.slot)
 
 
 class _CollateInSlot(CollateAssembly):
-    def of(self, slot: Slot) -> _CollateInSlot:
-        self._slot = slot
-        return self
+    slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        packed = pack(super().finish(keys, kept), self._slot)
-        self.nbytes = self._slot.used
+        packed = pack(super().finish(keys, kept), self.slot)
+        self.nbytes = self.slot.used
         return packed
+
+
+_IN_SLOT = Kinds(_RowsInSlot, _TreeInSlot, _CollateInSlot)
 
 
 def _new_assembly(cargo: Cargo, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
     """Where a batch is put together: in its slot, described when it is finished."""
     assert isinstance(lease, Slot)
-    if cargo.collate_fn is not None:
-        return _CollateInSlot(samples, cargo.collate_fn, None).of(lease)
-    if decodes_in_place(cargo.decode):
-        row = cargo.decode.row  # type: ignore[union-attr]
-        return _RowsInSlot(row, samples, lease, targets=fetcher.has_targets).of(lease)
-    if (alike := cached_assembly(fetcher)) is not None:
-        return _RowsInSlot(alike[0], samples, lease, targets=fetcher.has_targets, torch_dtype=alike[1]).of(lease)
-    return _TreeInSlot(samples, lease).of(lease)
-
-
-def new_fetcher(cargo: Cargo) -> Fetcher:
-    """What reads and decodes."""
-    if isinstance(cargo.source, FromDataset):
-        return DatasetFetcher(cargo.source, cargo.policy)
-    assert cargo.decode is not None
-    in_place = cargo.collate_fn is None and decodes_in_place(cargo.decode)
-    make = BytesFetcher if cargo.cache is None else partial(CachedFetcher, store=cargo.cache)
-    return make(cargo.source, cargo.decode, in_place=in_place, length=cargo.length, policy=cargo.policy)
+    cached = cargo.cache is not None
+    assembly = new_assembly(
+        fetcher, cargo.decode, cargo.collate_fn, samples, lease, staged=False, cached=cached, kinds=_IN_SLOT
+    )
+    assert isinstance(assembly, _RowsInSlot | _TreeInSlot | _CollateInSlot)
+    assembly.slot = lease
+    return assembly

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from aiofeed import errors
-from aiofeed.errors import FeedError, SampleError
+from aiofeed.errors import FeedError, SampleError, WorkerDiedError
 from aiofeed.sharing.messages import Failure, Scalar
 
 _MOST_TEXT = 16_000
@@ -56,6 +56,8 @@ def _instance(failure: Failure) -> Exception:
         if isinstance(kind, type) and issubclass(kind, SampleError) and failure.key is not None:
             return kind(message, key=_told(failure.key), index=failure.index or 0, stage=failure.stage or "")
         if isinstance(kind, type) and issubclass(kind, FeedError) and not issubclass(kind, SampleError):
+            if kind is WorkerDiedError:
+                return WorkerDiedError(message, _status(failure))
             return kind(message)
     if module == "builtins":
         kind = getattr(builtins, name, None)
@@ -67,10 +69,18 @@ def _instance(failure: Failure) -> Exception:
     return FeedError(f"{failure.kind}: {message}" if message else failure.kind)
 
 
+def _status(failure: Failure) -> int | None:
+    """The exit status that stands behind the message."""
+    status = failure.arguments[1] if failure.arguments is not None and len(failure.arguments) == 2 else None
+    return status if type(status) is int else None
+
+
 def _arguments(error: BaseException) -> list[Scalar] | None:
     arguments: tuple[Any, ...] = error.args
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         arguments = (error.errno, error.strerror, error.filename)
+    if isinstance(error, WorkerDiedError):
+        arguments = (str(error), error.exit_status)
     for value in arguments:
         if type(value) not in (type(None), bool, int, float, str):
             return None

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from pathlib import Path
 
 from aiofeed.errors import FeedError
-from aiofeed.sharing.address import connect
+from aiofeed.sharing.address import SERVER, connect
 from aiofeed.sharing.messages import encode
 from aiofeed.sharing.talk import MAX_WORD_BYTES, VERSION, Hello, Refused, Welcome, decode_from_server
 from aiofeed.sharing.wire import WireError, frame
 
 # A server answers within milliseconds, unless it is stopped.
 ANSWER_S = 5.0
-_LOOK_S = 0.02
 
 
 def attach(path: Path, wait_s: float) -> tuple[socket.socket, int]:
@@ -28,15 +26,7 @@ def attach(path: Path, wait_s: float) -> tuple[socket.socket, int]:
     Raises:
         FeedError: there is none, it refuses, or it does not answer.
     """
-    deadline = time.monotonic() + wait_s
-    while (sock := connect(path)) is None:
-        if time.monotonic() >= deadline:
-            raise FeedError(
-                f"no server listens at {path}"
-                + (f", and none came within {wait_s:g} s" if wait_s else "")
-                + f": start one with aiofeed.serve(feeder, {str(path)!r})"
-            )
-        time.sleep(_LOOK_S)
+    sock = connect(path, SERVER, wait_s)
     try:
         return sock, _greet(sock, path)
     except BaseException:

@@ -21,6 +21,7 @@ from aiofeed.sharing.consumers import Consumer, Reception
 from aiofeed.sharing.failures import describe
 from aiofeed.sharing.ledger import Ledger, ServedMemory
 from aiofeed.sharing.packing import pack
+from aiofeed.sharing.passing import Passable
 from aiofeed.sharing.remote import INLINE_BYTES
 from aiofeed.sharing.talk import Begins, Ends, Fails, Farewell, Given
 from aiofeed.sharing.wire import MAX_DESCRIPTORS
@@ -67,13 +68,16 @@ class Hub:
         listener: where consumers come; closed with the hub.
         terms: how it is served.
         executor: copies large batches, and begins epochs.
+        passable: memory of the feeder's that consumers may be given as it is.
     """
 
-    def __init__(self, feeder: Epochs, listener: Listener, terms: Terms, executor: ThreadPool) -> None:
+    def __init__(
+        self, feeder: Epochs, listener: Listener, terms: Terms, executor: ThreadPool, passable: Passable
+    ) -> None:
         self._feeder = feeder
         self._terms = terms
         self._executor = executor
-        self._memory = ServedMemory(keep=terms.lag + 1)
+        self._memory = ServedMemory(keep=terms.lag + 1, passable=passable)
         self._ledger = Ledger()
         self._changed = asyncio.Event()
         self._members: list[Consumer] = []
@@ -195,17 +199,18 @@ class Hub:
             else:
                 put = partial(pack, batch, slot)
                 node = await asyncio.get_running_loop().run_in_executor(self._executor, put)
-            if len(slot.segments) > MAX_DESCRIPTORS:
-                raise FeedError(f"a batch in {len(slot.segments)} pieces; at most {MAX_DESCRIPTORS} can be passed on")
+            if (pieces := len(slot.segments) + len(slot.passed)) > MAX_DESCRIPTORS:
+                raise FeedError(f"a batch in {pieces} pieces; at most {MAX_DESCRIPTORS} can be passed on")
         except BaseException:
             slot.give_back()
             raise
+        if slot.passed:
+            slot.batch = batch  # the memory it lies in is used again once nothing refers to it
         readers = self._readers()
         serial = self._ledger.publish(slot, readers)
-        segments = list(slot.segments)
         for consumer in readers:
             try:
-                new, descriptors, retired = self._memory.segments_for(segments, consumer.known)
+                new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
             except OSError as error:
                 consumer.dismiss(f"the server can pass on no memory: {error.strerror} (raise `ulimit -n` there)")
                 continue

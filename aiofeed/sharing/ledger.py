@@ -8,35 +8,91 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from aiofeed.sharing.messages import NewSegment
-from aiofeed.sharing.segments import Segment
+from aiofeed.sharing.passing import Passable
 from aiofeed.sharing.slots import Slot, SlotMemory
 from aiofeed.sharing.wire import WireError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class ServedSlot(Slot):
+    """The memory of one batch: the server's own, and where it lies in memory that may be passed on, that.
+
+    Attributes:
+        batch: kept until the slot is free, where it lies in memory of others.
+    """
+
+    def __init__(self, memory: ServedMemory, passable: Passable) -> None:
+        super().__init__(memory)
+        self._passable = passable
+        self.passed: list[int] = []
+        self.batch: Any = None
+
+    def locate(self, memory: NDArray[Any]) -> tuple[int, int] | None:
+        """Segment and offset of a C-contiguous array; ``None`` where no consumer could be given its memory."""
+        found = super().locate(memory) or self._passable.hold(memory)
+        if found is None or any(found[0] == segment.number for segment in self.segments):
+            return found
+        if found[0] in self.passed:
+            self._passable.drop(found[0])
+        else:
+            self.passed.append(found[0])
+        return found
+
+    def give_back(self, again: bool = True) -> None:
+        """Nobody reads it any more. Idempotent."""
+        passed, self.passed, self.batch = self.passed, [], None
+        for number in passed:
+            self._passable.drop(number)
+        super().give_back(again)
+
 
 class ServedMemory(SlotMemory):
-    """Shared memory whose descriptors are kept for whoever attaches later."""
+    """Shared memory whose descriptors are kept for whoever attaches later.
 
-    def segments_for(
-        self, segments: Sequence[Segment], known: set[int]
-    ) -> tuple[list[NewSegment], list[int], list[int]]:
+    Args:
+        keep: free segments kept.
+        passable: memory that is not copied from.
+    """
+
+    def __init__(self, keep: int, passable: Passable) -> None:
+        super().__init__(keep)
+        self._passable = passable
+        self._numbers = passable.numbers
+
+    def lease(self) -> ServedSlot:
+        """The slot of one batch."""
+        return ServedSlot(self, self._passable)
+
+    def segments_for(self, slot: ServedSlot, known: set[int]) -> tuple[list[NewSegment], list[int], list[int]]:
         """What a consumer that has ``known`` is to learn, with descriptors of its own, and to forget."""
+        new: list[NewSegment] = []
+        descriptors: list[int] = []
         with self._lock:
-            new = [segment for segment in segments if segment.number not in known]
-            retired = sorted(known - self._unsent.keys())
-            descriptors: list[int] = []
+            retired = sorted(known - self._unsent.keys() - self._passable.known())
             try:
-                descriptors.extend(os.dup(self._unsent[segment.number]) for segment in new)
+                for segment in slot.segments:
+                    if segment.number not in known:
+                        descriptors.append(os.dup(self._unsent[segment.number]))
+                        new.append(NewSegment(segment.number, segment.nbytes))
+                for number in slot.passed:
+                    if number not in known:
+                        nbytes, descriptor = self._passable.descriptor(number)
+                        descriptors.append(descriptor)
+                        new.append(NewSegment(number, nbytes))
             except OSError:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 raise
         known.difference_update(retired)
         known.update(segment.number for segment in new)
-        return [NewSegment(segment.number, segment.nbytes) for segment in new], descriptors, retired
+        return new, descriptors, retired
 
     def close(self) -> None:
         """Close the descriptors; whoever has mapped the memory keeps it."""

@@ -151,9 +151,15 @@ class Open(Struct, frozen=True):
 
 
 class Free(Struct, frozen=True):
-    """The slot of a batch has been read and belongs to the engine process again."""
+    """The slot of a batch has been read and belongs to the engine process again.
+
+    Args:
+        serial: the plan's.
+        again: whether it may be written; where not (a fork of the trainer's has it, too) it is let go of.
+    """
 
     serial: int
+    again: bool = True
 
 
 class Answer(Struct, frozen=True):

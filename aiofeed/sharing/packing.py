@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -135,15 +135,15 @@ def _leaf(
         return Leaf(
             kind, -1, 0, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype
         )
+    memory, order = dense(memory)
+    if order is not None:
+        axes = order
     place = slot.locate(memory) if memory.flags.c_contiguous else None
     if place is None:
-        memory, order = dense(memory)
         rows = slot.take(memory.nbytes).view(memory.dtype).reshape(memory.shape)
         np.copyto(rows, memory)
         place = slot.locate(rows)
         assert place is not None
-        if order is not None:
-            axes = order
         memory = rows
     return Leaf(kind, *place, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype)
 
@@ -228,6 +228,15 @@ def _text(raw: bytes) -> str:
         raise WireError(f"no text: {error}") from None
 
 
+def leaves_of(node: Node) -> Iterator[Leaf]:
+    """The arrays of a description."""
+    if isinstance(node, Leaf):
+        yield node
+    elif isinstance(node, Items | Table | Named):
+        for item in node.items:
+            yield from leaves_of(item)
+
+
 def in_place(view: NDArray[Any], leaf: Leaf, *, pinned: bool, lease: Lease) -> Any:
     """What stands for an array that a device copies straight from the ring; what stays on the host is copied."""
     if leaf.kind != "tensor":
@@ -241,10 +250,15 @@ def copied(view: NDArray[Any], leaf: Leaf, lease: Lease) -> Any:
         return view[()]
     own = array(lease, view.shape, view.dtype) if view.nbytes else np.empty(view.shape, view.dtype)
     np.copyto(own, view)
+    return as_it_is(own, leaf, pinned=lease.pinned)
+
+
+def as_it_is(memory: NDArray[Any], leaf: Leaf, *, pinned: bool = False) -> Any:
+    """What stands for an array or tensor whose memory it is handed over with."""
     if leaf.kind == "array":
         axes = _axes(leaf)
-        return own if axes is None else own.transpose(axes)
-    return ArrayLeaf(own, _axes(leaf), _torch_dtype(leaf), pinned=lease.pinned)
+        return memory if axes is None else memory.transpose(axes)
+    return ArrayLeaf(memory, _axes(leaf), _torch_dtype(leaf), pinned=pinned)
 
 
 def _axes(leaf: Leaf) -> tuple[int, ...] | None:

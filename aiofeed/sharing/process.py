@@ -9,16 +9,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from aiofeed.sharing.messages import Broken, Filled, FromEngine, Open, ToEngine, decode_from_engine, encode
+from aiofeed.sharing.messages import Broken, Filled, Free, FromEngine, Open, ToEngine, decode_from_engine, encode
 from aiofeed.sharing.slots import Ring
 from aiofeed.sharing.wire import Wire
 from aiofeed.types import BatchPlan
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
 
 Replies = Filled | Broken
 
@@ -32,7 +33,6 @@ class Work:
     reply: asyncio.Future[Replies]
     was_read: Callable[[], None]
     plan: BatchPlan
-    free: Callable[[], None] = field(init=False)
 
     def open(self) -> None:
         """It may be decoded."""
@@ -64,11 +64,14 @@ class EngineProcess:
         start: descriptor of its cargo; inherited, not closed.
         owner: hears of what it says and of its end.
         backend: the device that copies from its ring.
+        passable: is told of its ring.
     """
 
-    def __init__(self, number: int, start: int, owner: Owner, backend: DeviceBackend | None) -> None:
+    def __init__(
+        self, number: int, start: int, owner: Owner, backend: DeviceBackend | None, passable: Passable | None = None
+    ) -> None:
         self.number = number
-        self.ring = Ring(backend)
+        self.ring = Ring(backend, passable)
         self.ready = False
         self.at_work: dict[int, Work] = {}
         self._owner = owner
@@ -96,6 +99,10 @@ class EngineProcess:
         """Tell it something; nothing happens once it is gone."""
         self._wire.send(encode(message))
 
+    def free(self, serial: int, again: bool = True) -> None:
+        """A slot of its ring has been read; see ``Free``."""
+        self.send(Free(serial, again))
+
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; ``None`` while it runs."""
         return self._process.poll()
@@ -107,7 +114,7 @@ class EngineProcess:
     def close(self) -> None:
         """Close the connection and let go of the ring."""
         self._wire.close()
-        self.ring = Ring()
+        self.ring.close()
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_engine(payload)

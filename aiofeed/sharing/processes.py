@@ -12,20 +12,19 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aiofeed.errors import FeedError, WorkerDiedError
 from aiofeed.sharing.failures import rebuild
+from aiofeed.sharing.lending import Lending
 from aiofeed.sharing.messages import (
     Answer,
     Ask,
     Broken,
     Ended,
     Filled,
-    Free,
     FromEngine,
     Plan,
     Ready,
@@ -40,6 +39,7 @@ from aiofeed.types import BatchPlan
 
 if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
 
 log = logging.getLogger("aiofeed")
 
@@ -58,12 +58,15 @@ class EngineProcesses:
     Args:
         cargo: what they work with; it is pickled here and now.
         backend: the device that copies from their rings; ``None`` for the host.
+        passable: is told of their rings.
     """
 
-    def __init__(self, cargo: Cargo, backend: DeviceBackend | None) -> None:
+    def __init__(self, cargo: Cargo, backend: DeviceBackend | None, passable: Passable | None = None) -> None:
         self.count = cargo.engines
+        self.lending = Lending()
         self._start: int | None = load_up(cargo)
         self._backend = backend
+        self._passable = passable
         self._processes: list[EngineProcess] = []
         self._serials = itertools.count()
         self._ready: asyncio.Future[None] | None = None
@@ -94,7 +97,7 @@ class EngineProcesses:
             try:
                 # On the loop's own thread: the kernel ends a process with the thread that started it.
                 for number in range(self.count):
-                    self._processes.append(EngineProcess(number, start, self, self._backend))
+                    self._processes.append(EngineProcess(number, start, self, self._backend, self._passable))
             finally:
                 os.close(start)
             self._look()
@@ -111,7 +114,6 @@ class EngineProcesses:
         process = min(self._processes, key=_load)
         serial = next(self._serials)
         work = Work(process, serial, asyncio.get_running_loop().create_future(), was_read, plan)
-        work.free = partial(process.send, Free(serial))
         process.at_work[serial] = work
         indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
         length = 0 if plan.order is None else plan.order.length
@@ -173,6 +175,7 @@ class EngineProcesses:
         """See whether all of them run; somebody else may hold the other end of a connection."""
         if self._stopping or self._error is not None:
             return
+        self.lending.collect()
         for process in self._processes:
             if (status := process.poll()) is not None:
                 self._died(process, status)

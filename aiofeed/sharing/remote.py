@@ -16,11 +16,12 @@ from aiofeed.errors import FeedError, SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
-from aiofeed.items import Item
+from aiofeed.items import Item, Ready
 from aiofeed.policy import FailurePolicy
 from aiofeed.sharing.failures import rebuild
+from aiofeed.sharing.lending import Loan
 from aiofeed.sharing.messages import Broken, Filled
-from aiofeed.sharing.packing import copied, in_place, unpack
+from aiofeed.sharing.packing import in_place, unpack
 from aiofeed.sharing.process import Work
 from aiofeed.sharing.processes import EngineProcesses
 from aiofeed.sharing.slots import Ring
@@ -41,8 +42,8 @@ class RemoteEngine(Engine):
         processes: who reads and decodes.
         fetcher: knows the samples' names; it reads nothing here.
         wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
-        memory: where batches are copied to; unused where a device copies from the ring itself.
-        executor: copies large batches.
+        memory: where the arrays of a batch are copied to that do not stay in the ring.
+        executor: copies many of them.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class RemoteEngine(Engine):
         self._processes = processes
         self._memory = memory
         self._wrap = wrap
+        # A copy to a device wants its memory pinned, unless the ring is.
+        self._lends = isinstance(memory, HostMemory)
 
     async def run(self) -> None:
         """As of any engine; it ends early where a process does."""
@@ -103,7 +106,7 @@ class RemoteEngine(Engine):
         if not opened:
             await batch.gate.wait()
             work.open()
-        reply = await work.reply
+        reply, loan = await work.reply, None
         spent, counters = reply.spent, batch.counters
         for name in reply.spent.__struct_fields__:
             setattr(counters, name, getattr(counters, name) + getattr(spent, name))
@@ -111,40 +114,50 @@ class RemoteEngine(Engine):
             batch.error = _feed_error(rebuild(reply.error))
         else:
             batch.kept = reply.kept
-            await self._take(batch, work, reply)
+            loan = await self._take(batch, work, reply)
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.tally.know(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
         self._complete(batch)
-        if isinstance(reply, Filled) and not isinstance(batch.lease, RingLease):
+        if loan is not None:
             # Last: the word wakes another process, which may take this one's core from the consumer's thread.
-            work.free()
+            loan.settle()
 
-    async def _take(self, batch: Batch, work: Work, filled: Filled) -> None:
-        """The batch out of its slot; on its way to a device it may stay there."""
+    async def _take(self, batch: Batch, work: Work, filled: Filled) -> Loan | None:
+        """The batch out of its slot, or as it lies there; and what is to be settled once it is handed over."""
         self.chunk_size = filled.chunk_size
         ring = work.process.ring
+        # Not the work's own: it knows the batch, which would keep itself.
+        free = partial(work.process.free, work.serial)
+        self._processes.lending.collect()
         try:
             if ring.pinned:
-                batch.lease = RingLease(asyncio.get_running_loop(), work.free)
+                batch.lease = RingLease(asyncio.get_running_loop(), free)
                 batch.result = unpack(filled.batch, partial(_in_place, ring))
-                return
+                return None
             batch.lease = self._memory.lease()
-            copy = partial(self._copy_out, ring, filled, batch.lease)
-            if filled.nbytes <= INLINE_BYTES:
-                batch.result, seconds = copy()
+            loan = Loan(self._processes.lending, ring, free, lends=self._lends)
+            take = partial(self._take_out, loan, filled, batch.lease)
+            if loan.copied_bytes(filled.batch) <= INLINE_BYTES:
+                batch.result, seconds = take()
             else:
-                batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, copy)
+                batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, take)
         except WireError as error:
             work.process.kill()
             self._broke(FeedError(f"an engine process described a batch that cannot be: {error}"))
-            return
+            return None
         batch.counters.copy_s += seconds
+        return loan
 
-    def _copy_out(self, ring: Ring, filled: Filled, lease: Lease) -> tuple[Any, float]:
+    def _take_out(self, loan: Loan, filled: Filled, lease: Lease) -> tuple[Any, float]:
         started = time.perf_counter()
-        batch = self._wrap(unpack(filled.batch, lambda leaf: copied(ring.view(leaf), leaf, lease)))
+        batch = self._wrap(unpack(filled.batch, partial(loan.take, lease)))
         return batch, time.perf_counter() - started
+
+    def taken(self, item: Ready) -> None:
+        """A batch has left the queue, and an earlier one may be used no more; called on the loop."""
+        self._processes.lending.collect()
+        super().taken(item)
 
 
 def _in_place(ring: Ring, leaf: Any) -> Any:
@@ -160,9 +173,9 @@ class RingLease:
 
     pinned = True
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, free: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, free: Callable[[], object]) -> None:
         self._loop = loop
-        self._free: Callable[[], None] | None = free
+        self._free: Callable[[], object] | None = free
 
     def take(self, nbytes: int) -> Bytes:
         """Nothing is put into it on this side."""

@@ -121,12 +121,12 @@ def attach_tensors(
 def share_through(handles: DeviceHandles, tensors: Any, address: str | os.PathLike[str]) -> SharedTensors:
     """``share``, with device memory of any make."""
     _check_platform()
-    from aiofeed.sharing.tensor_address import check_free, socket_path
+    from aiofeed.sharing.address import TENSORS, check_free, resolve
     from aiofeed.sharing.tensor_server import TensorServer
     from aiofeed.sharing.tensor_store import TensorStore
 
-    path = socket_path(address)
-    check_free(path)
+    path = resolve(address, TENSORS)
+    check_free(path, TENSORS)
     store = TensorStore(tensors, handles)
     try:
         structure, nbytes = store.structure(), store.nbytes
@@ -145,9 +145,9 @@ def attach_through(
         raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, not {type(timeout_s).__name__}")
     if not 0 <= timeout_s < float("inf"):
         raise ValueError(f"timeout_s={timeout_s!r}: expected 0 or more seconds")
-    from aiofeed.sharing.tensor_address import socket_path
+    from aiofeed.sharing.address import TENSORS, resolve
 
-    path = socket_path(address)
+    path = resolve(address, TENSORS)
     import torch
 
     from aiofeed.device import resolve_device

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.passing import Passable
 
 log = logging.getLogger("aiofeed")
 
@@ -87,6 +88,11 @@ class SlotMemory:
                 else:
                     os.close(descriptor)
 
+    def retire(self, segments: Sequence[Segment]) -> None:
+        """Segments that somebody may read for ever."""
+        with self._lock:
+            self._retired.extend(segment.number for segment in segments)
+
     def introduce(self, segments: Sequence[Segment]) -> tuple[list[NewSegment], list[int], list[int]]:
         """Those that the trainer does not know yet, their descriptors, and the numbers it may forget."""
         with self._lock:
@@ -128,12 +134,14 @@ class Slot:
                 return segment.number, address - segment.address
         return None
 
-    def give_back(self) -> None:
-        """Nobody reads or writes it any more. Idempotent."""
+    def give_back(self, again: bool = True) -> None:
+        """Nobody writes it any more, and where it may be used ``again`` nobody reads it. Idempotent."""
         with self._lock:
             segments, self.segments = self.segments, []
-        if segments:
+        if segments and again:
             self._memory.put_back(segments, self.used)
+        elif segments:
+            self._memory.retire(segments)
 
 
 class Ring:
@@ -141,10 +149,13 @@ class Ring:
 
     Args:
         backend: the device that copies from them; ``None`` for none.
+        passable: is told of them.
     """
 
-    def __init__(self, backend: DeviceBackend | None = None) -> None:
+    def __init__(self, backend: DeviceBackend | None = None, passable: Passable | None = None) -> None:
         self._segments: dict[int, Segment] = {}
+        self._passable = passable
+        self._passed: dict[int, int] = {}
         self._register: Callable[[Bytes], object] | None = getattr(backend, "register", None)
         self._unregister: Callable[[Bytes], object] | None = getattr(backend, "unregister", None)
         self.pinned = self._register is not None
@@ -160,8 +171,16 @@ class Ring:
         for new in segments:
             if new.number in self._segments:
                 raise WireError(f"segment {new.number} is known already")
-            segment = adopt(new.number, new.nbytes, descriptors.pop(0))
+            another = None if self._passable is None else os.dup(descriptors[0])
+            try:
+                segment = adopt(new.number, new.nbytes, descriptors.pop(0))
+            except BaseException:
+                if another is not None:
+                    os.close(another)
+                raise
             self._segments[new.number] = segment
+            if self._passable is not None and another is not None:
+                self._passed[new.number] = self._passable.add(segment, another)
             if self._register is not None and self._unregister is not None:
                 self._pin(segment, self._register, self._unregister)
 
@@ -182,10 +201,32 @@ class Ring:
     def forget(self, numbers: Sequence[int]) -> None:
         """Let go of segments that are not used any more."""
         for number in numbers:
+            if self._passable is not None and (passed := self._passed.pop(number, None)) is not None:
+                self._passable.drop(passed)
             self._segments.pop(number, None)
 
-    def view(self, leaf: Leaf) -> NDArray[Any]:
-        """The array of a leaf, as it lies in the ring.
+    def close(self) -> None:
+        """Let go of all of them."""
+        self.forget(list(self._segments))
+
+    def size(self, number: int) -> int:
+        """Bytes of a segment; 0 of one that is not known."""
+        segment = self._segments.get(number)
+        return 0 if segment is None else segment.nbytes
+
+    def mapping(self, number: int) -> Any:
+        """What stands behind a segment's memory, for an owner of one's own; see ``lending.py``.
+
+        Raises:
+            WireError: it is not known.
+        """
+        segment = self._segments.get(number)
+        if segment is None:
+            raise WireError(f"there is no segment {number} in the ring")
+        return segment.memory.base
+
+    def view(self, leaf: Leaf, memory: Bytes | None = None) -> NDArray[Any]:
+        """The array of a leaf, as it lies in the ring; of ``memory``, where that is another owner of its segment.
 
         Raises:
             WireError: it does not lie within its segment, or is no plain array.
@@ -202,7 +243,8 @@ class Ring:
         segment = self._segments.get(leaf.segment)
         if segment is None or leaf.offset < 0 or leaf.offset + nbytes > segment.nbytes:
             raise WireError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
-        return segment.memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+        memory = segment.memory if memory is None else memory
+        return memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
 
 
 def _nothing(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from aiofeed.errors import FeedError
+from aiofeed.sharing.address import TENSORS, connect
 from aiofeed.sharing.device_handles import DeviceHandles, HandleError
-from aiofeed.sharing.tensor_address import connect
 from aiofeed.sharing.tensor_messages import VERSION, Attach, InSegment, Offer, OnDevice, Refused, decode_reply, encode
 from aiofeed.sharing.tensor_store import assemble, mapped, tensor_in
 from aiofeed.sharing.wire import MAX_DESCRIPTORS, Framer, WireError, frame
@@ -57,7 +57,7 @@ class Attacher:
         """
         host_only = self._wanted is not None and self._wanted.type == "cpu"
         try:
-            with connect(self._path, self._timeout_s) as sock:
+            with connect(self._path, TENSORS, self._timeout_s) as sock:
                 found = self._ask(sock, host=host_only, limit_s=_COPYING_S if host_only else None)
                 try:
                     return self._structure(*found)

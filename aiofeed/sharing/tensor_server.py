@@ -18,7 +18,8 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
-from aiofeed.sharing.tensor_address import claim, peer_uid, release
+from aiofeed.sharing.address import TENSORS, Listener
+from aiofeed.sharing.peers import peer_of
 from aiofeed.sharing.tensor_messages import Attach, Refused, decode_attach, encode
 from aiofeed.sharing.wire import Wire
 
@@ -65,12 +66,10 @@ class TensorServer:
         self._thread = threading.Thread(target=self._run, name="aiofeed shared tensors", daemon=True)
         self._loop = asyncio.SelectorEventLoop()
         try:
-            self._listener = claim(path)
+            self._listener = Listener(path, TENSORS)
         except BaseException:
             self._loop.close()
             raise
-        self._inode = path.lstat().st_ino
-        self._listener.setblocking(False)
         _running.add(self)
         try:
             self._thread.start()
@@ -94,19 +93,18 @@ class TensorServer:
 
     def forked(self) -> None:
         """In a forked child: the socket is the parent's alone, so that it is dead once the parent is."""
-        self._listener.close()
+        self._listener.sock.close()
 
     def _run(self) -> None:
         try:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+            self._loop.add_reader(self._listener.sock.fileno(), self._accept)
             self._loop.run_forever()
         finally:
             self._end()
 
     def _end(self) -> None:
         _running.discard(self)
-        release(self.path, self._inode)
-        self._loop.remove_reader(self._listener.fileno())
+        self._loop.remove_reader(self._listener.sock.fileno())
         self._listener.close()
         for wire in self._wires:
             wire.close()
@@ -115,16 +113,16 @@ class TensorServer:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = self._listener.sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
             log.error("whoever wants the tensors shared at %s has to wait: %s", self.path, error)
-            self._loop.remove_reader(self._listener.fileno())
-            self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._listener.fileno(), self._accept)
+            self._loop.remove_reader(self._listener.sock.fileno())
+            self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._listener.sock.fileno(), self._accept)
             return
         try:
-            welcome = peer_uid(sock) == os.getuid() and len(self._wires) < _MOST_CONNECTIONS
+            welcome = peer_of(sock).uid == os.getuid() and len(self._wires) < _MOST_CONNECTIONS
         except OSError:
             welcome = False  # it has gone already
         if not welcome:

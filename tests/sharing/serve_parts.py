@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -112,7 +113,9 @@ class Started:
 
     def __exit__(self, *_: object) -> None:
         if self.process.is_alive():
-            self.kill()
+            # Where it has ended meanwhile, whoever forked it has waited for it.
+            with contextlib.suppress(ProcessLookupError):
+                self.kill()
         self.process.join()
         self.process.close()
         self.told.close()

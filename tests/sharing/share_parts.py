@@ -202,6 +202,14 @@ class Opaque:
     """What no process takes from another."""
 
 
+def collate_with_labels(samples: list[Any]) -> Any:
+    return np.stack(samples), np.array([int(sample[0]) for sample in samples])
+
+
+def collate_apart(samples: list[Any]) -> Any:
+    return list(samples)
+
+
 def collate_opaque(samples: list[Any]) -> Any:
     return {"numbers": np.array([int(sample) for sample in samples]), "extra": [Opaque()]}
 

@@ -133,17 +133,19 @@ def test_batches_that_grow_and_shrink() -> None:
         assert bool((batch == index % 251).all())
 
 
-def test_large_batches_are_copied_beside_the_loop() -> None:
+def test_large_batches_of_many_arrays_are_copied_beside_the_loop() -> None:
     """Beyond what the loop copies itself: the same bytes, and the slot comes back."""
-    with Feeder(parts.Numbers(100), decode=parts.large, batch_size=20, engine="process", shuffle=True) as feeder:
+    options = {"collate_fn": parts.collate_apart, "batch_size": 20, "engine": "process", "shuffle": True}
+    with Feeder(parts.Numbers(100), decode=parts.large, **options) as feeder:
         for plan, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
-            assert batch.nbytes > INLINE_BYTES
-            assert batch[:, -1].tolist() == plan.indices
-            assert bool((batch == batch[:, :1]).all())
+            assert sum(array.nbytes for array in batch) > INLINE_BYTES
+            assert [int(array[-1]) for array in batch] == plan.indices
+            assert all(bool((array == array[0]).all()) for array in batch)
+        assert feeder.statistics().copy_s > 0
 
 
 def test_a_batch_that_is_kept_is_never_overwritten() -> None:
-    """All batches of two epochs are kept, in private memory; and writing into one changes that one alone."""
+    """All batches of two epochs are kept, each in memory of its own; and writing into one changes that one alone."""
     with Feeder(parts.Numbers(24), decode=parts.large, batch_size=2, engine="process") as feeder:
         kept = [*feeder, *feeder]
         kept[3].fill_(255)
@@ -208,6 +210,17 @@ def test_a_process_that_decodes_does_not_import_torch() -> None:
     with Feeder(parts.Numbers(4), decode=parts.modules, batch_size=4, engine="process") as feeder:
         [batch] = feeder
     assert batch.tolist() == [[False, True]] * 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what a process has mapped")
+def test_a_process_that_decodes_images_has_no_torch(jpeg_folder: Path) -> None:
+    """Not even its libraries, which are hundreds of megabytes."""
+    decode = DecodeImage(16)
+    with Feeder(ImageFolder(jpeg_folder), decode=decode, batch_size=2, engine="process") as feeder:
+        next(iter(feeder))
+        [child] = children()
+        assert "libtorch" in Path("/proc/self/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
 
 
 def test_batches_are_spread_over_the_processes() -> None:

@@ -246,10 +246,18 @@ def test_killed_at_random_moments() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_at_random_moments_for_long() -> None:
-    """The same, as often as a soak has time for."""
-    kill_at_random_moments(40, seed=2)
+@pytest.mark.timeout(1200)
+def test_whoever_is_killed_at_random_moments_200_times() -> None:
+    """Engines, consumers of both modes, servers, holders of tensors: heard of with its exit status, nothing left."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sharing.kills", "--times", "200", "--seed", "2", "--within", str(TOLD_S)],
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "200 processes killed" in done.stdout
 
 
 # --- starting ---

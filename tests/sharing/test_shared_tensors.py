@@ -23,8 +23,9 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed import machine
 from aiofeed.errors import FeedError
-from aiofeed.sharing import tensor_address, tensor_client, tensor_server
+from aiofeed.sharing import address, tensor_client, tensor_server
 from aiofeed.sharing.device_handles import HandleError
+from aiofeed.sharing.peers import Peer
 from aiofeed.sharing.segments import anonymous
 from aiofeed.sharing.shared_tensors import attach_tensors, attach_through, share, share_through
 from aiofeed.sharing.tensor_messages import Attach, Handle, InSegment, Offer, OnDevice, encode
@@ -42,6 +43,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
         monkeypatch.setattr(tempfile, "tempdir", made)
         monkeypatch.setenv("TMPDIR", made)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield Path(made)
         left = [path.name for path in Path(made).rglob("*.tensors")]
     assert left == []
@@ -291,9 +293,9 @@ def test_a_path_that_is_too_long_is_an_error_with_the_figures(folder: Path) -> N
 
 def test_arguments_of_the_wrong_type() -> None:
     """Each is named."""
-    for address in (3, None, b"name", [b"/x"]):
+    for wrong in (3, None, b"name", [b"/x"]):
         with pytest.raises(TypeError, match="address="):
-            share(torch.ones(1), address)  # type: ignore[arg-type]
+            share(torch.ones(1), wrong)  # type: ignore[arg-type]
     for timeout_s, kind in (("1", TypeError), (True, TypeError), (-1, ValueError), (float("nan"), ValueError)):
         with pytest.raises(kind, match="timeout_s="):
             attach_tensors("x", timeout_s=timeout_s)  # type: ignore[arg-type]
@@ -324,7 +326,7 @@ def test_files_that_were_read_leave_memory_free(tmp_path: Path, monkeypatch: pyt
 def test_an_address_that_is_taken_is_an_error_and_free_once_closed() -> None:
     """Of two, the first has it."""
     with share(torch.ones(1), "taken") as first:
-        with pytest.raises(FeedError, match=r"taken\.tensors is taken"):
+        with pytest.raises(FeedError, match=r"shares tensors at .*taken\.tensors already .pid"):
             share(torch.zeros(1), "taken")
         assert attach_tensors("taken")[0] == 1
         first.close()
@@ -354,7 +356,7 @@ def test_two_at_a_dead_socket_are_not_both_there(folder: Path) -> None:
     for thread in threads:
         thread.join()
     [winner] = [each for each in results if not isinstance(each, str)]
-    assert sum("is taken" in each for each in results if isinstance(each, str)) == 7
+    assert sum("already" in each for each in results if isinstance(each, str)) == 7
     winner.close()  # type: ignore[attr-defined]
     assert not path.exists()
 
@@ -389,7 +391,7 @@ def test_what_is_no_socket_is_left_alone(folder: Path) -> None:
     private = folder / f"aiofeed-{os.getuid()}"
     private.mkdir()
     private.chmod(0o755)
-    with pytest.raises(FeedError, match="not a folder of this user's alone"):
+    with pytest.raises(FeedError, match="must be a folder of yours that is open to nobody else"):
         share(torch.ones(1), "name")
 
 
@@ -397,11 +399,11 @@ def test_another_user_is_refused_at_both_ends(folder: Path, monkeypatch: pytest.
     """By the user that the system names."""
     with share(torch.ones(1), "user"):
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_address, "peer_uid", lambda sock: 12345)
+            patch.setattr(address, "peer_of", lambda sock: Peer(os.getpid(), 12345))
             with pytest.raises(FeedError, match="runs as user 12345"):
                 attach_tensors("user")
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_server, "peer_uid", lambda sock: 12345)
+            patch.setattr(tensor_server, "peer_of", lambda sock: Peer(os.getpid(), 12345))
             with pytest.raises(FeedError, match="ended before it answered"):
                 attach_tensors("user")
         assert attach_tensors("user")[0] == 1
@@ -497,7 +499,7 @@ LIES = {
 def test_an_offer_that_does_not_fit_its_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read or written outside a segment, whatever is said."""
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(tensor_client, "connect", lambda path, timeout_s: ours)
+    monkeypatch.setattr(tensor_client, "connect", lambda path, kind, timeout_s: ours)
     descriptor = anonymous(65536)
     socket.send_fds(theirs, [frame(encode(LIES[name]), 1)], [descriptor])
     os.close(descriptor)
@@ -508,7 +510,7 @@ def test_an_offer_that_does_not_fit_its_memory_is_refused(name: str, monkeypatch
 def test_somebody_who_does_not_answer_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped, say."""
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(tensor_client, "connect", lambda path, timeout_s: ours)
+    monkeypatch.setattr(tensor_client, "connect", lambda path, kind, timeout_s: ours)
     monkeypatch.setattr(tensor_client, "_ANSWER_S", 0.05)
     with theirs, pytest.raises(FeedError, match=r"has not answered for 0\.05 s"):
         attach_tensors("silent", timeout_s=0)

@@ -1,0 +1,86 @@
+"""Which fetcher and which assembly a source, a decoder and a ``collate_fn`` come to. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
+from aiofeed.collate_tree import TreeAssembly
+from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch_items import DatasetFetcher
+from aiofeed.policy import FailurePolicy
+from aiofeed.sources.dataset import FromDataset
+from aiofeed.staging import Lease
+from aiofeed.types import Collate, Source
+
+if TYPE_CHECKING:
+    from aiofeed.cache.store import Store
+
+
+class Kinds(NamedTuple):
+    """The classes of assemblies: as they are, or made for a place of their own."""
+
+    rows: type[RowAssembly] = RowAssembly
+    tree: type[TreeAssembly] = TreeAssembly
+    collate: type[CollateAssembly] = CollateAssembly
+
+
+AS_THEY_ARE = Kinds()
+
+
+def new_fetcher(
+    source: Source[Any] | FromDataset,
+    decode: Callable[..., Any] | None,
+    collate_fn: Collate | None,
+    *,
+    length: int,
+    policy: FailurePolicy,
+    cache: Store | None,
+) -> Fetcher:
+    """What reads and decodes."""
+    if isinstance(source, FromDataset):
+        return DatasetFetcher(source, policy)
+    assert decode is not None
+    in_place = collate_fn is None and decodes_in_place(decode)
+    make: Callable[..., Fetcher] = BytesFetcher
+    if cache is not None:
+        from aiofeed.fetch_cached import CachedFetcher
+
+        make = partial(CachedFetcher, store=cache)
+    return make(source, decode, in_place=in_place, length=length, policy=policy)
+
+
+def new_assembly(
+    fetcher: Fetcher,
+    decode: Callable[..., Any] | None,
+    collate_fn: Collate | None,
+    samples: int,
+    lease: Lease,
+    *,
+    staged: bool,
+    cached: bool,
+    kinds: Kinds = AS_THEY_ARE,
+) -> Assembly:
+    """Where a batch is put together.
+
+    Args:
+        fetcher: whose samples it gets.
+        decode, collate_fn: of the feeder.
+        samples: how many.
+        lease: its memory.
+        staged: whether what ``collate_fn`` makes is moved there, too.
+        cached: whether ``fetcher`` keeps samples.
+        kinds: of assemblies.
+    """
+    if collate_fn is not None:
+        return kinds.collate(samples, collate_fn, lease if staged else None)
+    if decodes_in_place(decode):
+        return kinds.rows(decode.row, samples, lease, targets=fetcher.has_targets)  # type: ignore[union-attr]
+    if cached:
+        from aiofeed.fetch_cached import cached_assembly
+
+        if (alike := cached_assembly(fetcher)) is not None:
+            return kinds.rows(alike[0], samples, lease, targets=fetcher.has_targets, torch_dtype=alike[1])
+    return kinds.tree(samples, lease)
