@@ -11,20 +11,19 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from aiofeed.errors import FeedError, as_exception
+from aiofeed.errors import as_exception
 from aiofeed.executor import ThreadPool
 from aiofeed.sharing.address import Listener
 from aiofeed.sharing.consumers import Consumer, Reception
 from aiofeed.sharing.failures import describe
 from aiofeed.sharing.ledger import Ledger, ServedMemory
-from aiofeed.sharing.packing import pack
-from aiofeed.sharing.remote import INLINE_BYTES
-from aiofeed.sharing.talk import Begins, Ends, Fails, Farewell, Given
-from aiofeed.sharing.wire import MAX_DESCRIPTORS
-from aiofeed.tree import leaves
+from aiofeed.sharing.lots import Lots
+from aiofeed.sharing.talk import Begins, Ends, Fails, Farewell, Trial
+
+if TYPE_CHECKING:
+    from aiofeed.sharing.device_ring import DeviceRing
 
 log = logging.getLogger("aiofeed")
 
@@ -67,13 +66,16 @@ class Hub:
         listener: where consumers come; closed with the hub.
         terms: how it is served.
         executor: copies large batches, and begins epochs.
+        ring: slots on the device of the feeder's batches; ``None`` for batches in host memory.
     """
 
-    def __init__(self, feeder: Epochs, listener: Listener, terms: Terms, executor: ThreadPool) -> None:
+    def __init__(
+        self, feeder: Epochs, listener: Listener, terms: Terms, executor: ThreadPool, ring: DeviceRing | None = None
+    ) -> None:
         self._feeder = feeder
         self._terms = terms
         self._executor = executor
-        self._memory = ServedMemory(keep=terms.lag + 1)
+        self._lots = Lots(ServedMemory(keep=terms.lag + 1), ring, executor)
         self._ledger = Ledger()
         self._changed = asyncio.Event()
         self._members: list[Consumer] = []
@@ -96,6 +98,10 @@ class Hub:
         Raises:
             Exception: what the feeder raised.
         """
+        with self._lots.entered():
+            await self._run(epochs, go_on=go_on)
+
+    async def _run(self, epochs: int, *, go_on: bool) -> None:
         reason = "it was closed"
         try:
             self._reception.open()
@@ -187,38 +193,28 @@ class Hub:
                 )
 
     async def _publish(self, number: int, batch: Any) -> None:
-        slot = self._memory.lease()
-        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(batch))
-        try:
-            if nbytes <= INLINE_BYTES:
-                node = pack(batch, slot)
-            else:
-                put = partial(pack, batch, slot)
-                node = await asyncio.get_running_loop().run_in_executor(self._executor, put)
-            if len(slot.segments) > MAX_DESCRIPTORS:
-                raise FeedError(f"a batch in {len(slot.segments)} pieces; at most {MAX_DESCRIPTORS} can be passed on")
-        except BaseException:
-            slot.give_back()
-            raise
+        lot = await self._lots.fill(batch, self._next_readers)
         readers = self._readers()
-        serial = self._ledger.publish(slot, readers)
-        segments = list(slot.segments)
+        serial = self._ledger.publish(lot, readers)
         for consumer in readers:
             try:
-                new, descriptors, retired = self._memory.segments_for(segments, consumer.known)
+                given, descriptors = self._lots.given(lot, consumer, serial, number)
             except OSError as error:
                 consumer.dismiss(f"the server can pass on no memory: {error.strerror} (raise `ulimit -n` there)")
                 continue
-            consumer.send(Given(consumer.joined, serial, number, node, nbytes, new, retired), descriptors)
+            consumer.send(given, descriptors)
             consumer.batches += 1
 
-    def _readers(self) -> list[Consumer]:
+    def _next_readers(self) -> list[Consumer]:
         if self._terms.mode == "broadcast" or not self._members:
             return list(self._members)
-        self._turn %= len(self._members)
-        reader = self._members[self._turn]
-        self._turn += 1
-        return [reader]
+        return [self._members[self._turn % len(self._members)]]
+
+    def _readers(self) -> list[Consumer]:
+        readers = self._next_readers()
+        if self._terms.mode == "shard" and readers:
+            self._turn = self._turn % len(self._members) + 1
+        return readers
 
     def _fail(self, error: BaseException) -> None:
         failure = describe(as_exception(error))
@@ -238,9 +234,17 @@ class Hub:
                 self._changed.clear()
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
         self._reception.close()
-        self._memory.close()
+        self._lots.close()
 
     # --- what consumers say, on the loop ---
+
+    def device(self) -> str:
+        """What the device of the batches is called; "" for host memory."""
+        return self._lots.device
+
+    def trial(self, consumer: Consumer) -> Trial:
+        """A consumer is on that device."""
+        return self._lots.trial(consumer)
 
     def joined(self, consumer: Consumer) -> None:
         """A consumer wants to be fed."""
@@ -255,9 +259,10 @@ class Hub:
             self._turn -= at < self._turn
         self._changed.set()
 
-    def gone(self, consumer: Consumer) -> None:
-        """A consumer is gone, with all that it had."""
-        self._ledger.gone(consumer)
+    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+        """A consumer is gone, with all that it had; one that was let go may still be ``reading`` that."""
+        self._ledger.gone(consumer, reading=reading)
+        self._lots.gone(consumer, reading=reading)
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:

@@ -98,7 +98,7 @@ def test_large_batches_that_are_kept_are_never_overwritten(address: str, engine:
 
 
 def test_batches_above_the_inline_size_are_copied_by_a_thread(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("hub", "attachment"):
+    for module in ("lots", "taking"):
         monkeypatch.setattr(f"aiofeed.sharing.{module}.INLINE_BYTES", 0)
     with numbers() as feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
         assert [[batch.tolist() for batch in feed] for _ in range(2)] == expected(2)

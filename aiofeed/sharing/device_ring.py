@@ -1,0 +1,298 @@
+"""A server's ring in device memory: batches that are on a device already are put where other processes read them.
+
+A slot is a block of device memory with the batch in it. Work on it is ordered by the device alone:
+
+    free ── place ──> being filled ── Given ──> the readers' ── the last Read ──> free
+          waits for the readers' events;      each waits for `filled`, copies,
+          copies, records `filled`            records `read`, says Read
+
+A block is allocated once and exported once to each consumer. Consumers that are gone are waited for no more: all that
+they could still do is read. A block that one of them may still read, because it was let go and not gone by itself, is
+never filled again, and its events are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.sharing.device_handles import HandleError
+from aiofeed.sharing.messages import Leaf
+from aiofeed.sharing.packing import refusal
+from aiofeed.sharing.talk import MAX_DEVICE_LETTERS, Block, Trial
+from aiofeed.tree import leaves, map_leaves
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiofeed.device import DeviceBackend
+    from aiofeed.sharing.shared_device import SharedDevice, SharedEvent
+
+log = logging.getLogger("aiofeed")
+
+# Wide loads, and the grain of CUDA's allocator.
+_ALIGNMENT = 512
+_TRIAL_BYTES = 64
+# How bytes of each size cross; torch_dtype says what they are.
+_DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What one consumer has of a block.
+
+    Args:
+        read: the event that it records.
+        message: what it is still to be told.
+    """
+
+    read: SharedEvent
+    message: Block | None
+
+
+@dataclass(eq=False)
+class _Memory:
+    number: int
+    memory: torch.Tensor
+    filled: SharedEvent
+    shared: dict[Hashable, _Shared] = field(default_factory=dict)
+    readers: set[Hashable] = field(default_factory=set)
+    """Those whose reading of the last content is to be waited for."""
+
+
+class DeviceSlot:
+    """The device memory of one batch."""
+
+    def __init__(self, ring: DeviceRing, block: _Memory) -> None:
+        self._ring = ring
+        self.block = block
+
+    def give_back(self) -> None:
+        """Everybody has read it, or is gone."""
+        self._ring.give_back(self.block)
+
+    def discard(self) -> None:
+        """Somebody may read it whom nobody hears of any more: it is not written again."""
+        self._ring.retire(self.block)
+
+
+class DeviceRing:
+    """Slots in device memory, made as needed. All of it runs on the server's loop, but for ``to_host``.
+
+    Args:
+        backend: the device of the served feeder.
+        shared: what other processes can use of it.
+        slots: how many there may be.
+    """
+
+    def __init__(self, backend: DeviceBackend, shared: SharedDevice, slots: int) -> None:
+        self._backend = backend
+        self._shared = shared
+        self._slots = slots
+        self._stream = shared.stream()
+        self._number = 0
+        self._blocks: list[_Memory] = []
+        self._free: list[_Memory] = []
+        self._retired: dict[Hashable, list[int]] = {}
+        self._kept: list[_Shared] = []
+        self._trial: tuple[_Memory, torch.Tensor, bytes] | None = None
+        self.identity = shared.identity()[:MAX_DEVICE_LETTERS]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the device and the stream that fills slots current in the server's thread, which is the server's alone.
+
+        Batches are then handed to that stream, and what the process trains on its own streams is not waited for.
+        """
+        self._backend.enter_thread()
+        with self._backend.on(self._stream):
+            yield
+
+    def trial(self, consumer: Hashable) -> Trial:
+        """A piece of memory with known content, for a consumer to try.
+
+        Raises:
+            HandleError: memory cannot be exported, or there is none.
+        """
+        if self._trial is None:
+            import torch
+
+            content = os.urandom(_TRIAL_BYTES)
+            block = self._allocate(_TRIAL_BYTES)
+            # Kept: the copy reads it when the device comes to it.
+            host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            self._shared.put(block.memory, self._backend.copy(host))
+            block.filled.record(self._stream)
+            self._trial = block, host, content
+        block, _, content = self._trial
+        self._export(block, consumer)
+        message = block.shared[consumer].message
+        assert message is not None
+        return Trial(message, content)
+
+    # --- filling ---
+
+    def place(self, batch: Any, advice: str) -> tuple[Any, DeviceSlot] | None:
+        """Queue the copy of a batch's device tensors to a slot; ``None`` where it has none.
+
+        Args:
+            batch: on the stream of ``entered``.
+            advice: for a batch that cannot be described.
+
+        Returns:
+            The batch with a ``Leaf`` in place of each of these tensors, and the slot.
+
+        Raises:
+            HandleError: there is no device memory for it.
+            CollateError: it has a tensor that cannot be described.
+        """
+        tensors = [leaf for leaf in leaves(batch) if self._shared.holds(leaf)]
+        nbytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if not nbytes:
+            return None
+        block = self._take(nbytes)
+        start = 0
+
+        def put(value: Any) -> Any:
+            nonlocal start
+            if not self._shared.holds(value):
+                return value
+            leaf = self._put(block, start, value, advice)
+            start += _aligned(value.nbytes)
+            return leaf
+
+        try:
+            for consumer in block.readers:
+                self._backend.wait(self._stream, block.shared[consumer].read)
+            block.readers.clear()
+            batch = map_leaves(put, batch)
+            block.filled.record(self._stream)
+        except BaseException:
+            self.give_back(block)
+            raise
+        return batch, DeviceSlot(self, block)
+
+    def _put(self, block: _Memory, start: int, tensor: torch.Tensor, advice: str) -> Leaf:
+        import torch
+
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in _DTYPES:
+            what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
+            raise refusal(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
+        flat, axes = _in_memory_order(tensor)
+        shape, dtype = list(flat.shape), str(tensor.dtype).removeprefix("torch.")
+        if flat.numel():
+            target = block.memory[start : start + tensor.nbytes].view(tensor.dtype).view(shape)
+            self._shared.put(target, flat)
+        return Leaf("device", block.number, start, shape, _DTYPES[tensor.itemsize], axes, dtype)
+
+    def to_host(self, batch: Any) -> Any:
+        """The batch with its device tensors in host memory. Blocks; for a thread of the executor."""
+        self._backend.enter_thread()
+        with self._backend.on(self._stream):
+            return map_leaves(lambda leaf: self._shared.to_host(leaf) if self._shared.holds(leaf) else leaf, batch)
+
+    # --- readers ---
+
+    def share(self, slot: DeviceSlot, consumer: Hashable) -> None:
+        """See that a consumer can be told of a slot.
+
+        Raises:
+            HandleError: its memory cannot be exported.
+        """
+        if consumer not in slot.block.shared:
+            self._export(slot.block, consumer)
+
+    def introduce(self, slot: DeviceSlot, consumer: Hashable) -> tuple[int, Block | None, tuple[int, ...]]:
+        """A consumer reads a slot from now on: its number, what is new to the consumer, and what it may forget."""
+        block = slot.block
+        block.readers.add(consumer)
+        shared = block.shared[consumer]
+        message, shared.message = shared.message, None
+        return block.number, message, tuple(self._retired.pop(consumer, ()))
+
+    def gone(self, consumer: Hashable, *, reading: bool) -> None:
+        """A consumer is gone; where it may still be ``reading``, the events that it records are kept."""
+        self._retired.pop(consumer, None)
+        for block in [*self._blocks, *([self._trial[0]] if self._trial is not None else [])]:
+            block.readers.discard(consumer)
+            shared = block.shared.pop(consumer, None)
+            if shared is not None and reading:
+                self._kept.append(shared)
+
+    # --- blocks ---
+
+    def give_back(self, block: _Memory) -> None:
+        """Nobody is told of it any more; whose events are pending is waited for by the next filling."""
+        if block in self._blocks and block not in self._free:
+            self._free.append(block)
+
+    def retire(self, block: _Memory) -> None:
+        """It is not filled again; the device keeps it for as long as somebody has it open."""
+        if block in self._blocks:
+            self._blocks.remove(block)
+            self._free = [each for each in self._free if each is not block]
+            for consumer in block.shared:
+                self._retired.setdefault(consumer, []).append(block.number)
+
+    def close(self) -> None:
+        """Let go of all memory; consumers keep what they have open."""
+        for block in list(self._blocks):
+            self.retire(block)
+        self._trial = None
+        self._retired.clear()
+        self._kept.clear()
+
+    def _take(self, nbytes: int) -> _Memory:
+        fitting = [block for block in self._free if block.memory.nbytes >= nbytes]
+        if not fitting and len(self._blocks) >= self._slots and self._free:
+            self.retire(min(self._free, key=lambda each: each.memory.nbytes))
+        if not fitting:
+            block = self._allocate(max([nbytes, *(each.memory.nbytes for each in self._blocks)]))
+            self._blocks.append(block)
+            return block
+        # One whose readers are done already, so that nothing waits; else the one that was free first.
+        block = next((block for block in fitting if self._read(block)), fitting[0])
+        self._free.remove(block)
+        return block
+
+    def _read(self, block: _Memory) -> bool:
+        return all(block.shared[consumer].read.query() for consumer in block.readers)
+
+    def _allocate(self, nbytes: int) -> _Memory:
+        try:
+            memory = self._shared.allocate(nbytes)
+            filled = self._shared.event()
+        except RuntimeError as error:
+            raise HandleError(f"{nbytes} bytes of {self._backend.name} cannot be had: {error}") from error
+        self._number += 1
+        return _Memory(self._number, memory, filled)
+
+    def _export(self, block: _Memory, consumer: Hashable) -> None:
+        read = self._shared.event()
+        message = Block(
+            block.number,
+            self._shared.export(block.memory),
+            self._shared.export_event(block.filled),
+            self._shared.export_event(read),
+        )
+        block.shared[consumer] = _Shared(read, message)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int] | None]:
+    """The tensor in the order of its memory, where that is dense, and the axes that lead back (channels_last, say)."""
+    if tensor.is_contiguous():
+        return tensor, None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    flat = tensor.permute(order)
+    if not flat.is_contiguous():
+        return tensor, None
+    return flat, sorted(range(len(order)), key=order.__getitem__)

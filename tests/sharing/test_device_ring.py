@@ -1,0 +1,334 @@
+"""A ring in the memory of a device that several processes share, whose missing waits show as wrong data."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ring_parts
+import serve_parts
+import torch
+from conftest import until
+from late_device import LateDevice
+from ring_parts import expected, feeder, wrong
+from serve_parts import Started
+
+import aiofeed
+import aiofeed.testing
+from aiofeed import FeedError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="devices are simulated by memfd")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forking() -> Iterator[None]:
+    yield from serve_parts.forking()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return str(tmp_path / "feed.sock")
+
+
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    made = LateDevice()
+    yield made
+    made.close()
+
+
+# --- what is seen -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_each_consumer_on_the_device_sees_every_batch_and_keeps_what_it_keeps(
+    address: str, device: LateDevice, lag: int
+) -> None:
+    with (
+        feeder(device=device) as feeding,
+        Started(ring_parts.epochs, address, 2, {}) as first,
+        Started(ring_parts.epochs, address, 2, {}, 0.005) as second,
+    ):
+        server = aiofeed.serve(feeding, address, min_consumers=2, lag=lag)
+        server.run(epochs=2)
+        for consumer in (first, second):
+            assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
+            assert consumer.hear() == (True, [])
+
+
+def test_memory_is_exported_once_to_each_consumer(address: str, device: LateDevice) -> None:
+    with (
+        feeder(240, device=device) as feeding,
+        Started(ring_parts.epochs, address, 2, {}) as first,
+        Started(ring_parts.epochs, address, 2, {}) as second,
+    ):
+        aiofeed.serve(feeding, address, min_consumers=2, lag=2).run(epochs=2)
+        for consumer in (first, second):
+            assert [consumer.hear() for _ in range(2)] == [(expected(240), [])] * 2
+    # The trial's, the ring's, and those that had to be larger, for each of two.
+    assert device.exports <= 2 * (1 + 2 + 2 * 2)
+
+
+def test_shards_go_to_consumers_on_the_device_and_on_the_host(address: str, device: LateDevice) -> None:
+    with (
+        feeder(device=device) as feeding,
+        Started(ring_parts.epochs, address, 2, {}) as first,
+        Started(ring_parts.epochs, address, 2, None) as second,
+    ):
+        aiofeed.serve(feeding, address, mode="shard", min_consumers=2).run(epochs=2)
+        for _ in range(2):
+            shares = [first.hear(), second.hear()]
+            assert [bad for _, bad in shares] == [[], []]
+            assert sorted(seen for seen, _ in shares) == sorted([expected()[::2], expected()[1::2]])
+        assert first.hear() == (True, [])
+        assert second.hear()[0] is False
+
+
+def test_consumers_on_the_device_on_another_and_on_the_host_are_served_together(
+    address: str, device: LateDevice
+) -> None:
+    with (
+        feeder(device=device) as feeding,
+        Started(ring_parts.epochs, address, 2, {}) as same,
+        Started(ring_parts.epochs, address, 2, {"identity": "another"}) as other,
+        Started(ring_parts.epochs, address, 2, None) as host,
+    ):
+        aiofeed.serve(feeding, address, min_consumers=3, lag=2).run(epochs=2)
+        for consumer in (same, other, host):
+            assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
+        assert same.hear() == (True, [])
+        on_device, lines = other.hear()
+        assert not on_device
+        assert len(lines) == 1
+        assert "the server is on device late, and this process on another" in lines[0]
+        assert host.hear()[0] is False
+
+
+@pytest.mark.parametrize("how", ["export", "open"])
+def test_where_memory_cannot_be_shared_batches_come_through_the_host(
+    address: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = LateDevice(refuses="export" if how == "export" else "")
+    theirs = {"refuses": "open"} if how == "open" else {}
+    with feeder(device=device) as feeding, Started(ring_parts.epochs, address, 2, theirs) as consumer:
+        aiofeed.serve(feeding, address).run(epochs=2)
+        assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
+        on_device, lines = consumer.hear()
+    device.close()
+    assert not on_device
+    assert len(lines) == 1
+    assert "come through host memory" in lines[0]
+    assert f"this device {how}s nothing" in lines[0]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert f"this device {how}s nothing" in told[0]
+
+
+def test_the_servers_own_process_has_batches_through_the_host(
+    address: str, device: LateDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = LateDevice()
+    with feeder(device=device) as feeding, aiofeed.serve(feeding, address):
+        with aiofeed.attach(address, device=other) as feed:
+            assert [wrong(batch) for batch in feed] == [[]] * 12
+    other.close()
+    assert caplog.text.count("come through host memory") == 1
+    assert "cannot open it a second time" in caplog.text
+
+
+def test_memory_that_is_refused_in_mid_epoch_is_the_hosts_from_there_on(address: str, device: LateDevice) -> None:
+    with (
+        feeder(device=device) as feeding,
+        Started(ring_parts.epochs, address, 2, {}) as consumer,
+    ):
+        allocate, count = device.allocate, 0
+
+        def refuse_later(nbytes: int) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            if count > 2:
+                raise torch.OutOfMemoryError("no more device memory")
+            return allocate(nbytes)
+
+        device.allocate = refuse_later  # type: ignore[method-assign]
+        aiofeed.serve(feeding, address).run(epochs=2)
+        assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
+
+
+def test_transforms_are_applied_by_the_server_and_by_the_consumer(address: str, device: LateDevice) -> None:
+    def plain(samples: list[Any]) -> torch.Tensor:
+        return torch.tensor([int(sample) for sample in samples])
+
+    # The fake's operators act at once, so a transform that reads nothing shows that it was called, and where.
+    with feeder(device=device, collate_fn=plain, transform=lambda batch: {"array": batch, "said": "served"}) as feeding:
+        with aiofeed.serve(feeding, address), Started(ring_parts.said, address, {}) as consumer:
+            assert consumer.hear() == [("served", "transformed")] * 12
+
+
+def test_a_batch_that_cannot_cross_is_an_error_with_advice_for_the_server(address: str, device: LateDevice) -> None:
+    def impossible(samples: list[Any]) -> Any:
+        return {"tensor": torch.zeros(3), "object": object()}
+
+    for on in (device, None):
+        with feeder(device=on, collate_fn=impossible) as feeding, aiofeed.serve(feeding, address):
+            with Started(ring_parts.epochs, address, 1, {}) as consumer:
+                kind, text = consumer.hear()
+                assert kind == "CollateError"
+                assert "in the server's script" in text
+                assert "engine=" not in text
+
+
+def test_a_feeder_whose_device_cannot_be_shared_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="device="):
+        aiofeed.serve(feeder(device=aiofeed.testing.SimulatedDevice()), address)
+    with pytest.raises(ValueError, match="several devices"):
+        aiofeed.serve(feeder(device=["cpu", "cpu"]), address)
+
+
+# --- waits that are left out show -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "consumer"),
+    [({"deaf": True}, {}), ({}, {"deaf": True}), ({"mute": True}, {}), ({}, {"mute": True})],
+    ids=["server does not wait", "consumer does not wait", "server does not record", "consumer does not record"],
+)
+def test_on_a_device_that_leaves_out_a_wait_batches_are_wrong(
+    address: str, server: dict[str, Any], consumer: dict[str, Any]
+) -> None:
+    """The tests above would see it."""
+    device = LateDevice(**server, late_s=0.002)
+    with feeder(400, device=device) as feeding, aiofeed.serve(feeding, address, lag=1):
+        with Started(ring_parts.epochs, address, 1, consumer | {"late_s": 0.02}) as child:
+            kind, text = child.hear()
+            assert text, kind
+    device.close()
+
+
+# --- falling behind, leaving, dying -----------------------------------------------------------------------------------
+
+
+def test_consumers_killed_at_random_moments_hold_up_nobody(address: str, device: LateDevice) -> None:
+    moments = random.Random(0)
+    with (
+        feeder(400, device=device) as feeding,
+        aiofeed.serve(feeding, address, join="batch", lag=2) as server,
+        Started(ring_parts.for_ever, address, {}, 0.001) as witness,
+    ):
+        seen = [witness.hear()]
+        for _ in range(6):
+            with Started(ring_parts.for_ever, address, {}, 0.0005) as victim:
+                deadline = time.monotonic() + moments.random() ** 2 * 0.5
+                while time.monotonic() < deadline:
+                    while witness.told.poll():
+                        seen.append(witness.hear())
+                    time.sleep(0.005)
+                victim.kill()
+        seen += [witness.hear() for _ in range(20)]
+        until(lambda: [each.pid for each in server.consumers] == [witness.pid])
+    assert [bad for _, bad in seen] == [[]] * len(seen)
+    assert [numbers for numbers, _ in seen] == [expected(400)[at % 100] for at in range(len(seen))]
+
+
+def test_a_consumer_that_is_dropped_has_what_it_was_given_and_then_the_error(address: str, device: LateDevice) -> None:
+    with feeder(4000, device=device) as feeding:
+        with aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"):
+            with (
+                Started(ring_parts.stops, address, {}) as slow,
+                Started(ring_parts.for_ever, address, {}, 0.0) as quick,
+            ):
+                assert slow.hear() == "stopping"
+                assert [quick.hear()[1] for _ in range(60)] == [[]] * 60
+                os.kill(slow.pid, signal.SIGCONT)
+                kind, text, bad = slow.hear()
+                assert (kind, bad) == ("FeedError", [])
+                assert "it was dropped" in text
+
+
+def test_a_dropped_consumers_slots_in_host_memory_are_not_written_again(address: str) -> None:
+    with feeder(4000) as feeding, aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"):
+        with Started(ring_parts.stops, address, {}) as slow, Started(ring_parts.for_ever, address, {}, 0.0) as quick:
+            assert slow.hear() == "stopping"
+            assert [quick.hear()[1] for _ in range(60)] == [[]] * 60
+            os.kill(slow.pid, signal.SIGCONT)
+            kind, _, bad = slow.hear()
+            assert (kind, bad) == ("FeedError", [])
+
+
+def test_a_server_that_ends_leaves_its_consumers_what_they_were_sent(address: str, device: LateDevice) -> None:
+    with Started(ring_parts.serves_epochs, address, {"late_s": 0.01}, 1, 48) as server:
+        assert server.hear() == "serving"
+        with aiofeed.attach(address, device=device) as feed:
+            iterator = iter(feed)
+            seen = [next(iterator)]
+            # By the time the last batch is given, most of them wait here; the server ends when all have been read.
+            seen += iterator
+            assert [wrong(batch) for batch in seen] == [[]] * 12
+            with pytest.raises(FeedError, match="has fed all its epochs"):
+                next(iter(feed))
+        assert server.hear() == "done"
+
+
+def test_batches_that_wait_in_the_memory_of_a_server_that_ends_are_saved(address: str, device: LateDevice) -> None:
+    with Started(ring_parts.closes_when_told, address, {"late_s": 0.01}) as server:
+        assert server.hear() == "serving"
+        with aiofeed.attach(address, device=device) as feed:
+            iterator = iter(feed)
+            seen = [next(iterator)]
+            assert feed._attachment is not None
+            until(lambda: len(feed._attachment._words) >= 3)  # type: ignore[union-attr]
+            os.kill(server.pid, signal.SIGUSR1)
+            assert server.hear() == "closed"
+            server.process.join()  # its memory is gone with it
+            with pytest.raises(FeedError, match="it was closed"):
+                seen.extend(iterator)
+    assert len(seen) >= 4
+    assert [wrong(batch) for batch in seen] == [[]] * len(seen)
+    assert [batch["array"].tolist() for batch in seen] == expected()[: len(seen)]
+
+
+def test_a_killed_server_leaves_right_batches_and_an_error(address: str, device: LateDevice) -> None:
+    with Started(ring_parts.serves, address, {"late_s": 0.005}, {}) as server:
+        assert server.hear() == "serving"
+        with aiofeed.attach(address, device=device) as feed:
+            iterator = iter(feed)
+            seen = [next(iterator) for _ in range(3)]
+            server.kill()
+            with pytest.raises(WorkerDiedError, match="has died"):
+                seen.extend(iterator)
+            with pytest.raises(WorkerDiedError, match="has died"):
+                next(iter(feed))
+    assert [wrong(batch) for batch in seen] == [[]] * len(seen)
+
+
+@pytest.mark.parametrize("how", ["stalls_at", "dies_at"])
+def test_a_batch_that_the_server_died_filling_is_not_handed_out(address: str, device: LateDevice, how: str) -> None:
+    """Whether its event is never complete, or says that all was done."""
+    # A trial and five tensors a batch: in the middle of the sixth.
+    with Started(ring_parts.serves, address, {how: 1 + 5 * 4 + 3}, {"lag": 3}) as server:
+        assert server.hear() == "serving"
+        with aiofeed.attach(address, device=device) as feed:
+            iterator = iter(feed)
+            seen = [next(iterator) for _ in range(4)]
+            if how == "stalls_at":
+                server.kill()
+            with pytest.raises(WorkerDiedError, match="has died"):
+                seen.append(next(iterator))
+            started = time.monotonic()
+        assert time.monotonic() - started < 5.0
+    assert [wrong(batch) for batch in seen] == [[]] * 4
+
+
+def test_epochs_that_are_left_and_begun_again_are_right(address: str, device: LateDevice) -> None:
+    with feeder(48, device=device) as feeding, aiofeed.serve(feeding, address, lag=2):
+        with Started(ring_parts.leaves, address, 30) as consumer:
+            assert consumer.hear(40.0) == (True, [])
