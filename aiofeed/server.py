@@ -202,7 +202,7 @@ class Server:
             return None
         from aiofeed.sharing.device_ring import DeviceRing
 
-        return DeviceRing(*_shared(backend), self._terms.lag)
+        return DeviceRing(*_shared(backend), self._terms.lag + 1)
 
     def close(self) -> None:
         """Let the consumers go, take the socket away and wait for the threads, 5 s at most. Idempotent.

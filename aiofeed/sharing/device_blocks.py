@@ -1,8 +1,8 @@
 """A consumer's end of a ring in device memory: the server's blocks, opened, and batches copied out of them.
 
-Nothing of the server's memory is handed out. The side stream waits for a block's ``filled``, copies to memory of this
-process's own and records ``read``; that the copies are right is known once they are complete and the server, which may
-have died in the middle of filling, is seen to live.
+Nothing of the server's memory is handed out. Once a block's ``filled`` is complete, the side stream copies to memory of
+this process's own and records ``read``; that the copies are right is known once they are complete and the server, which
+may have died in the middle of filling, is seen to live.
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ class Blocks:
         try:
             with self.backend.on(self.side):
                 opened = _Opened(self.shared, trial.block)
-                self.backend.wait(self.side, opened.filled)
+                self.pulse.wait(opened.filled, TRIAL_S)
                 copy = self.shared.clone(opened.memory)
                 opened.read.record(self.side)
-                event = self.backend.record(self.side)
                 try:
-                    self.pulse.wait(event, TRIAL_S)
+                    self.pulse.wait(self.backend.record(self.side), TRIAL_S)
                 except BaseException:
                     _abandoned.append(opened)
                     raise
@@ -136,7 +135,7 @@ class Blocks:
             WorkerDiedError, TimeoutError: that did not come to an end.
         """
         for slot in slots:
-            slot.keep()
+            slot.keep(LAST_COPIES_S)
         self.pulse.wait(self.backend.record(self.side), LAST_COPIES_S)
         self.pulse.settle()
 
@@ -180,13 +179,21 @@ class InSlot:
     def _place(self, leaf: Leaf) -> Place:
         return Place(leaf, self._memory.nbytes)
 
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until it is filled; for threads of aiofeed's own.
+
+        Raises:
+            WorkerDiedError: the server has died.
+            TimeoutError: it took longer than ``limit_s``.
+        """
+        if (opened := self._opened) is not None:
+            self._blocks.pulse.wait(opened.filled, limit_s)
+
     def copied(self, tree: Any) -> Any:
-        """Queue copies of the batch's tensors on the side stream, which is current."""
+        """Queue copies of the batch's tensors on the side stream, which is current, once it is filled."""
         blocks = self._blocks
         with self._lock:
             opened, memory = self._opened, self._memory
-            if opened is not None:
-                blocks.backend.wait(blocks.side, opened.filled)
             made = map_leaves(
                 lambda leaf: blocks.shared.clone(leaf.view(memory)) if type(leaf) is Place else leaf, tree
             )
@@ -195,13 +202,17 @@ class InSlot:
                 opened.copied = blocks.backend.record(blocks.side)
             return made
 
-    def keep(self) -> None:
-        """Queue a copy of the whole slot to memory of this process's own, from which the batch is copied then."""
+    def keep(self, limit_s: float) -> None:
+        """Queue a copy of the whole slot to memory of this process's own, from which the batch is copied then.
+
+        Raises:
+            WorkerDiedError, TimeoutError: it is not filled within ``limit_s``.
+        """
         blocks = self._blocks
+        self.wait(limit_s)
         with self._lock, blocks.backend.on(blocks.side):
             opened = self._opened
             if opened is not None:
-                blocks.backend.wait(blocks.side, opened.filled)
                 self._memory = blocks.shared.clone(self._memory)
                 opened.read.record(blocks.side)
                 opened.copied = blocks.backend.record(blocks.side)
@@ -271,8 +282,7 @@ class BlockCopier(Copier):
         """
         if type(batch) is not Taken:
             return super().issue(batch)
-        # Nothing is queued behind the events of a server that has died: they may never be complete.
-        self._pulse.check()
+        batch.slot.wait()
         with self.backend.on(self._side):
             try:
                 own = batch.slot.copied(batch.tree)

@@ -3,8 +3,9 @@
 A slot is a block of device memory with the batch in it. Work on it is ordered by the device alone:
 
     free ── place ──> being filled ── Given ──> the readers' ── the last Read ──> free
-          waits for the readers' events;      each waits for `filled`, copies,
-          copies, records `filled`            records `read`, says Read
+          once the readers' events            each looks for `filled`, copies,
+          are complete: copies,               records `read`, says Read
+          records `filled`
 
 A block is allocated once and exported once to each consumer. Consumers that are gone are waited for no more: all that
 they could still do is read. A block that one of them may still read, because it was let go and not gone by itself, is
@@ -61,7 +62,9 @@ class _Memory:
     filled: SharedEvent
     shared: dict[Hashable, _Shared] = field(default_factory=dict)
     readers: set[Hashable] = field(default_factory=set)
-    """Those whose reading of the last content is to be waited for."""
+    """Those whose copies of the last content are to be complete before the next."""
+    spoiled: bool = False
+    """Whether one that was let go still copies from it."""
 
 
 class DeviceSlot:
@@ -77,7 +80,7 @@ class DeviceSlot:
 
     def discard(self) -> None:
         """Somebody may read it whom nobody hears of any more: it is not written again."""
-        self._ring.retire(self.block)
+        self._ring.abandon(self.block)
 
 
 class DeviceRing:
@@ -86,7 +89,8 @@ class DeviceRing:
     Args:
         backend: the device of the served feeder.
         shared: what other processes can use of it.
-        slots: how many there may be.
+        slots: how many there may be: one more than can be out, because one may still be read though its reader has
+            said that it was.
     """
 
     def __init__(self, backend: DeviceBackend, shared: SharedDevice, slots: int) -> None:
@@ -98,7 +102,7 @@ class DeviceRing:
         self._blocks: list[_Memory] = []
         self._free: list[_Memory] = []
         self._retired: dict[Hashable, list[int]] = {}
-        self._kept: list[_Shared] = []
+        self._kept: list[SharedEvent] = []
         self._trial: tuple[_Memory, torch.Tensor, bytes] | None = None
         self.identity = shared.identity()[:MAX_DEVICE_LETTERS]
 
@@ -136,8 +140,12 @@ class DeviceRing:
 
     # --- filling ---
 
+    def room(self) -> bool:
+        """Whether there is a slot that may be filled: a new one, or one whose last readers' copies are complete."""
+        return len(self._blocks) < self._slots or any(map(_is_read, self._free))
+
     def place(self, batch: Any, advice: str) -> tuple[Any, DeviceSlot] | None:
-        """Queue the copy of a batch's device tensors to a slot; ``None`` where it has none.
+        """Queue the copy of a batch's device tensors to a slot, for which there is ``room``; ``None`` without tensors.
 
         Args:
             batch: on the stream of ``entered``.
@@ -166,8 +174,6 @@ class DeviceRing:
             return leaf
 
         try:
-            for consumer in block.readers:
-                self._backend.wait(self._stream, block.shared[consumer].read)
             block.readers.clear()
             batch = map_leaves(put, batch)
             block.filled.record(self._stream)
@@ -215,19 +221,24 @@ class DeviceRing:
         return block.number, message, tuple(self._retired.pop(consumer, ()))
 
     def gone(self, consumer: Hashable, *, reading: bool) -> None:
-        """A consumer is gone; where it may still be ``reading``, the events that it records are kept."""
+        """A consumer is gone. Where it may still be ``reading``, what it copies from is not written again."""
         self._retired.pop(consumer, None)
         for block in [*self._blocks, *([self._trial[0]] if self._trial is not None else [])]:
-            block.readers.discard(consumer)
             shared = block.shared.pop(consumer, None)
             if shared is not None and reading:
-                self._kept.append(shared)
+                self._kept.append(shared.read)
+                block.spoiled = block.spoiled or (consumer in block.readers and not shared.read.query())
+                if block.spoiled and block in self._free:
+                    self.abandon(block)
+            block.readers.discard(consumer)
 
     # --- blocks ---
 
     def give_back(self, block: _Memory) -> None:
-        """Nobody is told of it any more; whose events are pending is waited for by the next filling."""
-        if block in self._blocks and block not in self._free:
+        """Everybody has said that it was read; it is filled again once their copies are complete."""
+        if block.spoiled:
+            self.abandon(block)
+        elif block in self._blocks and block not in self._free:
             self._free.append(block)
 
     def retire(self, block: _Memory) -> None:
@@ -238,6 +249,11 @@ class DeviceRing:
             for consumer in block.shared:
                 self._retired.setdefault(consumer, []).append(block.number)
 
+    def abandon(self, block: _Memory) -> None:
+        """``retire`` one that may still be read, or even be opened only now: its event is kept."""
+        self._kept.append(block.filled)
+        self.retire(block)
+
     def close(self) -> None:
         """Let go of all memory; consumers keep what they have open."""
         for block in list(self._blocks):
@@ -247,20 +263,16 @@ class DeviceRing:
         self._kept.clear()
 
     def _take(self, nbytes: int) -> _Memory:
-        fitting = [block for block in self._free if block.memory.nbytes >= nbytes]
-        if not fitting and len(self._blocks) >= self._slots and self._free:
-            self.retire(min(self._free, key=lambda each: each.memory.nbytes))
-        if not fitting:
-            block = self._allocate(max([nbytes, *(each.memory.nbytes for each in self._blocks)]))
-            self._blocks.append(block)
-            return block
-        # One whose readers are done already, so that nothing waits; else the one that was free first.
-        block = next((block for block in fitting if self._read(block)), fitting[0])
-        self._free.remove(block)
+        read = [block for block in self._free if _is_read(block)]
+        fitting = next((block for block in read if block.memory.nbytes >= nbytes), None)
+        if fitting is not None:
+            self._free.remove(fitting)
+            return fitting
+        if len(self._blocks) >= self._slots and read:
+            self.retire(min(read, key=lambda each: each.memory.nbytes))
+        block = self._allocate(max([nbytes, *(each.memory.nbytes for each in self._blocks)]))
+        self._blocks.append(block)
         return block
-
-    def _read(self, block: _Memory) -> bool:
-        return all(block.shared[consumer].read.query() for consumer in block.readers)
 
     def _allocate(self, nbytes: int) -> _Memory:
         try:
@@ -280,6 +292,10 @@ class DeviceRing:
             self._shared.export_event(read),
         )
         block.shared[consumer] = _Shared(read, message)
+
+
+def _is_read(block: _Memory) -> bool:
+    return all(block.shared[consumer].read.query() for consumer in block.readers)
 
 
 def _aligned(nbytes: int) -> int:

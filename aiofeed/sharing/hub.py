@@ -261,8 +261,8 @@ class Hub:
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
         """A consumer is gone, with all that it had; one that was let go may still be ``reading`` that."""
-        self._ledger.gone(consumer, reading=reading)
         self._lots.gone(consumer, reading=reading)
+        self._ledger.gone(consumer, reading=reading)
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed")
 
+# How often it is looked whether a slot whose readers say that they have queued their copies is free.
+_LOOK_S = 5e-4
+
 
 class Lot:
     """One batch, and the slots in which it stands.
@@ -143,6 +146,8 @@ class Lots:
         """Onto the device; whether that took a while."""
         if self._ring is None or self._refusal:
             return False
+        while not self._ring.room():  # noqa: ASYNC110 - a device tells nobody when it is done
+            await asyncio.sleep(_LOOK_S)
         try:
             placed = self._ring.place(batch, self._memory.advice)
         except HandleError as error:

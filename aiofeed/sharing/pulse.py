@@ -7,14 +7,18 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from aiofeed.device import Event
 from aiofeed.errors import FeedError, WorkerDiedError
 from aiofeed.sharing.peers import is_alive
+from aiofeed.sharing.shared_device import SharedEvent
 
 # How soon, and then how seldom, an event is looked at again.
 _FIRST_LOOK_S = 20e-6
 _LOOK_S = 1e-3
+# PF_EXITING of Linux.
+_EXITING = 0x4
 
 
 class Pulse:
@@ -43,14 +47,14 @@ class Pulse:
                 pass  # no room for one, or an older kernel: a signal's number then asks
 
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the process has not ended, nor begun to."""
         with self._lock:
             if self._ended or self._descriptor < 0:
                 self._ended = self._ended or not is_alive(self._pid)
             else:
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLIN)
-                self._ended = bool(poll.poll(0))
+                self._ended = bool(poll.poll(0)) or exiting(self._pid)
             return not self._ended
 
     def check(self) -> None:
@@ -58,11 +62,10 @@ class Pulse:
         if not self._settled and not self.alive():
             raise self._died()
 
-    def wait(self, event: Event, limit_s: float | None = None) -> None:
-        """Wait until a copy from its memory is complete, and known to be right. For threads of aiofeed's own.
+    def wait(self, event: Event | SharedEvent, limit_s: float | None = None) -> None:
+        """Wait until work on its memory is complete, and known to be right. For threads of aiofeed's own.
 
-        The device waits for nothing here; the host does, because it has to know. An event whose server has died may
-        never be complete, so it is looked at and not waited for.
+        An event whose server has died may never be complete, so it is looked at and not waited for.
 
         Raises:
             WorkerDiedError: the process has ended.
@@ -87,6 +90,19 @@ class Pulse:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def exiting(pid: int) -> bool:
+    """Whether a process has begun to end, as far as the system tells.
+
+    It lets go of its devices in the middle of that, and is known to have ended only afterwards.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False  # no such file system; or ended altogether, which others tell
+    state, *rest = stat[stat.rindex(b")") + 2 :].split()
+    return state in (b"Z", b"X") or bool(int(rest[5]) & _EXITING)
 
 
 def died(path: object, pid: int) -> WorkerDiedError:

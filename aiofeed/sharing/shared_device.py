@@ -2,10 +2,12 @@
 
 The rules of events between processes, which the ring keeps:
 
-- The server makes every event and outlives its use, so an event never goes with the consumer that records it.
-- An event is recorded before word of it is sent, and waited for once that word has come. A wait counts for what was
-  recorded last by then, so an event is never recorded again before whoever waits for it has said that it does.
-- One that was never recorded is complete.
+- The server makes every event, so that none goes with the consumer that records it.
+- An event is recorded before word of it is sent, and looked at once that word has come; it is recorded again only
+  after the other side has said that it is done with the slot. One that was never recorded is complete.
+- Work is queued behind an event of another process only once that is complete. A stream that waits for one whose
+  process has died may wait for ever, and with it all that is queued there: one killed consumer would stop the server.
+  So the host looks, where it blocks nobody, and the device has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SharedEvent(Protocol):
-    """An event that streams of two processes know. The backend's ``wait`` takes it as any other."""
+    """An event that two processes know."""
 
     def record(self, stream: Stream, /) -> Any:
         """Complete once everything queued on the stream so far is."""
@@ -30,10 +32,6 @@ class SharedEvent(Protocol):
 
     def query(self) -> bool:
         """Whether it is complete. Does not block."""
-        ...
-
-    def synchronize(self) -> Any:
-        """Block the calling thread until it is complete: not used between processes, of which one may have died."""
         ...
 
 

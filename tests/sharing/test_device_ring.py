@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,12 @@ from serve_parts import Started
 import aiofeed
 import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
+from aiofeed.sharing.device_blocks import Place
+from aiofeed.sharing.device_handles import CudaSlots, HandleError
+from aiofeed.sharing.messages import Leaf
+from aiofeed.sharing.pulse import Pulse, died, exiting
+from aiofeed.sharing.tensor_messages import Handle
+from aiofeed.sharing.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,21 +204,27 @@ def test_a_feeder_whose_device_cannot_be_shared_is_refused(address: str) -> None
 # --- waits that are left out show -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "consumer"),
-    [({"deaf": True}, {}), ({}, {"deaf": True}), ({"mute": True}, {}), ({}, {"mute": True})],
-    ids=["server does not wait", "consumer does not wait", "server does not record", "consumer does not record"],
+    [
+        ({"hasty": True}, {"late_s": 0.02}),
+        ({"late_s": 0.02}, {"hasty": True, "late_s": 0.0}),
+        ({"mute": True, "late_s": 0.02}, {"late_s": 0.0}),
+        ({}, {"mute": True, "late_s": 0.02}),
+    ],
+    ids=["server does not look", "consumer does not look", "server does not record", "consumer does not record"],
 )
-def test_on_a_device_that_leaves_out_a_wait_batches_are_wrong(
+def test_on_a_device_that_leaves_out_an_event_batches_are_wrong(
     address: str, server: dict[str, Any], consumer: dict[str, Any]
 ) -> None:
-    """The tests above would see it."""
-    device = LateDevice(**server, late_s=0.002)
-    with feeder(400, device=device) as feeding, aiofeed.serve(feeding, address, lag=1):
-        with Started(ring_parts.epochs, address, 1, consumer | {"late_s": 0.02}) as child:
-            kind, text = child.hear()
-            assert text, kind
+    """So the tests above would see one that is left out."""
+    device = LateDevice(**server)
+    with feeder(200, device=device) as feeding, aiofeed.serve(feeding, address, lag=1):
+        with Started(ring_parts.epochs, address, 1, consumer) as child:
+            _, told = child.hear(40.0)
     device.close()
+    assert told
 
 
 # --- falling behind, leaving, dying -----------------------------------------------------------------------------------
@@ -285,7 +298,7 @@ def test_batches_that_wait_in_the_memory_of_a_server_that_ends_are_saved(address
             iterator = iter(feed)
             seen = [next(iterator)]
             assert feed._attachment is not None
-            until(lambda: len(feed._attachment._words) >= 3)  # type: ignore[union-attr]
+            until(lambda: len(feed._attachment._taker._slots) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.hear() == "closed"
             server.process.join()  # its memory is gone with it
@@ -310,25 +323,103 @@ def test_a_killed_server_leaves_right_batches_and_an_error(address: str, device:
     assert [wrong(batch) for batch in seen] == [[]] * len(seen)
 
 
-@pytest.mark.parametrize("how", ["stalls_at", "dies_at"])
-def test_a_batch_that_the_server_died_filling_is_not_handed_out(address: str, device: LateDevice, how: str) -> None:
-    """Whether its event is never complete, or says that all was done."""
-    # A trial and five tensors a batch: in the middle of the sixth.
-    with Started(ring_parts.serves, address, {how: 1 + 5 * 4 + 3}, {"lag": 3}) as server:
+def test_a_batch_that_the_server_died_filling_is_not_handed_out(address: str, device: LateDevice) -> None:
+    # A trial and four tensors a batch: in the middle of the fifth.
+    with Started(ring_parts.serves, address, {"stalls_at": 1 + 4 * 4 + 3}, {"lag": 3}) as server:
         assert server.hear() == "serving"
         with aiofeed.attach(address, device=device) as feed:
             iterator = iter(feed)
             seen = [next(iterator) for _ in range(4)]
-            if how == "stalls_at":
-                server.kill()
+            server.kill()
             with pytest.raises(WorkerDiedError, match="has died"):
                 seen.append(next(iterator))
             started = time.monotonic()
         assert time.monotonic() - started < 5.0
     assert [wrong(batch) for batch in seen] == [[]] * 4
+    with Started(ring_parts.serves, address, {}, {}) as server:
+        assert server.hear() == "serving"
+        with aiofeed.attach(address, device=device) as feed:
+            assert wrong(next(iter(feed))) == []
+
+
+class Complete:
+    """An event that a driver completes for a process that has died."""
+
+    def query(self) -> bool:
+        return True
+
+
+def test_a_complete_event_proves_nothing_once_its_server_has_died() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        pulse = Pulse(process.pid, lambda: died("there", process.pid))
+        pulse.wait(Complete())
+        process.kill()
+        until(lambda: not pulse.alive())
+        with pytest.raises(WorkerDiedError, match=f"the server at there .pid {process.pid}. has died"):
+            pulse.wait(Complete())
+        # It is not reaped yet, and counts as ended all the same, for one that only looks now.
+        late = Pulse(process.pid, lambda: died("there", process.pid))
+        assert not late.alive()
+        late.close()
+        pulse.settle()
+        pulse.wait(Complete())
+        pulse.close()
+
+
+def test_a_server_that_is_about_to_end_counts_as_dead() -> None:
+    """A process lets go of its devices before it has ended: only its flags tell then."""
+    assert not exiting(os.getpid())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        assert not exiting(process.pid)
+        process.kill()
+        until(lambda: exiting(process.pid))
 
 
 def test_epochs_that_are_left_and_begun_again_are_right(address: str, device: LateDevice) -> None:
     with feeder(48, device=device) as feeding, aiofeed.serve(feeding, address, lag=2):
         with Started(ring_parts.leaves, address, 30) as consumer:
             assert consumer.hear(40.0) == (True, [])
+
+
+# --- what is no block of a server's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        Leaf("device", 0, -8, [1], "<u8", None, "int64"),
+        Leaf("device", 0, 1024, [1], "<u8", None, "int64"),
+        Leaf("device", 0, 0, [129], "<u8", None, "int64"),
+        Leaf("device", 0, 4, [1], "<u8", None, "int64"),
+        Leaf("device", 0, 0, [-1], "<u8", None, "int64"),
+        Leaf("device", 0, 0, [1 << 40, 1 << 40], "<u8", None, "int64"),
+        Leaf("device", 0, 0, [2], "<u8", None, "int32"),
+        Leaf("device", 0, 0, [2], "<u8", None, "save"),
+        Leaf("device", 0, 0, [2], "<u8"),
+        Leaf("device", 0, 0, [2], "|O", None, "int64"),
+        Leaf("device", 0, 0, [2, 2], "<u8", [0, 0], "int64"),
+    ],
+)
+def test_a_place_that_does_not_lie_in_its_block_is_refused(leaf: Leaf) -> None:
+    with pytest.raises(WireError):
+        Place(leaf, 1024)
+
+
+def test_handles_of_the_wrong_size_are_refused_before_cuda_sees_them() -> None:
+    slots = CudaSlots(torch.device("cuda", 0))
+    with pytest.raises(HandleError, match="64 bytes, this one 3"):
+        slots.open_event(b"abc")
+    for handle in (
+        Handle("GPU", b"a" * 64, 0, 0, b"", 0, b"", False),
+        Handle("GPU", b"a" * 64, 1, -1, b"", 0, b"", False),
+        Handle("GPU", b"a" * 64, 1, 0, b"", 0, b"short", True),
+    ):
+        with pytest.raises(HandleError):
+            slots.open(handle)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_not_exported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")
+    with pytest.raises(HandleError, match=name):
+        CudaSlots(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))
