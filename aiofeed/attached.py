@@ -53,6 +53,11 @@ def attach(
         transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
         wait_s: how long to wait, blocking, for a server that is not there yet.
 
+    Where the server's feeder has the same GPU, batches are copied from its memory, on the device; in all other cases
+    they come through host memory.
+
+    It blocks while it connects, if only for milliseconds; in async code: ``await asyncio.to_thread(attach, address)``.
+
     Returns:
         What is used like a ``Feeder``: each ``iter()`` is one epoch of the server's.
 

@@ -47,7 +47,7 @@ class HostPass(HostDelivery):
 
     def watch(self, owner: object) -> None:
         """End the pass when ``owner`` is dropped."""
-        self._attachment.watch(self.pass_, owner)
+        self._attachment.owners.watch(self.pass_, owner)
 
     def stop(self) -> None:
         """The pass wants no more; never blocks."""
@@ -83,7 +83,7 @@ class DevicePass:
 
     def watch(self, owner: object) -> None:
         """End the pass when ``owner`` is dropped."""
-        self._attachment.watch(self.pass_, owner)
+        self._attachment.owners.watch(self.pass_, owner)
         self._thread.watch(owner)
 
     def launch(self) -> None:
@@ -123,7 +123,7 @@ def deliver(
     pass_ = Pass(room=PREFETCH_BATCHES)
     if backend is None:
         return HostPass(runtime, attachment, pass_, transform)
-    return DevicePass(runtime, attachment, pass_, attachment.copier(backend, transform))
+    return DevicePass(runtime, attachment, pass_, attachment.taker.copier(backend, transform))
 
 
 def _issued(runtime: Runtime, item: Ready) -> None:

@@ -12,19 +12,16 @@ import asyncio
 import itertools
 import logging
 import socket
-import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from aiofeed.copier import Copier
-from aiofeed.device import DeviceBackend
 from aiofeed.errors import FeedError
 from aiofeed.items import Closed, Ended, Failed, drop_batches
 from aiofeed.sharing.device_handles import HandleError
 from aiofeed.sharing.failures import rebuild
 from aiofeed.sharing.messages import encode
+from aiofeed.sharing.owners import Idleness, Owners
 from aiofeed.sharing.passes import Pass, Word
 from aiofeed.sharing.peers import ProcessWatch, peer_of
 from aiofeed.sharing.pulse import Pulse, died
@@ -64,6 +61,8 @@ class Attachment:
         begun: called with (epoch, batches) when a pass begins one.
 
     Attributes:
+        taker: as given.
+        owners: the iterators that passes are for.
         host_only: device memory of this server could not be opened: attach without it.
     """
 
@@ -79,7 +78,7 @@ class Attachment:
         self._sock: socket.socket | None = sock
         self._path = path
         self._server = peer_of(sock).pid
-        self._taker = taker
+        self.taker = taker
         self._pulse = pulse
         taker.read, taker.took, taker.refuse, taker.resume = self._read, self.took, self._refuse, self._pump
         self._begun = begun
@@ -91,51 +90,42 @@ class Attachment:
         self._words: deque[Word] = deque()
         self._pass: Pass | None = None
         self._error: Callable[[], FeedError] | None = None
-        self._dropped: deque[object] = deque()
-        self._watched: dict[Any, Pass] = {}
+        self.owners = Owners()
+        self._idleness = Idleness(path)
 
     async def run(self) -> None:
         """Listen to the server until cancelled."""
         sock, self._sock = self._sock, None
         assert sock is not None
         self._wire = Wire(sock, received=self._received, lost=self._lost, limit_bytes=MAX_BATCH_BYTES)
+        loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
-        loop = asyncio.get_running_loop()
         # Its last words may still be on their way.
         watch = ProcessWatch(self._server, lambda: loop.call_later(LAST_WORDS_S, self._lost, None))
         try:
             while True:
                 await asyncio.sleep(HEARTBEAT_S)
-                while self._dropped:
-                    gone = self._watched.pop(self._dropped.popleft(), None)
-                    if gone is not None:
-                        self.end(gone)
-                self._taker.collect()
+                for dropped in self.owners.dropped():
+                    self.end(dropped)
+                self.taker.collect()
+                idle = self._ticket is not None and (self._pass is None or self._pass.complete)
+                self._idleness.look(sum(isinstance(word, Given) for word in self._words) if idle else 0)
         finally:
             watch.close()
             self._wire.close()
             if self._pass is not None:
                 self._pass.handoff.put(Closed())
             self._words.clear()
-            self._taker.close()
+            self.taker.close()
             self._pulse.close()
 
     def close_unused(self) -> None:
         """Close a connection that ``run`` never took; from any thread."""
         if self._sock is not None:
             self._sock.close()
-            self._taker.close()
+            self.taker.close()
             self._pulse.close()
-
-    def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
-        """What copies one pass's batches to the device, out of the server's device memory, too; from any thread."""
-        return self._taker.copier(backend, transform)
-
-    def watch(self, pass_: Pass, owner: object) -> None:
-        """End a pass when ``owner`` is dropped; from any thread."""
-        # No Python code runs in the collector: the reference lands in a deque.
-        self._watched[weakref.ref(owner, self._dropped.append)] = pass_
 
     # --- what passes want; on the loop ---
 
@@ -154,7 +144,7 @@ class Attachment:
 
     def end(self, pass_: Pass) -> None:
         """A pass wants no more."""
-        self._forget(pass_)
+        self.owners.forget(pass_)
         pass_.handoff.put(Closed())  # a copy thread that waits there ends
         if pass_ is not self._pass or pass_.superseded:
             return
@@ -181,7 +171,7 @@ class Attachment:
 
     def _settle(self, old: Pass) -> None:
         """Another pass follows: what the old one has not touched is the new one's."""
-        self._forget(old)
+        self.owners.forget(old)
         self._pass = None
         if not old.touched and (not old.complete or any(isinstance(word, Given) for word in old.words)):
             old.handed_on = True
@@ -189,10 +179,6 @@ class Attachment:
         elif not old.complete:
             self._leave()
         drop_batches(old.handoff)
-
-    def _forget(self, pass_: Pass) -> None:
-        for reference in [each for each, watched in list(self._watched.items()) if watched is pass_]:
-            del self._watched[reference]
 
     def _leave(self) -> None:
         if self._ticket is None:
@@ -216,7 +202,7 @@ class Attachment:
 
     def _send(self, message: FromConsumer) -> None:
         if isinstance(message, Read):
-            self._taker.forget(message.serial)
+            self.taker.forget(message.serial)
         if self._wire is None:
             self._early.append(message)
         else:
@@ -227,7 +213,7 @@ class Attachment:
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_server(payload)
         try:
-            self._taker.learn(message if isinstance(message, Given) else None, descriptors)
+            self.taker.learn(message if isinstance(message, Given) else None, descriptors)
         except HandleError as error:
             self.host_only = True
             raise WireError(f"its device memory cannot be opened ({error}): attach again, without it") from None
@@ -236,8 +222,7 @@ class Attachment:
                 if isinstance(message, Given):
                     self._send(Read(message.serial))
                 return
-            if isinstance(message, Given):
-                self._taker.expect(message)
+            self.taker.expect(message)
             self._words.append(message)
             self._pump()
         elif isinstance(message, Farewell):
@@ -249,12 +234,12 @@ class Attachment:
 
     def _end(self, text: str) -> None:
         """The server has said its last word; what it gave before is still handed out."""
-        assert self._wire is not None
         try:
-            self._taker.settle()
+            self.taker.settle()
         except (FeedError, TimeoutError) as error:
             # Whoever's turn it is hears of it then, or has it nevertheless.
             log.warning("the last batches of the server at %s may be lost: %s", self._path, error)
+        assert self._wire is not None
         self._wire.close()
         self._broken(lambda: FeedError(text))
 
@@ -281,7 +266,7 @@ class Attachment:
 
     def _pump(self) -> None:
         pass_ = self._pass
-        while pass_ is not None and not pass_.complete and not self._taker.busy:
+        while pass_ is not None and not pass_.complete and not self.taker.busy:
             if not self._words:
                 if self._error is not None:
                     self._pass = None
@@ -299,7 +284,7 @@ class Attachment:
             elif isinstance(word, Given):
                 pass_.room -= 1
                 pass_.unread.add(word.serial)
-                self._taker.take(pass_, word)
+                self.taker.take(pass_, word)
             elif isinstance(word, Ends):
                 pass_.complete = True
                 pass_.handoff.put(Ended())

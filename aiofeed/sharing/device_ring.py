@@ -18,9 +18,9 @@ import logging
 import os
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.sharing.device_block import DTYPES, DeviceBlock, Share, aligned, in_memory_order, is_read
 from aiofeed.sharing.device_handles import HandleError
 from aiofeed.sharing.messages import Leaf
 from aiofeed.sharing.packing import refusal
@@ -35,42 +35,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed")
 
-# Wide loads, and the grain of CUDA's allocator.
-_ALIGNMENT = 512
 _TRIAL_BYTES = 64
-# How bytes of each size cross; torch_dtype says what they are.
-_DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-
-
-@dataclass(eq=False)
-class _Shared:
-    """What one consumer has of a block.
-
-    Args:
-        read: the event that it records.
-        message: what it is still to be told.
-    """
-
-    read: SharedEvent
-    message: Block | None
-
-
-@dataclass(eq=False)
-class _Memory:
-    number: int
-    memory: torch.Tensor
-    filled: SharedEvent
-    shared: dict[Hashable, _Shared] = field(default_factory=dict)
-    readers: set[Hashable] = field(default_factory=set)
-    """Those whose copies of the last content are to be complete before the next."""
-    spoiled: bool = False
-    """Whether one that was let go still copies from it."""
 
 
 class DeviceSlot:
     """The device memory of one batch."""
 
-    def __init__(self, ring: DeviceRing, block: _Memory) -> None:
+    def __init__(self, ring: DeviceRing, block: DeviceBlock) -> None:
         self._ring = ring
         self.block = block
 
@@ -99,11 +70,11 @@ class DeviceRing:
         self._slots = slots
         self._stream = shared.stream()
         self._number = 0
-        self._blocks: list[_Memory] = []
-        self._free: list[_Memory] = []
+        self._blocks: list[DeviceBlock] = []
+        self._free: list[DeviceBlock] = []
         self._retired: dict[Hashable, list[int]] = {}
         self._kept: list[SharedEvent] = []
-        self._trial: tuple[_Memory, torch.Tensor, bytes] | None = None
+        self._trial: tuple[DeviceBlock, torch.Tensor, bytes] | None = None
         self.identity = shared.identity()[:MAX_DEVICE_LETTERS]
 
     @contextmanager
@@ -142,7 +113,7 @@ class DeviceRing:
 
     def room(self) -> bool:
         """Whether there is a slot that may be filled: a new one, or one whose last readers' copies are complete."""
-        return len(self._blocks) < self._slots or any(map(_is_read, self._free))
+        return len(self._blocks) < self._slots or any(map(is_read, self._free))
 
     def place(self, batch: Any, advice: str) -> tuple[Any, DeviceSlot] | None:
         """Queue the copy of a batch's device tensors to a slot, for which there is ``room``; ``None`` without tensors.
@@ -159,7 +130,7 @@ class DeviceRing:
             CollateError: it has a tensor that cannot be described.
         """
         tensors = [leaf for leaf in leaves(batch) if self._shared.holds(leaf)]
-        nbytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         if not nbytes:
             return None
         block = self._take(nbytes)
@@ -170,7 +141,7 @@ class DeviceRing:
             if not self._shared.holds(value):
                 return value
             leaf = self._put(block, start, value, advice)
-            start += _aligned(value.nbytes)
+            start += aligned(value.nbytes)
             return leaf
 
         try:
@@ -182,18 +153,18 @@ class DeviceRing:
             raise
         return batch, DeviceSlot(self, block)
 
-    def _put(self, block: _Memory, start: int, tensor: torch.Tensor, advice: str) -> Leaf:
+    def _put(self, block: DeviceBlock, start: int, tensor: torch.Tensor, advice: str) -> Leaf:
         import torch
 
-        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in _DTYPES:
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DTYPES:
             what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
             raise refusal(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
-        flat, axes = _in_memory_order(tensor)
+        flat, axes = in_memory_order(tensor)
         shape, dtype = list(flat.shape), str(tensor.dtype).removeprefix("torch.")
         if flat.numel():
             target = block.memory[start : start + tensor.nbytes].view(tensor.dtype).view(shape)
             self._shared.put(target, flat)
-        return Leaf("device", block.number, start, shape, _DTYPES[tensor.itemsize], axes, dtype)
+        return Leaf("device", block.number, start, shape, DTYPES[tensor.itemsize], axes, dtype)
 
     def to_host(self, batch: Any) -> Any:
         """The batch with its device tensors in host memory. Blocks; for a thread of the executor."""
@@ -234,14 +205,14 @@ class DeviceRing:
 
     # --- blocks ---
 
-    def give_back(self, block: _Memory) -> None:
+    def give_back(self, block: DeviceBlock) -> None:
         """Everybody has said that it was read; it is filled again once their copies are complete."""
         if block.spoiled:
             self.abandon(block)
         elif block in self._blocks and block not in self._free:
             self._free.append(block)
 
-    def retire(self, block: _Memory) -> None:
+    def retire(self, block: DeviceBlock) -> None:
         """It is not filled again; the device keeps it for as long as somebody has it open."""
         if block in self._blocks:
             self._blocks.remove(block)
@@ -249,7 +220,7 @@ class DeviceRing:
             for consumer in block.shared:
                 self._retired.setdefault(consumer, []).append(block.number)
 
-    def abandon(self, block: _Memory) -> None:
+    def abandon(self, block: DeviceBlock) -> None:
         """``retire`` one that may still be read, or even be opened only now: its event is kept."""
         self._kept.append(block.filled)
         self.retire(block)
@@ -262,8 +233,8 @@ class DeviceRing:
         self._retired.clear()
         self._kept.clear()
 
-    def _take(self, nbytes: int) -> _Memory:
-        read = [block for block in self._free if _is_read(block)]
+    def _take(self, nbytes: int) -> DeviceBlock:
+        read = [block for block in self._free if is_read(block)]
         fitting = next((block for block in read if block.memory.nbytes >= nbytes), None)
         if fitting is not None:
             self._free.remove(fitting)
@@ -274,16 +245,16 @@ class DeviceRing:
         self._blocks.append(block)
         return block
 
-    def _allocate(self, nbytes: int) -> _Memory:
+    def _allocate(self, nbytes: int) -> DeviceBlock:
         try:
             memory = self._shared.allocate(nbytes)
             filled = self._shared.event()
         except RuntimeError as error:
             raise HandleError(f"{nbytes} bytes of {self._backend.name} cannot be had: {error}") from error
         self._number += 1
-        return _Memory(self._number, memory, filled)
+        return DeviceBlock(self._number, memory, filled)
 
-    def _export(self, block: _Memory, consumer: Hashable) -> None:
+    def _export(self, block: DeviceBlock, consumer: Hashable) -> None:
         read = self._shared.event()
         message = Block(
             block.number,
@@ -291,24 +262,4 @@ class DeviceRing:
             self._shared.export_event(block.filled),
             self._shared.export_event(read),
         )
-        block.shared[consumer] = _Shared(read, message)
-
-
-def _is_read(block: _Memory) -> bool:
-    return all(block.shared[consumer].read.query() for consumer in block.readers)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int] | None]:
-    """The tensor in the order of its memory, where that is dense, and the axes that lead back (channels_last, say)."""
-    if tensor.is_contiguous():
-        return tensor, None
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    flat = tensor.permute(order)
-    if not flat.is_contiguous():
-        return tensor, None
-    return flat, sorted(range(len(order)), key=order.__getitem__)
+        block.shared[consumer] = Share(read, message)

@@ -33,6 +33,8 @@ When = Literal["epoch", "batch"]
 
 # What those who are still attached may take to hear that the server was closed.
 FAREWELL_S = 2.0
+# Who reads nothing for so long while others wait is named in the log.
+HELD_UP_S = 10.0
 
 
 class Epochs(Protocol):
@@ -79,6 +81,7 @@ class Hub:
         self._ledger = Ledger()
         self._changed = asyncio.Event()
         self._members: list[Consumer] = []
+        self._blamed: set[Consumer] = set()
         self._turn = 0
         self._epoch = -1
         self._reception = Reception(listener, self, batches=self._share(0, terms.min_consumers))
@@ -175,9 +178,26 @@ class Hub:
                 self._drop_slow()
                 if len(self._ledger) < self._terms.lag:
                     break
-            self._changed.clear()
-            await self._changed.wait()
+            await self._wait_for_readers()
         return bool(self._members)
+
+    async def _wait_for_readers(self) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(HELD_UP_S):
+                await self._changed.wait()
+        except TimeoutError:
+            held = {consumer: self._ledger.held_by(consumer) for consumer in self._members}
+            for consumer in [each for each, slots in held.items() if slots >= self._terms.lag and 0 in held.values()]:
+                if consumer not in self._blamed:
+                    self._blamed.add(consumer)
+                    log.warning(
+                        "consumer %d holds up the others: it has read none of its %d batches for %.0f s. One that is "
+                        'not iterated any more is to be closed; slow="drop" lets such a one go',
+                        consumer.pid,
+                        held[consumer],
+                        HELD_UP_S,
+                    )
 
     def _drop_slow(self) -> None:
         """Those who have every slot of the ring, while somebody waits who has read all of its own."""
@@ -261,6 +281,7 @@ class Hub:
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
         """A consumer is gone, with all that it had; one that was let go may still be ``reading`` that."""
+        self._blamed.discard(consumer)
         self._lots.gone(consumer, reading=reading)
         self._ledger.gone(consumer, reading=reading)
         self.left(consumer)
@@ -268,4 +289,5 @@ class Hub:
     def read(self, consumer: Consumer, serial: int) -> None:
         """A consumer has read a slot."""
         self._ledger.read(consumer, serial)
+        self._blamed.discard(consumer)
         self._changed.set()

@@ -15,7 +15,7 @@ from aiofeed.executor import ThreadPool
 from aiofeed.items import Ready
 from aiofeed.sharing.messages import Items, Leaf, Named, Node, Table
 from aiofeed.sharing.packing import copied, in_place, unpack
-from aiofeed.sharing.passes import Pass
+from aiofeed.sharing.passes import Pass, Word
 from aiofeed.sharing.remote import INLINE_BYTES, RingLease
 from aiofeed.sharing.slots import Ring, release_unused
 from aiofeed.sharing.talk import Given
@@ -89,10 +89,10 @@ class Taker:
         elif given.block >= 0:
             raise WireError("a batch in device memory, where none is open")
 
-    def expect(self, given: Given) -> None:
-        """A batch waits for a pass; it may have to be saved before that comes."""
-        if given.block >= 0 and self._blocks is not None:
-            self._slots[given.serial] = self._blocks.slot(given)
+    def expect(self, word: Word) -> None:
+        """A word waits for a pass; a batch may have to be saved before that comes."""
+        if isinstance(word, Given) and word.block >= 0 and self._blocks is not None:
+            self._slots[word.serial] = self._blocks.slot(word)
 
     def forget(self, serial: int) -> None:
         """The server is told that a batch was read."""

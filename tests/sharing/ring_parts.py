@@ -98,7 +98,7 @@ def epochs(
                 for batch in kept:
                     bad += wrong(batch)
                 told.send((seen, bad))
-            blocks = feed._attachment._taker._blocks  # type: ignore[union-attr]
+            blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
             told.send((blocks is not None and bool(blocks._opened), lines.lines))
     except Exception as error:
         told.send((type(error).__name__, str(error)))
@@ -174,5 +174,5 @@ def leaves(address: str, told: Connection, count: int) -> None:
                 bad += wrong(batch)
                 if turn % 3 == 1 and at == turn % 7:
                     break
-        blocks = feed._attachment._taker._blocks  # type: ignore[union-attr]
+        blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
         told.send((blocks is not None and bool(blocks._opened), bad))

@@ -24,7 +24,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 def forking() -> Iterator[None]:
     """Have a process from which consumers fork, with torch imported; it ends with the tests."""
-    CONTEXT.set_forkserver_preload(["torch", "aiofeed.attached", "aiofeed.sharing.attachment", "serve_parts"])
+    modules = ("attached", "attached_passes", "sharing.joining", "sharing.device_blocks")
+    CONTEXT.set_forkserver_preload(["torch", "uvloop", *(f"aiofeed.{module}" for module in modules), "serve_parts"])
     forkserver.ensure_running()
     started = CONTEXT.Process(target=nothing)  # its import of torch is waited for here
     started.start()

@@ -298,7 +298,7 @@ def test_batches_that_wait_in_the_memory_of_a_server_that_ends_are_saved(address
             iterator = iter(feed)
             seen = [next(iterator)]
             assert feed._attachment is not None
-            until(lambda: len(feed._attachment._taker._slots) >= 4)  # type: ignore[union-attr]
+            until(lambda: len(feed._attachment.taker._slots) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.hear() == "closed"
             server.process.join()  # its memory is gone with it
