@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -106,7 +107,9 @@ class Started:
         return self.told.recv()
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        # The fork server may have reaped it already, and not told yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def __enter__(self) -> Started:
         return self
