@@ -79,7 +79,9 @@ def _blocks(
     from aiofeed.sharing.shared_device import shared_device
 
     shared = shared_device(backend)
-    if shared is None:
+    if not peer_of(sock).pid:
+        reason = "the server's process cannot be seen from here: one of the two is in a container"
+    elif shared is None:
         reason = f"memory of {backend.name} stays its process's own"
     elif (here := shared.identity()) != welcome.device:
         reason = f"the server is on device {welcome.device}, and this process on {here}"

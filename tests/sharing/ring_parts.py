@@ -176,3 +176,16 @@ def leaves(address: str, told: Connection, count: int) -> None:
                     break
         blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
         told.send((blocks is not None and bool(blocks._opened), bad))
+
+
+def opens_no_more(address: str, told: Connection) -> None:
+    """Attach where memory can be opened, then it cannot; tell of the error, and of the next epoch."""
+    device = LateDevice()
+    with aiofeed.attach(address, device=device) as feed:
+        device.refuses = "open"
+        try:
+            list(feed)
+        except Exception as error:
+            feed.close()
+            good = sum(not wrong(batch) for batch in feed)
+            told.send((type(error).__name__, str(error), good, feed._attachment.taker._blocks is not None))  # type: ignore[union-attr]

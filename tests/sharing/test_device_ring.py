@@ -57,9 +57,8 @@ def device() -> Iterator[LateDevice]:
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_each_consumer_on_the_device_sees_every_batch_and_keeps_what_it_keeps(
-    address: str, device: LateDevice, lag: int
-) -> None:
+def test_each_consumer_on_the_device_sees_every_batch_and_keeps_what_it_keeps(address: str, lag: int) -> None:
+    device = LateDevice(late_s=0.01)  # filling takes longer than word of it
     with (
         feeder(device=device) as feeding,
         Started(ring_parts.epochs, address, 2, {}) as first,
@@ -70,6 +69,7 @@ def test_each_consumer_on_the_device_sees_every_batch_and_keeps_what_it_keeps(
         for consumer in (first, second):
             assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
             assert consumer.hear() == (True, [])
+    device.close()
 
 
 def test_memory_is_exported_once_to_each_consumer(address: str, device: LateDevice) -> None:
@@ -169,6 +169,32 @@ def test_memory_that_is_refused_in_mid_epoch_is_the_hosts_from_there_on(address:
         device.allocate = refuse_later  # type: ignore[method-assign]
         aiofeed.serve(feeding, address).run(epochs=2)
         assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
+
+
+def test_memory_that_is_not_exported_any_more_is_the_hosts_from_there_on(
+    address: str, device: LateDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    with feeder(device=device) as feeding, Started(ring_parts.epochs, address, 2, {}) as consumer:
+        export = device.export
+
+        def refuse_later(memory: torch.Tensor) -> Any:
+            if device.exports == 2:
+                raise HandleError("no more handles")
+            return export(memory)
+
+        device.export = refuse_later  # type: ignore[method-assign]
+        aiofeed.serve(feeding, address).run(epochs=2)
+        assert [consumer.hear() for _ in range(2)] == [(expected(), [])] * 2
+    assert caplog.text.count("is fed through host memory from here on: no more handles") == 1
+
+
+def test_memory_that_cannot_be_opened_any_more_is_an_error_and_then_the_hosts(address: str, device: LateDevice) -> None:
+    with feeder(device=device) as feeding, aiofeed.serve(feeding, address):
+        with Started(ring_parts.opens_no_more, address) as consumer:
+            kind, text, batches, on_device = consumer.hear()
+            assert kind == "FeedError"
+            assert "cannot be opened (this device opens nothing): attach again" in text
+            assert (batches, on_device) == (12, False)
 
 
 def test_transforms_are_applied_by_the_server_and_by_the_consumer(address: str, device: LateDevice) -> None:
