@@ -73,7 +73,8 @@ def serve(
             users are refused.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
         min_consumers: so many want to be fed before the first epoch begins.
-        lag: batches in shared memory, which is how far one consumer may fall behind another.
+        lag: batches in shared memory, which is how far one consumer may fall behind another. On a GPU they take the
+            memory of one more.
         slow: "wait": a consumer that is so far behind holds up the others. "drop": it is let go, with an error on its
             side, when another one has nothing left to read.
         join: a consumer that comes in mid-epoch is fed from the next "epoch" on, or from the next "batch".
