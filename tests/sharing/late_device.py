@@ -228,6 +228,7 @@ class LateDevice:
         return LateEvent(self, _open(handle, mmap.PAGESIZE), handle)
 
     def put(self, target: torch.Tensor, source: torch.Tensor, /) -> None:
+        assert self.current_stream() is self._slots, "a slot is filled on the training's stream"
         self.puts += 1
         number, late_s = self.puts, self._late()
 

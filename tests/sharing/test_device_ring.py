@@ -23,10 +23,12 @@ from serve_parts import Started
 import aiofeed
 import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
-from aiofeed.sharing.device_blocks import Place
+from aiofeed.sharing.device_blocks import Blocks, Place, Taken
 from aiofeed.sharing.device_handles import CudaSlots, HandleError
-from aiofeed.sharing.messages import Leaf
+from aiofeed.sharing.device_ring import DeviceRing
+from aiofeed.sharing.messages import Leaf, Table
 from aiofeed.sharing.pulse import Pulse, died, exiting
+from aiofeed.sharing.talk import Given
 from aiofeed.sharing.tensor_messages import Handle
 from aiofeed.sharing.wire import WireError
 
@@ -390,6 +392,43 @@ def test_a_complete_event_proves_nothing_once_its_server_has_died() -> None:
         pulse.settle()
         pulse.wait(Complete())
         pulse.close()
+
+
+class Noted:
+    """A lease that notes how often it was given back."""
+
+    pinned = False
+
+    def __init__(self) -> None:
+        self.given_back = 0
+
+    def take(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
+    """Until then nobody knows whether the server lived to the end of it."""
+    mine, pulse, lease = LateDevice(late_s=0.5), Pulse(os.getpid(), lambda: died("here", 0)), Noted()
+    ring = DeviceRing(device, device, 2)
+    with ring.entered():
+        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
+        assert placed is not None
+        tree, slot = placed
+        ring.share(slot, "me")
+        number, block, retired = ring.introduce(slot, "me")
+    given = Given(0, 0, 0, Table("dict", ["x"], [tree["x"]]), 32, [], [], number, block, retired)
+    blocks = Blocks(mine, mine, pulse)
+    blocks.learn(given)
+    waiting = blocks.slot(given)
+    in_flight = blocks.copier(None).issue(Taken(waiting, waiting.tree(given.batch, lambda leaf: leaf), lease))
+    assert in_flight.copied.query()
+    assert in_flight.batch["x"].tolist() == [0, 1, 2, 3]
+    assert lease.given_back == 1
+    pulse.close()
+    mine.close()
 
 
 def test_a_server_that_is_about_to_end_counts_as_dead() -> None:
