@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -428,6 +429,26 @@ def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
     assert in_flight.batch["x"].tolist() == [0, 1, 2, 3]
     assert lease.given_back == 1
     pulse.close()
+    mine.close()
+
+
+def test_what_one_that_was_let_go_has_not_opened_yet_can_still_be_opened(device: LateDevice) -> None:
+    mine = LateDevice()
+    ring = DeviceRing(device, device, 2)
+    with ring.entered():
+        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
+        assert placed is not None
+        ring.share(placed[1], "me")
+        _, block, _ = ring.introduce(placed[1], "me")
+        assert block is not None
+        device.record(device.stream()).synchronize()
+        ring.gone("me", reading=True)
+        placed[1].discard()
+        del placed
+        gc.collect()
+        assert mine.open_event(block.filled).query()
+        assert mine.open_event(block.read).query()
+        assert mine.open(block.handle)[:8].view(torch.int64).tolist() == [0]
     mine.close()
 
 
