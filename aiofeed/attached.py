@@ -7,21 +7,16 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed import lifetime
 from aiofeed.arguments import a_callable
-from aiofeed.config import DEVICE_BATCHES, PREFETCH_BATCHES
-from aiofeed.copier import Copier
-from aiofeed.copy_thread import CopyThread
+from aiofeed.config import PREFETCH_BATCHES
 from aiofeed.counters import Counters, FeedStatistics
-from aiofeed.delivery import HostDelivery
 from aiofeed.device import resolve_device
 from aiofeed.errors import StateError
-from aiofeed.handoff import Handoff
-from aiofeed.items import Failed, Item, Ready
+from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator
 from aiofeed.runtime import Runtime
 from aiofeed.staging import HostMemory, PinnedMemory
@@ -30,8 +25,9 @@ from aiofeed.tensors import as_tensors
 if TYPE_CHECKING:
     import torch
 
+    from aiofeed.attached_passes import DevicePass, HostPass
     from aiofeed.device import DeviceBackend
-    from aiofeed.sharing.attachment import Attachment, Pass
+    from aiofeed.sharing.attachment import Attachment
 
 Transform = Callable[[Any], Any]
 
@@ -56,6 +52,11 @@ def attach(
         device: where batches go, as ``Feeder``'s; ``None`` for host tensors, which are this process's own.
         transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
         wait_s: how long to wait, blocking, for a server that is not there yet.
+
+    Where the server's feeder has the same GPU, batches are copied from its memory, on the device; in all other cases
+    they come through host memory.
+
+    It blocks while it connects, if only for milliseconds; in async code: ``await asyncio.to_thread(attach, address)``.
 
     Returns:
         What is used like a ``Feeder``: each ``iter()`` is one epoch of the server's.
@@ -89,32 +90,27 @@ class Attached:
         self._runtime: Runtime | None = None
         self._attachment: Attachment | None = None
         self._iterator: weakref.ref[FeedIterator[Any]] | None = None
-        self._delivery: _HostPass | _DevicePass | None = None
+        self._delivery: HostPass | DevicePass | None = None
         self._past, self._counters = Counters(), Counters()
         self._said = _Said()
 
     def _connect(self, wait_s: float) -> None:
-        from aiofeed.sharing.attachment import Attachment
-        from aiofeed.sharing.greeting import attach as greet
+        from aiofeed.sharing.joining import join
 
-        sock, batches = greet(self._path, wait_s)
-        try:
-            self._said = _Said(batches)
-            backend = self._backend
-            memory = HostMemory(PREFETCH_BATCHES + 2) if backend is None else PinnedMemory(backend.pin, keep=16)
-            runtime = Runtime(read_threads=1, decode_threads=1)
-            attachment = Attachment(
-                sock,
-                self._path,
-                backend=backend,
-                memory=memory,
-                wrap=as_tensors if backend is None else _unchanged,
-                executor=runtime.decode_pool,
-                begun=self._said.begun,
-            )
-        except BaseException:
-            sock.close()
-            raise
+        backend, said = self._backend, _Said()
+        memory = HostMemory(PREFETCH_BATCHES + 2) if backend is None else PinnedMemory(backend.pin, keep=16)
+        runtime = Runtime(read_threads=1, decode_threads=1)
+        attachment, said.batches = join(
+            self._path,
+            wait_s,
+            backend,
+            memory=memory,
+            wrap=as_tensors if backend is None else _unchanged,
+            executor=runtime.decode_pool,
+            begun=said.begun,
+            host_only=self._attachment is not None and self._attachment.host_only,
+        )
+        self._said = said
         self._pid = os.getpid()
         self._attachment, self._runtime = attachment, runtime
         runtime.at_exit(attachment.close_unused)
@@ -165,13 +161,10 @@ class Attached:
         """Take part in the next epoch; an iterator that is still open is closed."""
         return iter(self)
 
-    def _deliver(self, runtime: Runtime, attachment: Attachment) -> _HostPass | _DevicePass:
-        from aiofeed.sharing.attachment import Pass
+    def _deliver(self, runtime: Runtime, attachment: Attachment) -> HostPass | DevicePass:
+        from aiofeed.attached_passes import deliver
 
-        pass_ = Pass(room=PREFETCH_BATCHES)
-        if self._backend is None:
-            return _HostPass(runtime, attachment, pass_, self._transform)
-        return _DevicePass(runtime, attachment, pass_, Copier(self._backend, self._transform))
+        return deliver(runtime, attachment, self._backend, self._transform)
 
     def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
         if self._delivery is not None:
@@ -271,77 +264,6 @@ class _Said:
         self.epoch, self.batches = epoch, batches
 
 
-class _HostPass(HostDelivery):
-    """Batches in memory of this process."""
-
-    def __init__(self, runtime: Runtime, attachment: Attachment, pass_: Pass, transform: Transform | None) -> None:
-        super().__init__(runtime, pass_.handoff, transform=transform)
-        self.pass_ = pass_
-        self._attachment = attachment
-
-    def take(self, item: Ready) -> Any:
-        """The batch, transformed where there is a transform."""
-        if not self.pass_.touched:
-            self._runtime.call(self._attachment.touch, self.pass_)
-        return super().take(item)
-
-    def watch(self, owner: object) -> None:
-        """End the pass when ``owner`` is dropped."""
-        self._attachment.watch(self.pass_, owner)
-
-    def stop(self) -> None:
-        """The pass wants no more; never blocks."""
-        self._runtime.call(self._attachment.end, self.pass_)
-
-    def ended(self) -> None:
-        """The end was seen: nothing to stop."""
-
-    async def stopped(self) -> None:
-        """Nothing to wait for: the threads are the consumer's."""
-
-
-class _DevicePass:
-    """Batches on a device: a copy thread of this pass issues, the consumer's stream waits."""
-
-    def __init__(self, runtime: Runtime, attachment: Attachment, pass_: Pass, copier: Copier) -> None:
-        self.handoff: Handoff[Item] = Handoff()
-        self.pass_ = pass_
-        self._runtime = runtime
-        self._attachment = attachment
-        self._copier = copier
-        copier.follow()
-        # Nothing here may refer to this object: the copy thread would then keep it, and itself, alive.
-        issued = partial(_issued, runtime)
-        self._thread = CopyThread(copier, pass_.handoff, self.handoff, room=DEVICE_BATCHES, issued=issued)
-
-    def watch(self, owner: object) -> None:
-        self._attachment.watch(self.pass_, owner)
-        self._thread.watch(owner)
-
-    def launch(self) -> None:
-        self._thread.launch()
-
-    def take(self, item: Ready) -> Any:
-        if not self.pass_.touched:
-            self._runtime.call(self._attachment.touch, self.pass_)
-        batch = self._copier.deliver(item.batch)
-        self._thread.taken(item)
-        return batch
-
-    def stop(self) -> None:
-        self._thread.stop()
-        self._runtime.call(self._attachment.end, self.pass_)
-
-    def ended(self) -> None:
-        self._thread.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        return self._thread.join(timeout_s)
-
-    async def stopped(self) -> None:
-        await asyncio.to_thread(self._thread.join, JOIN_S)
-
-
 class _Keeper:
     """Keeps what is attached alive while one iterates it."""
 
@@ -360,12 +282,6 @@ class _Keeper:
     def ended(self) -> None:
         if self._attached._delivery is not None:
             self._attached._delivery.ended()
-
-
-def _issued(runtime: Runtime, item: Ready) -> None:
-    """A batch has left the host's queue."""
-    if item.release is not None:
-        runtime.call(item.release, item)
 
 
 def _release_unused() -> None:

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from aiofeed import trace
-from aiofeed.errors import DeviceCopyError
+from aiofeed.errors import DeviceCopyError, FeedError
 from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready, drop_batches
 from aiofeed.lifetime import DaemonThread
@@ -152,8 +152,8 @@ class CopyThread:
             lease.give_back()
 
 
-def _as_copy_error(error: BaseException) -> DeviceCopyError:
-    if isinstance(error, DeviceCopyError):
+def _as_copy_error(error: BaseException) -> FeedError:
+    if isinstance(error, FeedError):
         return error
     wrapped = DeviceCopyError(f"copying to the device failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error

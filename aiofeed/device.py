@@ -35,7 +35,8 @@ class Event(Protocol):
 class DeviceBackend(Protocol):
     """What aiofeed asks of a device. ``device=`` takes any object that has these.
 
-    Optional: ``memory() -> (free, total)``, in bytes, or ``None`` where it is not known.
+    Optional: ``memory() -> (free, total)``, in bytes, or ``None`` where it is not known; ``interprocess()``, for memory
+    that other processes use (``aiofeed.sharing.shared_device.SharedDevice``).
     """
 
     name: str

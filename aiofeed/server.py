@@ -18,7 +18,11 @@ from aiofeed.feeder import Feeder
 from aiofeed.runtime import Runtime
 
 if TYPE_CHECKING:
+    from aiofeed.device import DeviceBackend
+    from aiofeed.devices import DeviceGroup
+    from aiofeed.sharing.device_ring import DeviceRing
     from aiofeed.sharing.hub import Hub, Mode, Slow, Terms, When
+    from aiofeed.sharing.shared_device import SharedDevice
 
 log = logging.getLogger("aiofeed")
 
@@ -62,12 +66,15 @@ def serve(
         aiofeed.serve(feeder, "imagenet").run(epochs=90)        # here, until it is done
 
     Args:
-        feeder: of batches on the host: without ``device`` and ``transform``, which each consumer chooses for itself.
+        feeder: of batches on the host, where each consumer chooses its device and transform for itself; or with a CUDA
+            device, where those who attach with the same GPU read batches in its memory, transformed already, and the
+            others get them through the host's.
         address: a name, for a socket in this user's private folder, or the path of a Unix socket. Processes of other
             users are refused.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
         min_consumers: so many want to be fed before the first epoch begins.
-        lag: batches in shared memory, which is how far one consumer may fall behind another.
+        lag: batches in shared memory, which is how far one consumer may fall behind another. On a GPU they take the
+            memory of one more.
         slow: "wait": a consumer that is so far behind holds up the others. "drop": it is let go, with an error on its
             side, when another one has nothing left to read.
         join: a consumer that comes in mid-epoch is fed from the next "epoch" on, or from the next "batch".
@@ -79,10 +86,13 @@ def serve(
     """
     if not isinstance(feeder, Feeder):
         raise TypeError(f"serve takes a Feeder, got {feeder!r}")
-    if feeder._recipe.backend is not None:
-        raise ValueError("a feeder with device= cannot be served: leave it out, and give each attach() its device=")
-    if feeder._recipe.transform is not None:
-        raise ValueError("a feeder with transform= cannot be served: leave it out, and give it to each attach()")
+    backend = feeder._recipe.backend
+    if backend is None and feeder._recipe.transform is not None:
+        raise ValueError(
+            "a feeder with transform= and no device= cannot be served: leave it out, and give it to each attach()"
+        )
+    if backend is not None:
+        _shared(backend)
     for name, value, allowed in (
         ("mode", mode, ("broadcast", "shard")),
         ("slow", slow, ("wait", "drop")),
@@ -176,7 +186,8 @@ class Server:
         self._feeder._pass_on(passable)
         runtime = Runtime(read_threads=1, decode_threads=1)
         try:
-            self._hub = hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable)
+            hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable, self._ring())
+            self._hub = hub
             done: Future[None] = Future()
             self._done = done
             runtime.at_exit(listener.close)
@@ -190,6 +201,14 @@ class Server:
             runtime.stop()
             listener.close()
             raise
+
+    def _ring(self) -> DeviceRing | None:
+        backend = self._feeder._recipe.backend
+        if backend is None:
+            return None
+        from aiofeed.sharing.device_ring import DeviceRing
+
+        return DeviceRing(*_shared(backend), self._terms.lag + 1)
 
     def close(self) -> None:
         """Let the consumers go, take the socket away and wait for the threads, 5 s at most. Idempotent.
@@ -213,6 +232,21 @@ class Server:
 
     def __repr__(self) -> str:
         return f"Server({self._feeder!r}, {str(self._path)!r}, mode={self._terms.mode!r})"
+
+
+def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, SharedDevice]:
+    """The device of a served feeder, and what other processes can use of it."""
+    from aiofeed.devices import DeviceGroup
+    from aiofeed.sharing.shared_device import shared_device
+
+    shared = None if isinstance(backend, DeviceGroup) else shared_device(backend)
+    if isinstance(backend, DeviceGroup) or shared is None:
+        what = "several devices" if isinstance(backend, DeviceGroup) else "memory of its process's own"
+        raise ValueError(
+            f"a feeder with device={backend.name!r} cannot be served, because that is {what}: leave device= out, and "
+            f"give each attach() its device="
+        )
+    return backend, shared
 
 
 async def _serve(hub: Hub, epochs: int, go_on: bool, done: Future[None], stop: Any) -> None:

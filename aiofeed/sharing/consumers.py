@@ -17,6 +17,7 @@ from aiofeed.sharing.address import Listener
 from aiofeed.sharing.messages import encode
 from aiofeed.sharing.peers import Peer, ProcessWatch, peer_of
 from aiofeed.sharing.talk import (
+    MAX_REASON_LETTERS,
     MAX_WORD_BYTES,
     VERSION,
     FromServer,
@@ -25,6 +26,9 @@ from aiofeed.sharing.talk import (
     Leave,
     Read,
     Refused,
+    Trial,
+    Tried,
+    Try,
     Welcome,
     decode_from_consumer,
 )
@@ -51,8 +55,16 @@ class Host(Protocol):
         """It wants no more."""
         ...
 
-    def gone(self, consumer: Consumer) -> None:
-        """It is gone, with all that it had."""
+    def device(self) -> str:
+        """What the device of the batches is called; "" for host memory."""
+        ...
+
+    def trial(self, consumer: Consumer) -> Trial:
+        """It is on that device: memory there to try, or why there is none."""
+        ...
+
+    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+        """It is gone, with all that it had; one that was let go may still be ``reading`` that."""
         ...
 
     def read(self, consumer: Consumer, serial: int) -> None:
@@ -74,11 +86,13 @@ class Consumer:
         joined: the ticket under which it is fed.
         known: numbers of the segments that it has mapped.
         batches: how many it was sent.
+        on_device: whether it reads batches in the server's device memory.
     """
 
     def __init__(self, sock: socket.socket, peer: Peer, reception: Reception, host: Host) -> None:
         self.pid = peer.pid
-        self.greeted = False
+        self.greeted = self.on_device = False
+        self._trial: Trial | None = None
         self.ticket: int | None = None
         self.joined = -1
         self.known: set[int] = set()
@@ -96,28 +110,28 @@ class Consumer:
         self._wire.send(encode(message), descriptors)
         if self._wire.unsent > _MOST_UNSENT:
             log.warning("consumer %d does not read what it is told, and is let go", self.pid)
-            self.close()
+            self.close(reading=True)
 
     def dismiss(self, reason: str) -> None:
         """Tell it why, and let it go."""
         self.send(Refused(reason))
-        self.close()
+        self.close(reading=True)
 
-    def close(self) -> None:
-        """Close the connection; what it had is free."""
+    def close(self, *, reading: bool = False) -> None:
+        """Close the connection; what it had is free, unless it lives and may still be ``reading`` it."""
         self._patience.cancel()
         self._watch.close()
         self._wire.close()
         self._reception.gone(self)
         self.ticket = None
-        self._host.gone(self)
+        self._host.gone(self, reading=reading)
 
     def _impatient(self) -> None:
         log.warning("process %d connected and said nothing for %.0f s: it is let go", self.pid, HANDSHAKE_S)
         self.close()
 
     def _lost(self, error: Exception | None) -> None:
-        self.close()
+        self.close(reading=error is not None)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_consumer(payload)
@@ -137,6 +151,10 @@ class Consumer:
                 self._host.left(self)
         elif isinstance(message, Read):
             self._host.read(self, message.serial)
+        elif isinstance(message, Try):
+            self._try()
+        elif isinstance(message, Tried):
+            self._tried(message.reason)
         else:
             raise WireError("a second Hello")
 
@@ -152,7 +170,25 @@ class Consumer:
             return
         self._patience.cancel()
         self.greeted = True
-        self.send(Welcome(VERSION, self._reception.batches))
+        self.send(Welcome(VERSION, self._reception.batches, self._host.device()))
+
+    def _try(self) -> None:
+        if self._trial is not None or self.joined >= 0 or self.ticket is not None:
+            raise WireError("a Try where there is nothing to try, or not any more")
+        self._trial = trial = self._host.trial(self)
+        self.send(trial)
+
+    def _tried(self, reason: str) -> None:
+        if self._trial is None or self._trial.block is None or self.on_device:
+            raise WireError("a Tried where there was nothing to try")
+        self._trial = Trial(None)
+        self.on_device = not reason
+        if reason:
+            log.warning(
+                "consumer %d is fed through host memory: the server's device memory is not to be had there (%s)",
+                self.pid,
+                reason[:MAX_REASON_LETTERS],
+            )
 
 
 class Reception:

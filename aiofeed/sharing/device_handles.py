@@ -7,12 +7,20 @@ memory of a process that has ended.
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from aiofeed.sharing.tensor_messages import Handle
 
 if TYPE_CHECKING:
     import torch
+
+
+# cudaIpcEventHandle_t; opening what is no handle is not defined.
+_EVENT_BYTES = 64
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class HandleError(Exception):
@@ -116,6 +124,118 @@ class CudaHandles:
             return None
         index = _index(identity)
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+# Streams are for good, as those of copies are.
+_streams: dict[torch.device, Any] = {}
+_streams_lock = threading.Lock()
+
+
+class CudaSlots:
+    """CUDA's memory and interprocess events for slots of a ring; see ``SharedDevice``.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handles = CudaHandles()
+
+    def identity(self) -> str:
+        """The UUID of the GPU."""
+        return _uuid(self._device.index)
+
+    def stream(self) -> Any:
+        """One per device for the process."""
+        import torch
+
+        cuda: Any = torch.cuda  # in part without types
+        with _streams_lock:
+            if self._device not in _streams:
+                _streams[self._device] = cuda.Stream(self._device)
+            return _streams[self._device]
+
+    def holds(self, value: object) -> bool:
+        """Whether it is a tensor on this GPU."""
+        import torch
+
+        return isinstance(value, torch.Tensor) and value.device == self._device
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory of torch's allocator, whose blocks CUDA exports."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def export(self, memory: torch.Tensor) -> Handle:
+        """A handle and one count, for one process."""
+        if (name := _expandable()) is not None:
+            # Some versions of torch export these by descriptors, which not every container lets through.
+            raise HandleError(f"{name} sets expandable_segments, whose memory is not exported here")
+        return self._handles.export(memory)
+
+    def open(self, handle: Handle) -> torch.Tensor:
+        """Map the allocation; the current stream waits for the event of the export."""
+        import torch
+
+        if handle.nbytes < 1 or handle.offset < 0 or handle.counter_offset < 0:
+            raise HandleError(f"a handle of {handle.nbytes} bytes at {handle.offset}")
+        if handle.event_needed and len(handle.event) != _EVENT_BYTES:
+            raise HandleError(f"an event's handle has {_EVENT_BYTES} bytes, this one {len(handle.event)}")
+        storage = self._handles.open(handle, self._device)
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return cast("torch.Tensor", empty.set_(storage, 0, (handle.nbytes,), (1,)))
+
+    def event(self) -> Any:
+        """An event of torch's own class, interprocess and without timing."""
+        import torch
+
+        cuda: Any = torch.cuda
+        return cuda.Event(interprocess=True)
+
+    def export_event(self, event: Any) -> bytes:
+        """CUDA's handle. An event that was never recorded is made on the current device, so that is set."""
+        import torch
+
+        cuda: Any = torch.cuda
+        try:
+            with cuda.device(self._device):
+                return bytes(event.ipc_handle())
+        except RuntimeError as error:
+            raise HandleError(_first_line(error)) from error
+
+    def open_event(self, handle: bytes) -> Any:
+        """The event of another process, to be recorded and waited for as one of this process's."""
+        import torch
+
+        if len(handle) != _EVENT_BYTES:
+            raise HandleError(f"an event's handle has {_EVENT_BYTES} bytes, this one {len(handle)}")
+        cuda: Any = torch.cuda
+        try:
+            return cuda.Event.from_ipc_handle(self._device, handle)
+        except RuntimeError as error:
+            raise HandleError(_first_line(error)) from error
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A kernel or a copy on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        """The memory belongs to the current stream."""
+        return source.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """torch waits for the current stream, and for no other."""
+        return tensor.cpu()
+
+
+def _expandable() -> str | None:
+    """The variable that asks for memory without handles."""
+    for name in _ALLOCATOR_SETTINGS:
+        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
+            return name
+    return None
 
 
 def _uuid(index: int) -> str:

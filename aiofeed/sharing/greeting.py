@@ -9,15 +9,26 @@ from pathlib import Path
 from aiofeed.errors import FeedError
 from aiofeed.sharing.address import SERVER, connect
 from aiofeed.sharing.messages import encode
-from aiofeed.sharing.talk import MAX_WORD_BYTES, VERSION, Hello, Refused, Welcome, decode_from_server
+from aiofeed.sharing.talk import (
+    MAX_GREETING_BYTES,
+    VERSION,
+    FromConsumer,
+    FromServer,
+    Hello,
+    Refused,
+    Trial,
+    Try,
+    Welcome,
+    decode_from_server,
+)
 from aiofeed.sharing.wire import WireError, frame
 
 # A server answers within milliseconds, unless it is stopped.
 ANSWER_S = 5.0
 
 
-def attach(path: Path, wait_s: float) -> tuple[socket.socket, int]:
-    """A connection that has been greeted, and how many batches an epoch has.
+def attach(path: Path, wait_s: float) -> tuple[socket.socket, Welcome]:
+    """A connection that has been greeted, and what the server said.
 
     Args:
         path: where the server is.
@@ -34,12 +45,36 @@ def attach(path: Path, wait_s: float) -> tuple[socket.socket, int]:
         raise
 
 
-def _greet(sock: socket.socket, path: Path) -> int:
+def _greet(sock: socket.socket, path: Path) -> Welcome:
+    answer = _ask(sock, path, Hello(VERSION))
+    if not isinstance(answer, Welcome) or answer.version != VERSION:
+        raise FeedError(f"the server at {path} speaks another version: install the same version of aiofeed for both")
+    return answer
+
+
+def ask_for_trial(sock: socket.socket, path: Path) -> Trial:
+    """Device memory of the server's, to try.
+
+    Raises:
+        FeedError: it does not answer.
+    """
+    answer = _ask(sock, path, Try())
+    if not isinstance(answer, Trial):
+        raise FeedError(f"the server at {path} did not answer as a server does")
+    return answer
+
+
+def tell(sock: socket.socket, message: FromConsumer) -> None:
+    """Say something that has no answer."""
+    sock.sendall(frame(encode(message)))
+
+
+def _ask(sock: socket.socket, path: Path, message: FromConsumer) -> FromServer:
     sock.settimeout(ANSWER_S)
     try:
-        sock.sendall(frame(encode(Hello(VERSION))))
+        tell(sock, message)
         nbytes, descriptors = struct.unpack("<II", _exactly(sock, 8))
-        if nbytes > MAX_WORD_BYTES or descriptors:
+        if nbytes > MAX_GREETING_BYTES or descriptors:
             raise WireError("no greeting")
         answer = decode_from_server(_exactly(sock, nbytes))
     except TimeoutError:
@@ -48,9 +83,7 @@ def _greet(sock: socket.socket, path: Path) -> int:
         raise FeedError(f"what listens at {path} did not greet as a server does: {error}") from error
     if isinstance(answer, Refused):
         raise FeedError(f"the server at {path} refuses this process: {answer.reason}")
-    if not isinstance(answer, Welcome) or answer.version != VERSION:
-        raise FeedError(f"the server at {path} speaks another version: install the same version of aiofeed for both")
-    return answer.batches
+    return answer
 
 
 def _exactly(sock: socket.socket, nbytes: int) -> bytes:

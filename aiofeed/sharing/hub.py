@@ -11,21 +11,20 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from aiofeed.errors import FeedError, as_exception
+from aiofeed.errors import as_exception
 from aiofeed.executor import ThreadPool
 from aiofeed.sharing.address import Listener
 from aiofeed.sharing.consumers import Consumer, Reception
 from aiofeed.sharing.failures import describe
 from aiofeed.sharing.ledger import Ledger, ServedMemory
-from aiofeed.sharing.packing import pack
+from aiofeed.sharing.lots import Lots
 from aiofeed.sharing.passing import Passable
-from aiofeed.sharing.remote import INLINE_BYTES
-from aiofeed.sharing.talk import Begins, Ends, Fails, Farewell, Given
-from aiofeed.sharing.wire import MAX_DESCRIPTORS
-from aiofeed.tree import leaves
+from aiofeed.sharing.talk import Begins, Ends, Fails, Farewell, Trial
+
+if TYPE_CHECKING:
+    from aiofeed.sharing.device_ring import DeviceRing
 
 log = logging.getLogger("aiofeed")
 
@@ -35,6 +34,8 @@ When = Literal["epoch", "batch"]
 
 # What those who are still attached may take to hear that the server was closed.
 FAREWELL_S = 2.0
+# Who reads nothing for so long while others wait is named in the log.
+HELD_UP_S = 10.0
 
 
 class Epochs(Protocol):
@@ -69,18 +70,26 @@ class Hub:
         terms: how it is served.
         executor: copies large batches, and begins epochs.
         passable: memory of the feeder's that consumers may be given as it is.
+        ring: slots on the device of the feeder's batches; ``None`` for batches in host memory.
     """
 
     def __init__(
-        self, feeder: Epochs, listener: Listener, terms: Terms, executor: ThreadPool, passable: Passable
+        self,
+        feeder: Epochs,
+        listener: Listener,
+        terms: Terms,
+        executor: ThreadPool,
+        passable: Passable,
+        ring: DeviceRing | None = None,
     ) -> None:
         self._feeder = feeder
         self._terms = terms
         self._executor = executor
-        self._memory = ServedMemory(keep=terms.lag + 1, passable=passable)
+        self._lots = Lots(ServedMemory(keep=terms.lag + 1, passable=passable), ring, executor)
         self._ledger = Ledger()
         self._changed = asyncio.Event()
         self._members: list[Consumer] = []
+        self._blamed: set[Consumer] = set()
         self._turn = 0
         self._epoch = -1
         self._reception = Reception(listener, self, batches=self._share(0, terms.min_consumers))
@@ -100,6 +109,10 @@ class Hub:
         Raises:
             Exception: what the feeder raised.
         """
+        with self._lots.entered():
+            await self._run(epochs, go_on=go_on)
+
+    async def _run(self, epochs: int, *, go_on: bool) -> None:
         reason = "it was closed"
         try:
             self._reception.open()
@@ -173,9 +186,26 @@ class Hub:
                 self._drop_slow()
                 if len(self._ledger) < self._terms.lag:
                     break
-            self._changed.clear()
-            await self._changed.wait()
+            await self._wait_for_readers()
         return bool(self._members)
+
+    async def _wait_for_readers(self) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(HELD_UP_S):
+                await self._changed.wait()
+        except TimeoutError:
+            held = {consumer: self._ledger.held_by(consumer) for consumer in self._members}
+            for consumer in [each for each, slots in held.items() if slots >= self._terms.lag and 0 in held.values()]:
+                if consumer not in self._blamed:
+                    self._blamed.add(consumer)
+                    log.warning(
+                        "consumer %d holds up the others: it has read none of its %d batches for %.0f s. One that is "
+                        'not iterated any more is to be closed; slow="drop" lets such a one go',
+                        consumer.pid,
+                        held[consumer],
+                        HELD_UP_S,
+                    )
 
     def _drop_slow(self) -> None:
         """Those who have every slot of the ring, while somebody waits who has read all of its own."""
@@ -191,39 +221,28 @@ class Hub:
                 )
 
     async def _publish(self, number: int, batch: Any) -> None:
-        slot = self._memory.lease()
-        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(batch))
-        try:
-            if nbytes <= INLINE_BYTES:
-                node = pack(batch, slot)
-            else:
-                put = partial(pack, batch, slot)
-                node = await asyncio.get_running_loop().run_in_executor(self._executor, put)
-            if (pieces := len(slot.segments) + len(slot.passed)) > MAX_DESCRIPTORS:
-                raise FeedError(f"a batch in {pieces} pieces; at most {MAX_DESCRIPTORS} can be passed on")
-        except BaseException:
-            slot.give_back()
-            raise
-        if slot.passed:
-            slot.batch = batch  # the memory it lies in is used again once nothing refers to it
+        lot = await self._lots.fill(batch, self._next_readers)
         readers = self._readers()
-        serial = self._ledger.publish(slot, readers)
+        serial = self._ledger.publish(lot, readers)
         for consumer in readers:
             try:
-                new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
+                given, descriptors = self._lots.given(lot, consumer, serial, number)
             except OSError as error:
                 consumer.dismiss(f"the server can pass on no memory: {error.strerror} (raise `ulimit -n` there)")
                 continue
-            consumer.send(Given(consumer.joined, serial, number, node, nbytes, new, retired), descriptors)
+            consumer.send(given, descriptors)
             consumer.batches += 1
 
-    def _readers(self) -> list[Consumer]:
+    def _next_readers(self) -> list[Consumer]:
         if self._terms.mode == "broadcast" or not self._members:
             return list(self._members)
-        self._turn %= len(self._members)
-        reader = self._members[self._turn]
-        self._turn += 1
-        return [reader]
+        return [self._members[self._turn % len(self._members)]]
+
+    def _readers(self) -> list[Consumer]:
+        readers = self._next_readers()
+        if self._terms.mode == "shard" and readers:
+            self._turn = self._turn % len(self._members) + 1
+        return readers
 
     def _fail(self, error: BaseException) -> None:
         failure = describe(as_exception(error))
@@ -243,9 +262,17 @@ class Hub:
                 self._changed.clear()
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
         self._reception.close()
-        self._memory.close()
+        self._lots.close()
 
     # --- what consumers say, on the loop ---
+
+    def device(self) -> str:
+        """What the device of the batches is called; "" for host memory."""
+        return self._lots.device
+
+    def trial(self, consumer: Consumer) -> Trial:
+        """A consumer is on that device."""
+        return self._lots.trial(consumer)
 
     def joined(self, consumer: Consumer) -> None:
         """A consumer wants to be fed."""
@@ -260,12 +287,15 @@ class Hub:
             self._turn -= at < self._turn
         self._changed.set()
 
-    def gone(self, consumer: Consumer) -> None:
-        """A consumer is gone, with all that it had."""
-        self._ledger.gone(consumer)
+    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+        """A consumer is gone, with all that it had; one that was let go may still be ``reading`` that."""
+        self._blamed.discard(consumer)
+        self._lots.gone(consumer, reading=reading)
+        self._ledger.gone(consumer, reading=reading)
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:
         """A consumer has read a slot."""
         self._ledger.read(consumer, serial)
+        self._blamed.discard(consumer)
         self._changed.set()

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed.sharing.messages import NewSegment
 from aiofeed.sharing.passing import Passable
@@ -46,10 +46,11 @@ class ServedSlot(Slot):
         return found
 
     def give_back(self, again: bool = True) -> None:
-        """Nobody reads it any more. Idempotent."""
-        passed, self.passed, self.batch = self.passed, [], None
+        """Nobody reads it any more; where that is not sure, it may not be used ``again``. Idempotent."""
+        passed, self.passed = self.passed, []
         for number in passed:
-            self._passable.drop(number)
+            self._passable.drop(number, again)
+        self.batch = None
         super().give_back(again)
 
 
@@ -60,6 +61,8 @@ class ServedMemory(SlotMemory):
         keep: free segments kept.
         passable: memory that is not copied from.
     """
+
+    advice = "in the server's script, make collate_fn (or the decoder) return those"
 
     def __init__(self, keep: int, passable: Passable) -> None:
         super().__init__(keep)
@@ -102,10 +105,23 @@ class ServedMemory(SlotMemory):
                 os.close(self._unsent.popitem()[1])
 
 
+class Lendable(Protocol):
+    """What a batch stands in."""
+
+    def give_back(self) -> None:
+        """Nobody reads it any more."""
+        ...
+
+    def discard(self) -> None:
+        """Somebody may still read it, of whom nothing more is heard: it must not be written again."""
+        ...
+
+
 @dataclass(eq=False)
 class _Lent:
-    slot: Slot
+    slot: Lendable
     readers: set[Hashable]
+    spoiled: bool = False
 
 
 class Ledger:
@@ -119,7 +135,7 @@ class Ledger:
         """Slots that somebody reads."""
         return len(self._lent)
 
-    def publish(self, slot: Slot, readers: Iterable[Hashable]) -> int:
+    def publish(self, slot: Lendable, readers: Iterable[Hashable]) -> int:
         """A slot is the readers' from now on; its serial number."""
         serial = next(self._serials)
         self._lent[serial] = _Lent(slot, set(readers))
@@ -138,11 +154,13 @@ class Ledger:
         lent.readers.discard(reader)
         self._settle(serial)
 
-    def gone(self, reader: Hashable) -> None:
-        """A reader has read whatever it had."""
-        for serial in list(self._lent):
-            self._lent[serial].readers.discard(reader)
-            self._settle(serial)
+    def gone(self, reader: Hashable, *, reading: bool = False) -> None:
+        """A reader is gone; what it was ``reading``, because it was let go and still hands that out, is not reused."""
+        for serial, lent in list(self._lent.items()):
+            if reader in lent.readers:
+                lent.readers.discard(reader)
+                lent.spoiled = lent.spoiled or reading
+                self._settle(serial)
 
     def held_by(self, reader: Hashable) -> int:
         """Slots that a reader has."""
@@ -150,4 +168,8 @@ class Ledger:
 
     def _settle(self, serial: int) -> None:
         if not self._lent[serial].readers:
-            self._lent.pop(serial).slot.give_back()
+            lent = self._lent.pop(serial)
+            if lent.spoiled:
+                lent.slot.discard()
+            else:
+                lent.slot.give_back()

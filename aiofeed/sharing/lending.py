@@ -69,6 +69,7 @@ class Loan:
         self._free = free
         self._forks = _forks
         self._owners: dict[int, Bytes] = {}
+        self._segments: list[int] = []
         self._out = 0
 
     def holds(self, leaf: Leaf) -> bool:
@@ -102,7 +103,8 @@ class Loan:
 
     def settle(self) -> None:
         """All arrays have been asked for; what the user has is watched from now on."""
-        self._out = len(self._owners)
+        self._segments = list(self._owners)
+        self._out = len(self._segments)
         if not self._out:
             self._free(True)
         for owner in self._owners.values():
@@ -113,7 +115,7 @@ class Loan:
         """Nothing refers to one of its segments any more."""
         self._out -= 1
         if not self._out:
-            self._free(self._forks == _forks)
+            self._free(self._forks == _forks and not any(map(self._ring.spoiled, self._segments)))
 
 
 def _forking() -> None:

@@ -27,8 +27,8 @@ class Leaf(Struct, frozen=True):
     """An array in the ring.
 
     Args:
-        kind: "tensor", "array" or "scalar" (one of numpy's): what the user gets.
-        segment: which segment; -1 for an array of no bytes.
+        kind: "tensor", "array" or "scalar" (one of numpy's): what the user gets; "device": a tensor in device memory.
+        segment: which segment, or block of device memory; -1 for an array of no bytes.
         offset: where in it, in bytes.
         shape: of the memory, C order.
         dtype: numpy's string for it.

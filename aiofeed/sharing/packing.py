@@ -14,7 +14,7 @@ from aiofeed.errors import CollateError
 from aiofeed.sharing.messages import Items, Leaf, Named, Node, Plain, Plains, Raw, Table
 from aiofeed.sharing.slots import plain_dtype
 from aiofeed.sharing.wire import WireError
-from aiofeed.staging import Bytes, Lease, array
+from aiofeed.staging import Bytes, HostMemory, Lease, array
 from aiofeed.tree import is_dataclass_instance, is_namedtuple
 from aiofeed.types import ArrayLeaf
 
@@ -26,10 +26,17 @@ _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
 _TABLES: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict"}
 # The module that a script is, in the process that runs it and in one that only imports it.
 _MAIN = ("__main__", "__mp_main__")
+# It keeps nothing.
+_private = HostMemory(0)
 
 
 class Place(Protocol):
     """Where arrays go: a slot."""
+
+    @property
+    def advice(self) -> str:
+        """The way out for whoever has a batch that cannot be packed."""
+        ...
 
     def take(self, nbytes: int) -> Bytes:
         """Memory of the slot."""
@@ -51,6 +58,8 @@ def pack(batch: Any, slot: Place) -> Node:
 
 def _pack(value: Any, slot: Place, path: str) -> Node:
     kind = type(value)
+    if isinstance(value, Leaf):
+        return value  # it lies in device memory already
     if kind is ArrayLeaf:
         return _leaf("tensor", value.memory, value.axes, value.torch_dtype, slot, path)
     if kind in _SEQUENCES:
@@ -60,7 +69,7 @@ def _pack(value: Any, slot: Place, path: str) -> Node:
     if kind in _TABLES:
         for key in value:
             if not _crosses(key):
-                raise _refusal(f"a dict with the key {key!r}", path)
+                raise refusal(f"a dict with the key {key!r}", path, slot.advice)
         items = [_pack(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
         return Table(_TABLES[kind], list(value), items)
     if _crosses(value):
@@ -77,9 +86,9 @@ def _pack(value: Any, slot: Place, path: str) -> Node:
     if isinstance(value, np.generic) or kind is np.ndarray:
         return _leaf("array" if kind is np.ndarray else "scalar", np.asarray(value), None, None, slot, path)
     if hasattr(value, "__torch_function__") and not isinstance(value, type):
-        memory, torch_dtype = _tensor_memory(value, path)
+        memory, torch_dtype = _tensor_memory(value, slot, path)
         return _leaf("tensor", memory, None, torch_dtype, slot, path)
-    raise _refusal(f"a {kind.__module__}.{kind.__qualname__}", path)
+    raise refusal(f"a {kind.__module__}.{kind.__qualname__}", path, slot.advice)
 
 
 def _named(kind: str, value: Any, fields: list[str], items: list[Any], slot: Place, path: str) -> Named:
@@ -97,22 +106,22 @@ def _crosses(value: Any) -> bool:
     return kind in _SCALARS
 
 
-def _refusal(what: str, path: str) -> CollateError:
+def refusal(what: str, path: str, advice: str) -> CollateError:
+    """The error of what cannot be described, with the way out."""
     at = f" (at batch{path})" if path else ""
     return CollateError(
-        f"{what}{at} cannot be handed from one process to another: a batch of an engine process has tensors, arrays, "
-        f"numbers, texts, bytes and None in lists, tuples, dicts, namedtuples and dataclasses; "
-        f'make collate_fn (or the decoder) return those, or use engine="thread"'
+        f"{what}{at} cannot be handed from one process to another: what can are tensors, arrays, numbers, texts, bytes "
+        f"and None in lists, tuples, dicts, namedtuples and dataclasses; {advice}"
     )
 
 
-def _tensor_memory(value: Any, path: str) -> tuple[NDArray[Any], str | None]:
+def _tensor_memory(value: Any, slot: Place, path: str) -> tuple[NDArray[Any], str | None]:
     import torch
 
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-        raise _refusal(f"a {type(value).__name__} with layout {value.layout} on {value.device}", path)
+        raise refusal(f"a {type(value).__name__} with layout {value.layout} on {value.device}", path, slot.advice)
     if value.requires_grad or value.is_quantized:
-        raise _refusal("a tensor that requires grad or is quantized", path)
+        raise refusal("a tensor that requires grad or is quantized", path, slot.advice)
     tensor = value.resolve_conj().resolve_neg()
     try:
         return tensor.numpy(), None
@@ -120,7 +129,7 @@ def _tensor_memory(value: Any, path: str) -> tuple[NDArray[Any], str | None]:
         pass  # a dtype that numpy lacks: its bytes cross under its name
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.itemsize not in integers:
-        raise _refusal(f"a tensor of {tensor.dtype}", path)
+        raise refusal(f"a tensor of {tensor.dtype}", path, slot.advice)
     return tensor.view(integers[tensor.itemsize]).numpy(), str(tensor.dtype).removeprefix("torch.")
 
 
@@ -130,7 +139,7 @@ def _leaf(
     try:
         plain_dtype(memory.dtype.str)
     except WireError:
-        raise _refusal(f"an array of {memory.dtype}", path) from None
+        raise refusal(f"an array of {memory.dtype}", path, slot.advice) from None
     if memory.nbytes == 0:
         return Leaf(
             kind, -1, 0, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype
@@ -241,14 +250,16 @@ def in_place(view: NDArray[Any], leaf: Leaf, *, pinned: bool, lease: Lease) -> A
     """What stands for an array that a device copies straight from the ring; what stays on the host is copied."""
     if leaf.kind != "tensor":
         return copied(view, leaf, lease)
-    return ArrayLeaf(view, _axes(leaf), _torch_dtype(leaf), pinned=pinned)
+    return ArrayLeaf(view, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
 
 
 def copied(view: NDArray[Any], leaf: Leaf, lease: Lease) -> Any:
     """What stands for an array once the ring is left behind: a copy in memory of the lease."""
     if leaf.kind == "scalar":
         return view[()]
-    own = array(lease, view.shape, view.dtype) if view.nbytes else np.empty(view.shape, view.dtype)
+    # Pinned memory is used again once the device has copied from it; what stays on the host is the user's for good.
+    place: Lease = lease if leaf.kind == "tensor" or isinstance(lease, HostMemory) else _private
+    own = array(place, view.shape, view.dtype) if view.nbytes else np.empty(view.shape, view.dtype)
     np.copyto(own, view)
     return as_it_is(own, leaf, pinned=lease.pinned)
 
@@ -256,12 +267,17 @@ def copied(view: NDArray[Any], leaf: Leaf, lease: Lease) -> Any:
 def as_it_is(memory: NDArray[Any], leaf: Leaf, *, pinned: bool = False) -> Any:
     """What stands for an array or tensor whose memory it is handed over with."""
     if leaf.kind == "array":
-        axes = _axes(leaf)
+        axes = axes_of(leaf)
         return memory if axes is None else memory.transpose(axes)
-    return ArrayLeaf(memory, _axes(leaf), _torch_dtype(leaf), pinned=pinned)
+    return ArrayLeaf(memory, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
 
 
-def _axes(leaf: Leaf) -> tuple[int, ...] | None:
+def axes_of(leaf: Leaf) -> tuple[int, ...] | None:
+    """The permutation from memory to what the user sees; ``None`` for none.
+
+    Raises:
+        WireError: it is no permutation of the dimensions.
+    """
     if leaf.axes is None:
         return None
     if sorted(leaf.axes) != list(range(len(leaf.shape))):

@@ -24,6 +24,7 @@ class _Entry:
     nbytes: int
     descriptor: int
     holders: int = 1
+    spoiled: bool = False
 
 
 class Passable:
@@ -56,13 +57,19 @@ class Passable:
                     return number, address - entry.address
         return None
 
-    def drop(self, number: int) -> None:
-        """One holder less."""
+    def drop(self, number: int, again: bool = True) -> None:
+        """One holder less; where it was passed to somebody who may still read it, it is not written ``again``."""
         with self._lock:
             entry = self._entries[number]
+            entry.spoiled = entry.spoiled or not again
             entry.holders -= 1
             if not entry.holders:
                 os.close(self._entries.pop(number).descriptor)
+
+    def spoiled(self, number: int) -> bool:
+        """Whether somebody may still read a segment of whom nothing more is heard."""
+        with self._lock:
+            return self._entries[number].spoiled
 
     def known(self) -> set[int]:
         """The numbers of all segments that somebody has."""

@@ -50,6 +50,8 @@ class SlotMemory:
         keep: free segments kept; those unused the longest go first.
     """
 
+    advice = 'make collate_fn (or the decoder) return those, or use engine="thread"'
+
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._lock = threading.Lock()
@@ -82,16 +84,19 @@ class SlotMemory:
             self._typical = max(float(used), self._typical * _DECAY)
             self._free.extend(segments)
             while len(self._free) > self._keep:
-                gone = self._free.pop(0)
-                if (descriptor := self._unsent.pop(gone.number, None)) is None:
-                    self._retired.append(gone.number)
-                else:
-                    os.close(descriptor)
+                self._retire(self._free.pop(0))
 
-    def retire(self, segments: Sequence[Segment]) -> None:
-        """Segments that somebody may read for ever."""
+    def throw_away(self, segments: Sequence[Segment]) -> None:
+        """Somebody may still read them: they are not used again."""
         with self._lock:
-            self._retired.extend(segment.number for segment in segments)
+            for segment in segments:
+                self._retire(segment)
+
+    def _retire(self, segment: Segment) -> None:
+        if (descriptor := self._unsent.pop(segment.number, None)) is None:
+            self._retired.append(segment.number)
+        else:
+            os.close(descriptor)
 
     def introduce(self, segments: Sequence[Segment]) -> tuple[list[NewSegment], list[int], list[int]]:
         """Those that the trainer does not know yet, their descriptors, and the numbers it may forget."""
@@ -113,6 +118,11 @@ class Slot:
         self.segments: list[Segment] = []
         self._next = 0
         self.used = 0
+
+    @property
+    def advice(self) -> str:
+        """The way out for whoever has a batch that cannot stand in a slot."""
+        return self._memory.advice
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of the slot."""
@@ -141,7 +151,11 @@ class Slot:
         if segments and again:
             self._memory.put_back(segments, self.used)
         elif segments:
-            self._memory.retire(segments)
+            self._memory.throw_away(segments)
+
+    def discard(self) -> None:
+        """Somebody may read it of whom nothing more is heard: its memory is not written again. Idempotent."""
+        self.give_back(again=False)
 
 
 class Ring:
@@ -214,6 +228,11 @@ class Ring:
         segment = self._segments.get(number)
         return 0 if segment is None else segment.nbytes
 
+    def spoiled(self, number: int) -> bool:
+        """Whether a segment was passed on to somebody who may still read it, though nobody hears of that any more."""
+        passed = self._passed.get(number)
+        return self._passable is not None and passed is not None and self._passable.spoiled(passed)
+
     def mapping(self, number: int) -> Any:
         """What stands behind a segment's memory, for an owner of one's own; see ``lending.py``.
 
@@ -231,13 +250,7 @@ class Ring:
         Raises:
             WireError: it does not lie within its segment, or is no plain array.
         """
-        dtype = plain_dtype(leaf.dtype)
-        if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
-            raise WireError(f"an array of shape {leaf.shape}")
-        count = 1
-        for size in leaf.shape:
-            count *= size
-        nbytes = count * dtype.itemsize
+        dtype, nbytes = extent(leaf)
         if nbytes == 0:
             return _nothing(leaf.shape, dtype)
         segment = self._segments.get(leaf.segment)
@@ -245,6 +258,21 @@ class Ring:
             raise WireError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
         memory = segment.memory if memory is None else memory
         return memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+
+
+def extent(leaf: Leaf) -> tuple[np.dtype[Any], int]:
+    """The dtype of an array's memory, and its size in bytes.
+
+    Raises:
+        WireError: it is no plain array.
+    """
+    dtype = plain_dtype(leaf.dtype)
+    if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
+        raise WireError(f"an array of shape {leaf.shape}")
+    count = 1
+    for size in leaf.shape:
+        count *= size
+    return dtype, count * dtype.itemsize
 
 
 def _nothing(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -7,11 +7,17 @@ from typing import TypeAlias, Union
 import msgspec
 
 from aiofeed.sharing.messages import Failure, NewSegment, Node, Struct, decode
+from aiofeed.sharing.tensor_messages import Handle
 from aiofeed.sharing.wire import MAX_MESSAGE_BYTES
 
-VERSION = 1
+VERSION = 2
 # What a consumer says is a few numbers; who says more is none.
 MAX_WORD_BYTES = 1024
+# What is said of a device: its name there, and why its memory cannot be opened here.
+MAX_DEVICE_LETTERS = 128
+MAX_REASON_LETTERS = 200
+# The greeting has the handles of a piece of device memory and of two events.
+MAX_GREETING_BYTES = 16 * 1024
 # What a server says may describe a batch.
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES
 
@@ -27,6 +33,20 @@ class Hello(Struct, frozen=True):
     """
 
     version: int
+
+
+class Try(Struct, frozen=True):
+    """The consumer is on the server's device and asks for memory to try, once, before its first ``Join``."""
+
+
+class Tried(Struct, frozen=True):
+    """Whether it could be read.
+
+    Args:
+        reason: why not; "" where it could.
+    """
+
+    reason: str = ""
 
 
 class Join(Struct, frozen=True):
@@ -50,16 +70,48 @@ class Read(Struct, frozen=True):
 # --- from the server to a consumer ---
 
 
+class Block(Struct, frozen=True):
+    """Device memory of the server's, for one consumer to open; the server made the events, too.
+
+    Args:
+        number: what the server calls it.
+        handle: of the memory.
+        filled: handle of the event after which its content may be read; the server records it.
+        read: handle of the event after which its content has been read; the consumer records it.
+    """
+
+    number: int
+    handle: Handle
+    filled: bytes
+    read: bytes
+
+
+class Trial(Struct, frozen=True):
+    """Device memory to try.
+
+    Args:
+        block: the memory; ``None``: there is none to be had.
+        content: what it holds.
+        refusal: why there is none.
+    """
+
+    block: Block | None
+    content: bytes = b""
+    refusal: str = ""
+
+
 class Welcome(Struct, frozen=True):
     """The answer to ``Hello``.
 
     Args:
         version: of what is said here.
         batches: per epoch, of one consumer; of a shard about, until an epoch has begun.
+        device: what the device of the server's batches is called in every process; "" for host memory.
     """
 
     version: int
     batches: int
+    device: str = ""
 
 
 class Refused(Struct, frozen=True):
@@ -93,6 +145,9 @@ class Given(Struct, frozen=True):
         nbytes: of its arrays.
         segments: memory that is new to this consumer.
         retired: numbers of segments that will not be used again.
+        block: the device memory in which its device leaves lie; -1 for none.
+        new_block: that memory, where it is new to this consumer.
+        retired_blocks: numbers of device memory that will not be used again.
     """
 
     ticket: int
@@ -102,6 +157,9 @@ class Given(Struct, frozen=True):
     nbytes: int
     segments: list[NewSegment]
     retired: list[int]
+    block: int = -1
+    new_block: Block | None = None
+    retired_blocks: tuple[int, ...] = ()
 
 
 class Ends(Struct, frozen=True):
@@ -123,8 +181,8 @@ class Farewell(Struct, frozen=True):
     reason: str
 
 
-FromConsumer: TypeAlias = Union[Hello, Join, Leave, Read]  # noqa: UP007 - msgspec wants it resolvable
-FromServer: TypeAlias = Union[Welcome, Refused, Begins, Given, Ends, Fails, Farewell]  # noqa: UP007 - as above
+FromConsumer: TypeAlias = Union[Hello, Try, Tried, Join, Leave, Read]  # noqa: UP007 - msgspec wants it resolvable
+FromServer: TypeAlias = Union[Welcome, Trial, Refused, Begins, Given, Ends, Fails, Farewell]  # noqa: UP007 - as above
 
 _from_consumer: msgspec.msgpack.Decoder[FromConsumer] = msgspec.msgpack.Decoder(FromConsumer)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)

@@ -25,7 +25,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 def forking() -> Iterator[None]:
     """Have a process from which consumers fork, with torch imported; it ends with the tests."""
-    CONTEXT.set_forkserver_preload(["torch", "aiofeed.attached", "aiofeed.sharing.attachment", "serve_parts"])
+    modules = ("attached", "attached_passes", "sharing.joining", "sharing.device_blocks")
+    CONTEXT.set_forkserver_preload(["torch", "uvloop", *(f"aiofeed.{module}" for module in modules), "serve_parts"])
     forkserver.ensure_running()
     started = CONTEXT.Process(target=nothing)  # its import of torch is waited for here
     started.start()
@@ -106,7 +107,9 @@ class Started:
         return self.told.recv()
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        # The fork server may have reaped it already, and not told yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def __enter__(self) -> Started:
         return self

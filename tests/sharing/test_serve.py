@@ -143,7 +143,7 @@ def test_what_was_handed_on_outlives_the_process_that_made_it(address: str) -> N
 
 
 def test_batches_above_the_inline_size_are_copied_by_a_thread(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("hub", "attachment"):
+    for module in ("lots", "taking"):
         monkeypatch.setattr(f"aiofeed.sharing.{module}.INLINE_BYTES", 0)
     with numbers() as feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
         assert [[batch.tolist() for batch in feed] for _ in range(2)] == expected(2)
@@ -176,6 +176,23 @@ async def test_async_for_sees_the_same(address: str) -> None:
             assert (await anext(iterator)).tolist() == expected(3)[2][0]
             await iterator.aclose()
     assert got == expected(2)
+
+
+async def test_async_code_attaches_in_a_thread_and_its_loop_goes_on(address: str) -> None:
+    feeder = numbers()
+    server = aiofeed.serve(feeder, address)
+    attaching = asyncio.create_task(asyncio.to_thread(aiofeed.attach, address))
+    turns = 0
+    while not attaching.done():
+        await asyncio.sleep(0)
+        turns += 1
+        if turns == 100:
+            server.start()
+    async with attaching.result() as feed:
+        assert [batch.tolist() async for batch in feed] == expected(1)[0]
+    assert turns > 100
+    await asyncio.to_thread(server.close)
+    feeder.close()
 
 
 def test_statistics_count_what_this_consumer_got(address: str) -> None:
@@ -322,6 +339,24 @@ def test_a_slow_consumer_holds_up_the_others_up_to_the_lag(address: str) -> None
             slow.kill()
             assert [quick.hear() for _ in range(20)]
             until(lambda: len(server.consumers) == 1)
+
+
+def test_who_ends_an_epoch_stays_and_reads_nothing_is_named_on_both_sides(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aiofeed.sharing.hub.HELD_UP_S", 0.2)
+    monkeypatch.setattr("aiofeed.sharing.owners.IDLE_S", 0.2)
+    with numbers() as feeder, aiofeed.serve(feeder, address, min_consumers=2, lag=2):
+        with aiofeed.attach(address) as idle, Started(serve_parts.for_ever, address, 0.0) as busy:
+            assert len(list(idle)) == 10
+            until(lambda: "holds up the others" in caplog.text and "has ended an epoch" in caplog.text)
+            until(lambda: not busy.told.poll(0.5) or not busy.hear())
+            lines = [record.getMessage() for record in caplog.records]
+            [server_says] = [line for line in lines if "holds up" in line]
+            assert f"consumer {os.getpid()} " in server_says
+            [consumer_says] = [line for line in lines if "has ended an epoch" in line]
+            assert "2 batches wait for it" in consumer_says
+            assert len(list(idle)) == 10
 
 
 def test_a_slow_consumer_is_dropped_where_it_may_be(address: str) -> None:

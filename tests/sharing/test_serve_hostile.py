@@ -18,7 +18,7 @@ import aiofeed
 from aiofeed import Feeder, FeedError
 from aiofeed.sharing import consumers
 from aiofeed.sharing.messages import encode
-from aiofeed.sharing.talk import VERSION, Hello, Join, Leave, Read, Welcome
+from aiofeed.sharing.talk import VERSION, Hello, Join, Leave, Read, Tried, Try, Welcome
 from aiofeed.sharing.wire import frame
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ HELLO = frame(encode(Hello(VERSION)))
         HELLO + frame(encode(Read(0))),
         HELLO + frame(encode(Read(-1))),
         HELLO + frame(encode(Join(1))) * 2,
+        HELLO + frame(encode(Tried())),
+        HELLO + frame(encode(Try())) * 2,
+        HELLO + frame(encode(Try())) + frame(encode(Tried())),
+        HELLO + frame(encode(Join(1))) + frame(encode(Try())),
+        HELLO + frame(encode(Tried("x" * 2000))),
         HELLO + frame(b"\x92\xa4Join\xa1x"),
         HELLO + frame(encode(Leave(7))) + frame(b"\x93\xa4Join\x01\x02"),
     ],
