@@ -114,7 +114,7 @@ def test_slots_of_engine_processes_are_handed_on_as_they_are(address: str) -> No
                     assert [int(row[0]) for row in batch] == [2 * number % 251, (2 * number + 1) % 251]
                     assert bool((batch == batch[:, :1]).all())
             assert server._hub is not None
-            assert not server._hub._memory._unsent
+            assert not server._hub._lots._memory._unsent
             passable = feeder._recipe.passable
             assert passable is not None
             assert 0 < len(passable.known()) <= 2 * (feeder._recipe.limits.prefetch_batches + 5)
