@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -13,7 +14,7 @@ from aiofeed.order import Stretch
 from aiofeed.sources.tensors import Tensors, tensor_row_bytes
 from aiofeed.staging import PinnedMemory, array
 from aiofeed.types import ArrayLeaf
-from aiofeed.windows import Made, as_tensor, carried, row_bytes, window_batches
+from aiofeed.windows import Made, Window, as_tensor, carried, row_bytes, window_batches
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
 FREE_SHARE = 4
 
 
-class DeviceWindow:
+class DeviceWindow(Window):
     """Rows on a device, or on their way.
 
     Args:
@@ -42,8 +43,8 @@ class DeviceWindow:
     def __init__(self, copier: Copier, in_flight: InFlight, queued: Callable[[list[Event]], object]) -> None:
         self._copier = copier
         self._in_flight = in_flight
-        self._queued = queued
         self._streams: list[Stream] = []
+        self.used = partial(_used, copier.backend, self._streams, queued)
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
@@ -59,9 +60,9 @@ class DeviceWindow:
         # Views with a version counter of their own.
         return [rows[first:last].data for rows in self._in_flight.batch]
 
-    def used(self) -> None:
-        """All of its batches were handed out."""
-        self._queued([self._copier.backend.record(stream) for stream in self._streams])
+
+def _used(backend: DeviceBackend, streams: list[Stream], queued: Callable[[list[Event]], object]) -> None:
+    queued([backend.record(stream) for stream in streams])
 
 
 class DeviceWindows:
@@ -107,31 +108,28 @@ class DeviceWindows:
         """Let the side stream wait for what the calling thread has queued: data that are made on the device, say."""
         self._copier.follow()
 
-    def make(self, stretch: Stretch) -> Iterator[Made]:
-        """One window, or smaller ones where memory is short.
+    def make(self, stretch: Stretch) -> Made:
+        """A window, of a part of the stretch where memory is short.
 
         Raises:
             DeviceCopyError: there is no room for a single batch.
         """
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
         self._wait(QUEUED_WINDOWS)
-        try:
-            window = self._issue(stretch)
-        except DeviceCopyError as error:
-            cause = error.__cause__
-            if not _is_out_of_memory(cause):
-                raise
-            if len(stretch.numbers) == 1:
-                # Without the traceback, whose frames hold device memory.
-                raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
-        else:
-            yield stretch, window
-            return
-        # Pieces so small that as many as are alive at a time take half of what was refused.
-        self.most = max(len(stretch.numbers) // (2 * DEVICE_WINDOWS), 1)
-        self._wait(0)
-        for piece in stretch.cut(self.most):
-            yield from self.make(piece)
+        while True:
+            try:
+                return stretch, self._issue(stretch)
+            except DeviceCopyError as error:
+                cause = error.__cause__
+                if not _is_out_of_memory(cause):
+                    raise
+                if len(stretch.numbers) == 1:
+                    # Without the traceback, whose frames hold device memory.
+                    raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
+            # Pieces so small that as many as are alive at a time take half of what was refused.
+            self.most = max(len(stretch.numbers) // (2 * DEVICE_WINDOWS), 1)
+            self._wait(0)
+            stretch = stretch.head(self.most)
 
     def _wait(self, queued: int) -> None:
         """Wait until no more windows than so many are used by work that is still queued."""

@@ -10,7 +10,7 @@ otherwise take a write into one batch for a write into all of the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -34,12 +34,11 @@ _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 class Window(Protocol):
     """Some batches, side by side."""
 
+    used: Callable[[], object] | None
+    """To be called once all of its batches were handed out; refers to no rows."""
+
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
-        ...
-
-    def used(self) -> None:
-        """All of its batches were handed out."""
         ...
 
 
@@ -57,8 +56,8 @@ class Windows(Protocol):
     stage: str
     """What making one is called where time is accounted for: "collate" or "copy"."""
 
-    def make(self, stretch: Stretch) -> Iterator[Made]:
-        """Windows of a stretch: one, or more where memory is short."""
+    def make(self, stretch: Stretch) -> Made:
+        """A window of a stretch, or of its head where memory is short."""
         ...
 
 
@@ -72,7 +71,7 @@ def row_bytes(source: Tensors) -> int:
     return sum(map(tensor_row_bytes, source.tensors))
 
 
-class HostWindow:
+class HostWindow(Window):
     """Rows in host memory that is used again once nothing refers to them."""
 
     def __init__(self, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None]) -> None:
@@ -80,6 +79,8 @@ class HostWindow:
 
         self._rows = rows
         self._dtypes = dtypes
+        # Memory comes back when nothing refers to it.
+        self.used = None
         self._plain = not any(dtypes)
         self._tensor = torch.from_numpy
 
@@ -91,10 +92,6 @@ class HostWindow:
         if self._plain:
             return batch
         return [rows if dtype is None else rows.view(dtype) for rows, dtype in zip(batch, self._dtypes, strict=True)]
-
-    def used(self) -> None:
-        """Nothing to do: memory comes back when nothing refers to it."""
-
 
 class HostWindows:
     """Data in host memory, permuted by the consumer's thread.
@@ -116,7 +113,7 @@ class HostWindows:
         batch_bytes = batch_size * row_bytes(source)
         self.most = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
-    def make(self, stretch: Stretch) -> Iterator[Made]:
+    def make(self, stretch: Stretch) -> Made:
         """One window."""
         indices = stretch.indices
         start, end = int(indices[0]), int(indices[-1]) + 1
@@ -132,7 +129,7 @@ class HostWindows:
                 # The indices are good, and any other mode would gather into a buffer first.
                 np.take(data, indices, axis=0, out=target, mode="clip")
             rows.append(target)
-        yield stretch, HostWindow(rows, self._dtypes)
+        return stretch, HostWindow(rows, self._dtypes)
 
 
 def as_tensor(given: Any) -> torch.Tensor:

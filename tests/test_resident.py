@@ -352,7 +352,7 @@ def test_autograd_does_not_take_batches_for_one(device: str | None, monkeypatch:
         one, other, *_ = [rows for [rows] in Feeder(Tensors(x), batch_size=2)]
     else:
         windows = DeviceWindows(PlainDevice(), Tensors(x), 2, 1 << 20)
-        [(_, window)] = windows.make(Stretch(range(2), np.arange(4), 2, run=False))
+        _, window = windows.make(Stretch(range(2), np.arange(4), 2, run=False))
         [one], [other] = window.batch(0, 2), window.batch(2, 4)
         assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     weights = torch.ones(5, 1, requires_grad=True)
