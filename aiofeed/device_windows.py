@@ -126,6 +126,8 @@ class DeviceWindows:
                 if len(stretch.numbers) == 1:
                     # Without the traceback, whose frames hold device memory.
                     raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
+                # Its traceback's frames hold device memory.
+                del cause
             # Pieces so small that as many as are alive at a time take half of what was refused.
             self.most = max(len(stretch.numbers) // (2 * DEVICE_WINDOWS), 1)
             self._wait(0)
