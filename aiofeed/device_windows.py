@@ -11,10 +11,10 @@ import numpy as np
 
 from aiofeed.errors import DeviceCopyError
 from aiofeed.order import Stretch
-from aiofeed.sources.tensors import Tensors, tensor_row_bytes
+from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import PinnedMemory, array
 from aiofeed.types import ArrayLeaf
-from aiofeed.windows import Made, Window, as_tensor, carried, row_bytes, window_batches
+from aiofeed.windows import Made, Rows, Window, as_tensor, carried, row_bytes, window_batches
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class DeviceWindows:
     ahead = 1
     stage = "copy"
 
-    def __init__(self, backend: DeviceBackend, source: Tensors, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: DeviceBackend, source: Rows, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.copier import Copier
 
         self._backend = backend
@@ -183,7 +183,7 @@ class DeviceWindows:
     def _data_bytes(self, *, there: bool) -> int:
         """Bytes of the data; without ``there`` of those that are not on the device already."""
         device = self._backend.device
-        return sum(
+        return (0 if there else -getattr(self._source, "there_bytes", 0)) + sum(
             len(tensor) * tensor_row_bytes(tensor)
             for tensor in self._source.tensors
             if there or device.type == "cpu" or getattr(tensor, "device", None) != device
@@ -195,8 +195,15 @@ class DeviceWindows:
         return DeviceCopyError(
             f"{what} of {self._source!r} does not fit on {self._backend.name}{found}: the data take "
             f"{_mib(self._data_bytes(there=True))}, and two windows of one batch each {_mib(2 * self._batch_bytes)} "
-            f"beside them. To have batches copied from host memory instead, pass the data as a Dataset: "
-            f"Feeder(torch.utils.data.TensorDataset(...), device=..., ...)"
+            f"beside them. {self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        if hasattr(self._source, "there_bytes"):
+            return 'cache="host" keeps them in host memory, from where batches are copied'
+        return (
+            "To have batches copied from host memory instead, pass the data as a Dataset: "
+            "Feeder(torch.utils.data.TensorDataset(...), device=..., ...)"
         )
 
 

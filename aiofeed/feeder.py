@@ -30,7 +30,7 @@ from aiofeed.host_backend import HostBackend
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Machinery, Recipe, check_resident, check_travels, machinery
+from aiofeed.pipeline import Machinery, Recipe, check_resident, check_travels, goes_on, machinery, serves
 from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
@@ -80,7 +80,9 @@ class Feeder(Generic[BatchT]):
         on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
             or a ``FailurePolicy``, which also has retries and time limits.
         cache: keep decoded samples: "host" in memory, ``HostCache(max_bytes)`` within a limit, ``DiskCache(path)`` in a
-            file. Samples are kept as they are met; random augmentation comes after, in the first epoch too.
+            file, "device" all of them where batches are wanted: once an epoch's samples are there, its batches are
+            views of a permuted buffer, as those of ``Tensors``. Samples are kept as they are met; random augmentation
+            comes after, in the first epoch too ("device" has none but ``transform``).
         limits: what may be used at most; chosen at run time by default.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
@@ -118,7 +120,7 @@ class Feeder(Generic[BatchT]):
         device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
-        cache: Literal["host"] | HostCache | DiskCache | None = None,
+        cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
@@ -163,6 +165,10 @@ class Feeder(Generic[BatchT]):
                     self._source,
                     self._recipe.decode,
                     engines=self._recipe.engines,
+                    batch_size=batch_size,
+                    backend=self._recipe.backend,
+                    collate_fn=self._recipe.collate_fn,
+                    static_batches=self._static_batches,
                     fingerprint=lambda: _fingerprint(self._source, self._length),
                 ),
             )
@@ -231,11 +237,12 @@ class Feeder(Generic[BatchT]):
         start = begun.start
         claimed, stream = None, self._stream
         if self._pipeline is not None and self._pipeline.reusable() and stream is not None:
-            claimed = stream.claim(begun.schedule, start) if begun.permutation is None else None
+            follows = begun.permutation is None and goes_on(self._recipe, self._pipeline)
+            claimed = stream.claim(begun.schedule, start) if follows else None
         if claimed is None or stream is None:
             claimed = Counters()
             stream = Stream(begun.schedule, start, claimed, begun.permutation)
-        if begun.permutation is None:
+        if begun.permutation is None and goes_on(self._recipe, None):
             # Before it starts: a short epoch is planned at once, and then it is too late.
             self._look_ahead(stream, start.epoch)
         if stream is not self._stream:
@@ -280,13 +287,14 @@ class Feeder(Generic[BatchT]):
 
     def _start_stream(self, stream: Stream) -> None:
         old = self._pipeline
-        if old is not None and old.reusable() and self._stream is not None and self._stream.drained():
+        drained = self._stream is not None and self._stream.drained()
+        if old is not None and old.reusable() and drained and serves(self._recipe, old, stream):
             self._pipeline = old
         else:
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
             if old is not None and not old.inherited:
                 old.stop()
-            self._pipeline = machinery(self._recipe, after=old)
+            self._pipeline = machinery(self._recipe, stream, after=old)
             self._pipeline.watch(self)
         self._stream = stream
         self._pipeline.start(stream)

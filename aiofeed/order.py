@@ -235,9 +235,7 @@ class Stretches:
         skip: numbers that are left out.
     """
 
-    def __init__(
-        self, stripe: Stripe, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, stripe: Stripe, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
         self._stripe = stripe
         self._permute = permute
         self._permutation: Permutation | None = None

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
+from aiofeed.cache.resident import DeviceRows, ResidentStore
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
-from aiofeed.errors import as_exception
+from aiofeed.errors import CacheError, as_exception
 from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
 from aiofeed.fetch_cached import CachedFetcher, cached_assembly
 from aiofeed.fetch_items import DatasetFetcher
+from aiofeed.fetch_resident import ResidentFetcher
 from aiofeed.handoff import Handoff
+from aiofeed.held import Held
 from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.iterator import Delivery
 from aiofeed.policy import FailurePolicy
@@ -30,7 +34,7 @@ from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
-from aiofeed.types import Collate, Source
+from aiofeed.types import Collate, Row, Source
 
 if TYPE_CHECKING:
     from aiofeed.cache.store import Store as Cache
@@ -134,23 +138,61 @@ def check_resident(recipe: Recipe) -> None:
         raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
 
 
-def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
-    """What a recipe needs, to take the place of ``after``, which is of the same recipe."""
+def machinery(recipe: Recipe, stream: Stream, after: Machinery | None = None) -> Machinery:
+    """What a recipe needs for a stream, to take the place of ``after``, which is of the same recipe."""
+    source = _resident_source(recipe, stream)
+    if source is None:
+        return Pipeline(recipe, after=after.before if isinstance(after, Resident) else cast("Pipeline | None", after))
+    if isinstance(after, Resident) and not after.inherited and _same_rows(after.source, source):
+        return after.successor()
+    assert not isinstance(recipe.backend, DeviceGroup)
+    store = Store(source, batch_size=recipe.batch_size, backend=recipe.backend, memory_bytes=recipe.limits.memory_bytes)
+    found = Resident(store, recipe.transform, source.batch if isinstance(source, Held) else None)
+    found.before = after.before if isinstance(after, Resident) else after
+    return found
+
+
+def serves(recipe: Recipe, running: Machinery, stream: Stream) -> bool:
+    """Whether what runs can give another stream, and nothing would give it faster."""
+    cache = recipe.cache
+    if not isinstance(cache, ResidentStore):
+        return True
+    if isinstance(running, Resident):
+        return cache.holds()
+    return not _holds(cache, stream)
+
+
+def goes_on(recipe: Recipe, running: Machinery | None) -> bool:
+    """Whether an epoch may follow in the stream of the one before; not while a cache fills, for the next is faster."""
+    cache = recipe.cache
+    return not isinstance(cache, ResidentStore) or (
+        cache.holds() and (running is None or isinstance(running, Resident))
+    )
+
+
+def _resident_source(recipe: Recipe, stream: Stream) -> Tensors | Held | None:
+    """The data, where all that a stream asks for are in memory."""
     if isinstance(recipe.source, Tensors):
-        if isinstance(after, Resident) and not after.inherited:
-            return after.successor()
-        assert not isinstance(recipe.backend, DeviceGroup)
-        return Resident(
-            Store(
-                recipe.source,
-                batch_size=recipe.batch_size,
-                backend=recipe.backend,
-                memory_bytes=recipe.limits.memory_bytes,
-            ),
-            recipe.transform,
-        )
-    assert after is None or isinstance(after, Pipeline)
-    return Pipeline(recipe, after=after)
+        return recipe.source
+    cache = recipe.cache
+    if not isinstance(cache, ResidentStore) or not _holds(cache, stream):
+        return None
+    row: Row | None = recipe.decode.row if decodes_in_place(recipe.decode) else None  # type: ignore[union-attr]
+    return Held(cache, None if row is None else row.axes, targets=hasattr(recipe.source, "target"))
+
+
+def _holds(cache: ResidentStore, stream: Stream) -> bool:
+    if cache.holds():
+        return True
+    first = stream.first
+    wanted = stream.schedule.stretches(first.position, first.permutation).at(0, sys.maxsize)
+    return wanted is not None and cache.holds(wanted.indices)
+
+
+def _same_rows(running: object, wanted: Tensors | Held) -> bool:
+    if isinstance(running, Held) and isinstance(wanted, Held):
+        return running.samples == wanted.samples
+    return running is wanted
 
 
 class Pipeline:
@@ -170,6 +212,8 @@ class Pipeline:
             decode_threads=limits.decode_threads,
             after=None if after is None or after.runtime.inherited else after.runtime,
         )
+        if isinstance(recipe.cache, DeviceRows) and not isinstance(recipe.backend, DeviceGroup | None):
+            recipe.cache.attach(recipe.backend)
         self._fetcher = _fetcher(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
@@ -249,6 +293,12 @@ class Pipeline:
             return
         if (task := asyncio.current_task()) is not None and task.cancelling():
             return  # open() swallowed it, and nobody would cancel the engine again
+        if isinstance(self._fetcher, ResidentFetcher):
+            try:
+                await self._fetcher.prepare(self.runtime.decode_pool)
+            except CacheError as error:
+                self._finished.put(Failed(error))
+                return
         await engine.run()
 
     async def _open_source(self) -> None:
@@ -270,6 +320,8 @@ class Pipeline:
         recipe = self._recipe
         if recipe.collate_fn is not None:
             return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
+        if isinstance(self._fetcher, ResidentFetcher) and (held := self._fetcher.assembly(samples, lease)) is not None:
+            return held
         if decodes_in_place(recipe.decode):
             return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
         if (alike := cached_assembly(self._fetcher)) is not None:
@@ -372,5 +424,8 @@ def _fetcher(recipe: Recipe) -> Fetcher:
     assert recipe.decode is not None
     assert not isinstance(recipe.source, Tensors)
     in_place = recipe.collate_fn is None and decodes_in_place(recipe.decode)
-    make = BytesFetcher if recipe.cache is None else partial(CachedFetcher, store=recipe.cache)
+    make: Callable[..., BytesFetcher] = BytesFetcher
+    if recipe.cache is not None:
+        fetcher = ResidentFetcher if isinstance(recipe.cache, ResidentStore) else CachedFetcher
+        make = partial(fetcher, store=recipe.cache)
     return make(recipe.source, recipe.decode, in_place=in_place, length=recipe.length, policy=recipe.policy)

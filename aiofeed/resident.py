@@ -22,11 +22,12 @@ from aiofeed.errors import DeviceCopyError
 from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready
 from aiofeed.order import Stretch
-from aiofeed.sources.tensors import Tensors
 from aiofeed.stream import EpochStart, Stream
-from aiofeed.windows import HostWindows, Made, Window, Windows
+from aiofeed.windows import HostWindows, Made, Rows, Window, Windows
 
 if TYPE_CHECKING:
+    import torch
+
     from aiofeed.device import DeviceBackend
 
 
@@ -40,8 +41,8 @@ class Store:
         memory_bytes: of all windows together, those that the user keeps not counted.
     """
 
-    def __init__(self, source: Tensors, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
-        self._source = source
+    def __init__(self, source: Rows, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
+        self.source = source
         self.batch_size = batch_size
         self.backend = backend
         self._memory_bytes = memory_bytes
@@ -51,9 +52,9 @@ class Store:
         """What makes windows of the data."""
         if self._windows is None:
             if self.backend is None:
-                self._windows = HostWindows(self._source, self.batch_size, self._memory_bytes)
+                self._windows = HostWindows(self.source, self.batch_size, self._memory_bytes)
             else:
-                self._windows = DeviceWindows(self.backend, self._source, self.batch_size, self._memory_bytes)
+                self._windows = DeviceWindows(self.backend, self.source, self.batch_size, self._memory_bytes)
         return self._windows
 
     def follow(self) -> None:
@@ -125,22 +126,38 @@ class Resident:
     Args:
         store: the data.
         transform: applied to each batch, in the consumer's thread and on its stream.
+        shape: makes a batch of the rows of each tensor; ``None``: their list.
     """
 
     queue_depth = 0
     chunk_size = 0
 
-    def __init__(self, store: Store, transform: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        transform: Callable[[Any], Any] | None,
+        shape: Callable[[list[torch.Tensor]], Any] | None = None,
+    ) -> None:
         self._store = store
         self._transform = transform
+        self._shape = shape
         self._pulled = Pulled()
         self.handoff: Handoff[Item] = self._pulled
         self._pid = os.getpid()
         self._stopped = False
+        # What stood in its place, and may not be gone yet.
+        self.before: Any = None
 
     def successor(self) -> Resident:
         """Another with the same data, where they have not been let go of."""
-        return Resident(self._store, self._transform)
+        found = Resident(self._store, self._transform, self._shape)
+        found.before = self.before
+        return found
+
+    @property
+    def source(self) -> Rows:
+        """The data."""
+        return self._store.source
 
     @property
     def delivery(self) -> Resident:
@@ -167,6 +184,8 @@ class Resident:
         """The batch, transformed where there is a transform."""
         window, first, last = item.batch
         batch = window.batch(first, last)
+        if self._shape is not None:
+            batch = self._shape(batch)
         if self._transform is None:
             return batch
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from aiofeed.order import Stretch
-from aiofeed.sources.tensors import Tensors, tensor_row_bytes
+from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import HostMemory, array
 
 if TYPE_CHECKING:
@@ -29,6 +29,20 @@ HOST_WINDOW_BYTES = 2 << 20
 HOST_WINDOWS = 2
 # What carries a number of so many bytes where only its place changes: not every dtype has every operation.
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+class Rows(Protocol):
+    """Data of which windows are made."""
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        """Each [N, ...], tensors or arrays; sample ``i`` is row ``i`` of each."""
+        ...
+
+    @property
+    def alias(self) -> bool:
+        """Whether a batch may be a view of them where rows follow one another."""
+        ...
 
 
 class Window(Protocol):
@@ -66,7 +80,7 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
     return max(min(bounds) // max(batch_bytes, 1), 1)
 
 
-def row_bytes(source: Tensors) -> int:
+def row_bytes(source: Rows) -> int:
     """Bytes of one sample."""
     return sum(map(tensor_row_bytes, source.tensors))
 
@@ -93,6 +107,7 @@ class HostWindow(Window):
             return batch
         return [rows if dtype is None else rows.view(dtype) for rows, dtype in zip(batch, self._dtypes, strict=True)]
 
+
 class HostWindows:
     """Data in host memory, permuted by the consumer's thread.
 
@@ -106,7 +121,7 @@ class HostWindows:
     ahead = 0
     stage = "collate"
 
-    def __init__(self, source: Tensors, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, source: Rows, batch_size: int, memory_bytes: int) -> None:
         self._data, self._dtypes = zip(*map(_host_rows, source.tensors), strict=True)
         self._alias = source.alias
         self._memory = HostMemory(keep=HOST_WINDOWS * len(self._data))
