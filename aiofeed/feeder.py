@@ -30,7 +30,7 @@ from aiofeed.host_backend import HostBackend
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Machinery, Recipe, check_resident, check_travels, goes_on, machinery, serves
+from aiofeed.pipeline import Machinery, Recipe, check_resident, check_travels, goes_on, machinery, serves, tie_memory
 from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset
@@ -188,6 +188,7 @@ class Feeder(Generic[BatchT]):
         self._reset()
 
     def _reset(self) -> None:
+        tie_memory(self, self._recipe)
         self._pipeline: Machinery | None = None
         self._stream: Stream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -162,6 +163,12 @@ def serves(recipe: Recipe, running: Machinery, stream: Stream) -> bool:
     return not _holds(cache, stream)
 
 
+def tie_memory(owner: object, recipe: Recipe) -> None:
+    """Let what a cache keeps on a device go with ``owner``; nothing of it waits for the collector."""
+    if isinstance(recipe.cache, DeviceRows):
+        weakref.finalize(owner, recipe.cache.memory.clear).atexit = False
+
+
 def goes_on(recipe: Recipe, running: Machinery | None) -> bool:
     """Whether an epoch may follow in the stream of the one before; not while a cache fills, for the next is faster."""
     cache = recipe.cache
@@ -240,7 +247,7 @@ class Pipeline:
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
         recipe = self._recipe
-        make: Callable[..., Engine] = partial(Engine, new_assembly=self._new_assembly)
+        make: Callable[..., Engine] = partial(Engine, new_assembly=partial(_new_assembly, recipe, self._fetcher))
         limits = recipe.limits
         if self._processes is not None:
             from aiofeed.sharing.remote import RemoteEngine
@@ -316,19 +323,6 @@ class Pipeline:
             self.runtime.at_stop(closer)
         self._opened = True
 
-    def _new_assembly(self, samples: int, lease: Lease) -> Assembly:
-        recipe = self._recipe
-        if recipe.collate_fn is not None:
-            return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
-        if isinstance(self._fetcher, ResidentFetcher) and (held := self._fetcher.assembly(samples, lease)) is not None:
-            return held
-        if decodes_in_place(recipe.decode):
-            return RowAssembly(recipe.decode.row, samples, lease, targets=self._fetcher.has_targets)  # type: ignore[union-attr]
-        if (alike := cached_assembly(self._fetcher)) is not None:
-            targets = self._fetcher.has_targets
-            return RowAssembly(alike[0], samples, lease, targets=targets, torch_dtype=alike[1])
-        return TreeAssembly(samples, lease)
-
     def _known_bytes_per_sample(self) -> float:
         row = getattr(self._recipe.decode, "row", None)
         if row is None:
@@ -376,6 +370,19 @@ class Pipeline:
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's loop."""
         await self.delivery.stopped()
+
+
+def _new_assembly(recipe: Recipe, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+    # No method: the engine would refer to its pipeline, and what that keeps on a device would wait for the collector.
+    if recipe.collate_fn is not None:
+        return CollateAssembly(samples, recipe.collate_fn, lease if recipe.backend is not None else None)
+    if isinstance(fetcher, ResidentFetcher) and (held := fetcher.assembly(samples, lease)) is not None:
+        return held
+    if decodes_in_place(recipe.decode):
+        return RowAssembly(recipe.decode.row, samples, lease, targets=fetcher.has_targets)  # type: ignore[union-attr]
+    if (alike := cached_assembly(fetcher)) is not None:
+        return RowAssembly(alike[0], samples, lease, targets=fetcher.has_targets, torch_dtype=alike[1])
+    return TreeAssembly(samples, lease)
 
 
 def check_travels(recipe: Recipe) -> None:

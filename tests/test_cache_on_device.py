@@ -71,6 +71,10 @@ def wide(data: bytes) -> torch.Tensor:
     return torch.full((2,), complex(int(data), 1), dtype=torch.complex128)
 
 
+def len_of(data: bytes) -> torch.Tensor:
+    return torch.tensor([len(data)])
+
+
 class Planar:
     """A decoder that fills rows, in another order of dimensions than the user sees."""
 
@@ -258,11 +262,14 @@ def test_samples_that_fail(kind: str | None, action: Any, decode_timeout_s: floa
     cached: Feeder[Any] = Feeder(source, cache="device", device=device_of(kind), **options)
     plain: Feeder[Any] = Feeder(Numbers(22, bad), **options)
     with cached, plain:
-        for _ in range(4):
+        for epoch in range(4):
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
             assert cached.statistics().failures == plain.statistics().failures
+            good = {index: reads for index, reads in source.reads.items() if index not in bad}
+            # One that stands in for another may be read for itself at the same time.
+            first = good if epoch == 0 else first
+            assert good == first
         assert {failure.index for failure in cached.failures} == bad
-    assert all(source.reads[index] == 1 for index in range(2, 22) if index not in bad)
 
 
 @DEVICES
@@ -327,7 +334,7 @@ def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeyp
         ({"decode": DecodeImage(8, crop="random")}, 'augmentation runs on the CPU.*cache="host"'),
         ({"decode": DecodeImage(8, flip=True)}, 'augmentation runs on the CPU.*cache="host"'),
         ({"decode": tensor, "collate_fn": list}, "collate_fn"),
-        ({"decode": tensor, "engine": "process"}, 'engine="thread"'),
+        ({"decode": len_of, "engine": "process"}, 'engine="thread"'),
         ({"decode": tensor, "device": [SimulatedDevice(), SimulatedDevice(index=1)]}, "a feeder for each"),
         ({"decode": tensor, "static_batches": True, "drop_last": True}, "static_batches"),
     ],
@@ -335,7 +342,7 @@ def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeyp
 def test_what_cannot_be_resident_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
     """When the feeder is made."""
     with pytest.raises(ValueError, match=message):
-        Feeder(Numbers(), batch_size=2, cache="device", **options)
+        Feeder(Files([__file__] * 4), batch_size=2, cache="device", **options)
 
 
 def test_data_that_are_in_memory_need_no_cache() -> None:
@@ -398,10 +405,6 @@ def test_a_pickled_feeder_begins_without() -> None:
         assert isinstance(other._pipeline, Pipeline)
         assert [flat(batch) for batch in other] == first
         assert isinstance(other._pipeline, Resident)
-
-
-def len_of(data: bytes) -> torch.Tensor:
-    return torch.tensor([len(data)])
 
 
 @DEVICES

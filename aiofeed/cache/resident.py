@@ -157,11 +157,12 @@ class DeviceRows(ResidentStore):
 
     def _blank(self) -> None:
         super()._blank()
-        self._data: torch.Tensor | None = None
+        # The rows, once there is room for them: in a list, that whoever ends their life empties it by a C function.
+        self.memory: list[torch.Tensor] = []
         self._backend: DeviceBackend | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_data", "_backend")
+        mine = ("memory", "_backend")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def attach(self, backend: DeviceBackend) -> None:
@@ -185,7 +186,7 @@ class DeviceRows(ResidentStore):
                 one = backend.copy(seed)
                 # The copy reads the host's memory when it runs.
                 backend.record(backend.side_stream()).synchronize()
-                self._data = one.new_empty((self.samples, *layout.shape))
+                self.memory.append(one.new_empty((self.samples, *layout.shape)))
         except torch.OutOfMemoryError as error:
             self._check_room(layout, free if free is not None and free < self.samples * layout.nbytes else 0, where)
             raise AssertionError from error
@@ -198,20 +199,17 @@ class DeviceRows(ResidentStore):
 
     def gather(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows at indices on the device, in memory of their own; on the current stream."""
-        assert self._data is not None
-        return self._data.index_select(0, indices)
+        return self.memory[0].index_select(0, indices)
 
     def keep(self, at: torch.Tensor, rows: torch.Tensor, indices: NDArray[np.int64]) -> None:
         """Copy rows to where they stay; on the current stream, which later work on them follows."""
-        assert self._data is not None
-        self._data.index_copy_(0, at, rows)
+        self.memory[0].index_copy_(0, at, rows)
         self._slots[indices] = indices
 
     def data(self) -> torch.Tensor:
         """The rows, on the device; work on them belongs on the side stream."""
-        assert self._data is not None
         assert self.layout is not None
-        return self._data.view(torch_dtype(self.layout))
+        return self.memory[0].view(torch_dtype(self.layout))
 
 
 class HeldLeaf(DeviceLeaf):
