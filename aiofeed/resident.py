@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -145,6 +146,7 @@ class Resident:
         self.handoff: Handoff[Item] = self._pulled
         self._pid = os.getpid()
         self._stopped = False
+        self._watched: weakref.ref[object] | None = None
         # What stood in its place, and may not be gone yet.
         self.before: Any = None
 
@@ -174,7 +176,8 @@ class Resident:
         self._pulled.begin(_Walk(self._store, stream))
 
     def watch(self, owner: object) -> None:
-        """Nothing to do: what it holds goes when it goes."""
+        """Give no more to others once ``owner`` is dropped; it replaces the one watched before."""
+        self._watched = weakref.ref(owner)
 
     def begin(self) -> None:
         """A pass begins in the calling thread."""
@@ -201,7 +204,8 @@ class Resident:
 
     def reusable(self) -> bool:
         """Whether another stream can be started."""
-        return not self._stopped and not self.inherited
+        left = self._watched is not None and self._watched() is None
+        return not self._stopped and not left and not self.inherited
 
     def stop(self) -> None:
         """Give no more. The data stay, for a successor."""

@@ -650,6 +650,17 @@ def test_memory_bytes_bounds_the_windows_of_the_host() -> None:
 # --- the feeder's other promises --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", [None, "simulated"])
+def test_an_epoch_behind_one_that_was_left_has_all_of_its_batches(device: str | None) -> None:
+    """Left by ``break``, which drops the iterator: the next begins with its own first batch."""
+    backend = None if device is None else testing.SimulatedDevice()
+    feeder: Feeder[Any] = Feeder(Tensors(torch.arange(6)), batch_size=2, device=backend)
+    for [x] in feeder:
+        assert x.tolist() == [0, 1]
+        break
+    assert [x.tolist() for [x] in feeder] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_no_threads_and_no_draws() -> None:
     """No thread is started, and the global random generators stay where they are."""
     import random
