@@ -157,6 +157,9 @@ class Copier:
         assert self.transform is not None
         try:
             return self.transform(batch)
+        except KeyboardInterrupt:  # not the transform's: the consumer's thread makes windows of resident data here
+            self.settle()
+            raise
         except BaseException as error:
             self.settle()
             found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if is_tensor(leaf))

@@ -102,7 +102,8 @@ class Stream:
 
     def _counters_of(self, epoch: int) -> Counters:
         with self._lock:
-            return self._counters.setdefault(epoch, Counters())
+            counters = self._counters.setdefault(epoch, Counters())
+        return counters
 
     def allow(self, epoch: int) -> None:
         """Epochs up to this one may be begun before they are claimed."""
