@@ -183,9 +183,10 @@ class DeviceWindows:
     def _data_bytes(self, *, there: bool) -> int:
         """Bytes of the data; without ``there`` of those that are not on the device already."""
         device = self._backend.device
-        return (0 if there else -getattr(self._source, "there_bytes", 0)) + sum(
+        first = 0 if there else getattr(self._source, "there", 0)
+        return sum(
             len(tensor) * tensor_row_bytes(tensor)
-            for tensor in self._source.tensors
+            for tensor in self._source.tensors[first:]
             if there or device.type == "cpu" or getattr(tensor, "device", None) != device
         )
 
@@ -199,7 +200,7 @@ class DeviceWindows:
         )
 
     def _way_out(self) -> str:
-        if hasattr(self._source, "there_bytes"):
+        if hasattr(self._source, "there"):
             return 'cache="host" keeps them in host memory, from where batches are copied'
         return (
             "To have batches copied from host memory instead, pass the data as a Dataset: "

@@ -34,7 +34,8 @@ class Held:
         self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
         rows = store.data()
         self.tensors: tuple[torch.Tensor, ...] = (rows,)
-        self.there_bytes = rows.nbytes if isinstance(store, DeviceRows) else 0
+        # So many of the tensors, the first ones, are on the device.
+        self.there = 1 if isinstance(store, DeviceRows) else 0
         self._structure: Any = None
         if targets:
             collated = _collated(store)

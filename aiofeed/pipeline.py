@@ -141,10 +141,10 @@ def check_resident(recipe: Recipe) -> None:
 
 def machinery(recipe: Recipe, stream: Stream, after: Machinery | None = None) -> Machinery:
     """What a recipe needs for a stream, to take the place of ``after``, which is of the same recipe."""
-    source = _resident_source(recipe, stream)
+    source = _resident_source(recipe, stream, after)
     if source is None:
         return Pipeline(recipe, after=after.before if isinstance(after, Resident) else cast("Pipeline | None", after))
-    if isinstance(after, Resident) and not after.inherited and _same_rows(after.source, source):
+    if isinstance(after, Resident) and not after.inherited and after.source is source:
         return after.successor()
     assert not isinstance(recipe.backend, DeviceGroup)
     store = Store(source, batch_size=recipe.batch_size, backend=recipe.backend, memory_bytes=recipe.limits.memory_bytes)
@@ -177,15 +177,18 @@ def goes_on(recipe: Recipe, running: Machinery | None) -> bool:
     )
 
 
-def _resident_source(recipe: Recipe, stream: Stream) -> Tensors | Held | None:
-    """The data, where all that a stream asks for are in memory."""
+def _resident_source(recipe: Recipe, stream: Stream, after: Machinery | None) -> Tensors | Held | None:
+    """The data, where all that a stream asks for are in memory; those that ``after`` has, where there are no others."""
     if isinstance(recipe.source, Tensors):
         return recipe.source
     cache = recipe.cache
     if not isinstance(cache, ResidentStore) or not _holds(cache, stream):
         return None
+    if isinstance(after, Resident) and isinstance(after.source, Held) and after.source.samples == cache.held:
+        return after.source
     row: Row | None = recipe.decode.row if decodes_in_place(recipe.decode) else None  # type: ignore[union-attr]
-    return Held(cache, None if row is None else row.axes, targets=hasattr(recipe.source, "target"))
+    targets = getattr(recipe.source, "target", None) is not None
+    return Held(cache, None if row is None else row.axes, targets=targets)
 
 
 def _holds(cache: ResidentStore, stream: Stream) -> bool:
@@ -194,12 +197,6 @@ def _holds(cache: ResidentStore, stream: Stream) -> bool:
     first = stream.first
     wanted = stream.schedule.stretches(first.position, first.permutation).at(0, sys.maxsize)
     return wanted is not None and cache.holds(wanted.indices)
-
-
-def _same_rows(running: object, wanted: Tensors | Held) -> bool:
-    if isinstance(running, Held) and isinstance(wanted, Held):
-        return running.samples == wanted.samples
-    return running is wanted
 
 
 class Pipeline:

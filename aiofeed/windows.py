@@ -97,9 +97,14 @@ class HostWindow(Window):
         self.used = None
         self._plain = not any(dtypes)
         self._tensor = torch.from_numpy
+        self._under_inference_mode, self._inference_mode = torch.is_inference_mode_enabled, torch.inference_mode
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor."""
+        if self._under_inference_mode():
+            # Made under it they could not be trained on outside, and a batch from elsewhere can.
+            with self._inference_mode(False):
+                return self.batch(first, last)
         # Each a storage of its own as torch sees it, so that saving a batch saves no more than the batch.
         tensor = self._tensor
         batch = [tensor(rows[first:last]) for rows in self._rows]

@@ -396,6 +396,43 @@ def test_memory_goes_with_the_feeder(kind: str | None) -> None:
         assert backend.allocated_bytes == 0
 
 
+@DEVICES
+@pytest.mark.parametrize("decode", [tensor, Planar()])
+def test_an_epoch_begun_under_inference_mode(kind: str | None, decode: Any) -> None:
+    """What is kept then can be added to, and trained on, outside it."""
+    feeder: Feeder[Any] = Feeder(
+        Numbers(), decode=decode, batch_size=4, cache="device", device=device_of(kind), limits=Limits(memory_bytes=64)
+    )
+    with feeder:
+        for _ in range(2):
+            with torch.inference_mode():
+                iterator = iter(feeder)
+                first = next(iterator)
+            assert not first[0].is_inference()
+            assert len([first, *iterator]) == 6
+
+
+@DEVICES
+def test_what_was_made_of_a_part_is_used_again(kind: str | None) -> None:
+    """Epochs of the same shard collate and upload targets once."""
+    asked: list[int] = []
+
+    def target(index: int) -> int:
+        asked.append(index)
+        return index
+
+    feeder: Feeder[Any] = Feeder(
+        Numbers(target=target), decode=tensor, batch_size=4, shard=(0, 2), cache="device", device=device_of(kind)
+    )
+    with feeder:
+        list(feeder)
+        list(feeder)
+        held = feeder._pipeline.source  # type: ignore[union-attr]
+        list(feeder)
+        assert feeder._pipeline.source is held  # type: ignore[union-attr]
+    assert len(asked) == 11
+
+
 def test_a_pickled_feeder_begins_without() -> None:
     feeder: Feeder[Any] = Feeder(Files([__file__] * 5), decode=len_of, batch_size=2, cache="device")
     with feeder:

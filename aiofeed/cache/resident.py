@@ -101,14 +101,20 @@ class ResidentStore(Store):
         raise NotImplementedError
 
     def _check_room(self, layout: Layout, free: int | None, where: str) -> None:
-        """``CacheError`` with the figures where the whole, and two windows of one batch beside it, do not fit."""
-        batch = min(self._batch_size, self.samples) * layout.nbytes
-        if free is not None and self.samples * layout.nbytes + 2 * batch > free:
-            raise CacheError(
-                f'cache="device" does not fit {where}, which has {told_bytes(free)} free: {self.samples:,} samples of '
-                f"{told_bytes(layout.nbytes)} each ({layout}) take {told_bytes(self.samples * layout.nbytes)}, and two "
-                f"batches {told_bytes(2 * batch)} beside them; {_WAY_OUT}"
-            )
+        """``CacheError`` where the whole, and two batches beside it, do not fit into what is free."""
+        if free is not None and (self.samples + 2 * self._samples_of_batch()) * layout.nbytes > free:
+            raise self._no_room(layout, free, where)
+
+    def _samples_of_batch(self) -> int:
+        return min(self._batch_size, self.samples)
+
+    def _no_room(self, layout: Layout, free: int | None, where: str) -> CacheError:
+        found = "" if free is None else f", which has {told_bytes(free)} free"
+        return CacheError(
+            f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {told_bytes(layout.nbytes)} each '
+            f"({layout}) take {told_bytes(self.samples * layout.nbytes)}, and two batches "
+            f"{told_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; {_WAY_OUT}"
+        )
 
 
 class HostRows(ResidentStore):
@@ -126,11 +132,12 @@ class HostRows(ResidentStore):
     def _open(self, layout: Layout) -> None:
         ranks = local_ranks()
         shared = f" for each of {ranks} ranks" if ranks > 1 else ""
-        self._check_room(layout, self._free_memory() // ranks, f"into host memory{shared}")
+        free, where = self._free_memory() // ranks, f"into host memory{shared}"
+        self._check_room(layout, free, where)
         try:
             self._arena = np.empty((self.samples, layout.nbytes), np.uint8)
-        except MemoryError:
-            self._check_room(layout, 0, "into host memory")
+        except MemoryError as error:
+            raise self._no_room(layout, free, where) from error
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
         """Keep a sample. A second time it has the same bytes."""
@@ -181,15 +188,15 @@ class DeviceRows(ResidentStore):
         where = f"on {backend.name}" + ("" if found is None else f" ({told_bytes(found[1])})")
         self._check_room(layout, free, where)
         try:
-            with torch.no_grad(), backend.on(backend.side_stream()):
+            with torch.inference_mode(False), torch.no_grad(), backend.on(backend.side_stream()):
                 seed = torch.from_numpy(np.empty(1, carrier(np.dtype(layout.dtype))))
                 one = backend.copy(seed)
                 # The copy reads the host's memory when it runs.
                 backend.record(backend.side_stream()).synchronize()
                 self.memory.append(one.new_empty((self.samples, *layout.shape)))
         except torch.OutOfMemoryError as error:
-            self._check_room(layout, free if free is not None and free < self.samples * layout.nbytes else 0, where)
-            raise AssertionError from error
+            # Without the traceback, whose frames hold device memory.
+            raise self._no_room(layout, free, where) from error.with_traceback(None)
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
         """Nothing to do: it is kept when its batch is on the device."""

@@ -138,7 +138,7 @@ class Rows:
 
 
 def row(index):
-    return torch.full((3, 32), index, dtype=torch.bfloat16 if index < 0 else torch.float32)
+    return torch.full((3, 32), float(index))
 
 
 @pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
@@ -161,8 +161,14 @@ def test_a_cache_on_the_device_gives_what_streaming_gives(backend, shard):
 def test_a_cache_that_does_not_fit_on_the_device_is_refused_with_the_figures(backend):
     """Before the first batch."""
     free, _ = backend.memory()
-    feeder = Feeder(Rows(free // 384), decode=row, batch_size=16, cache="device", device=backend)
-    with feeder, pytest.raises(CacheError, match=r"samples of 384 bytes each .* free|free: .* samples of 384 bytes"):
+    feeder = Feeder(
+        Rows((free >> 20) + 1),
+        decode=lambda index: torch.zeros(1 << 18),
+        batch_size=16,
+        cache="device",
+        device=backend,
+    )
+    with feeder, pytest.raises(CacheError, match=r"does not fit on cuda:0 .* free: .* samples of 1\.0 MiB each"):
         next(iter(feeder))
 
 
