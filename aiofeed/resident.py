@@ -213,13 +213,15 @@ class Resident:
         self._pulled.begin(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Let go of the data."""
+        """Let go of the data, and wait for the end of what stood in its place; whether that has come."""
         self._store.clear()
-        return True
+        return self.before is None or bool(self.before.join(timeout_s))
 
     async def stopped(self) -> None:
-        """Let go of the data."""
+        """The same, without blocking the caller's loop."""
         self._store.clear()
+        if self.before is not None:
+            await self.before.stopped()
 
 
 class _Epoch:

@@ -433,6 +433,20 @@ def test_what_was_made_of_a_part_is_used_again(kind: str | None) -> None:
     assert len(asked) == 11
 
 
+@DEVICES
+def test_close_waits_for_the_threads_of_the_first_epoch(kind: str | None) -> None:
+    """They end when an epoch is resident, and are gone, the source closed, when the feeder is."""
+    source = Numbers()
+    feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=device_of(kind))
+    list(feeder)
+    pipeline = feeder._pipeline
+    list(feeder)
+    assert feeder._pipeline is not pipeline
+    feeder.close()
+    assert source.opened == 0
+    assert pipeline.join(0)  # type: ignore[union-attr]
+
+
 def test_a_pickled_feeder_begins_without() -> None:
     feeder: Feeder[Any] = Feeder(Files([__file__] * 5), decode=len_of, batch_size=2, cache="device")
     with feeder:
