@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed import machine
 from aiofeed.config import Limits, ResolvedLimits, resolve
+from aiofeed.devices import DeviceGroup
 from aiofeed.schedule import Shuffle
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
@@ -16,6 +17,8 @@ from aiofeed.types import Source
 
 if TYPE_CHECKING:
     from aiofeed.cache.store import Store
+    from aiofeed.cached_forms import Form
+    from aiofeed.device import DeviceBackend
 
 _DATALOADER_ARGUMENTS: Mapping[str, str] = {
     "num_workers": "reading and decoding run in threads here, bounded by Limits(decode_threads=...); "
@@ -121,7 +124,16 @@ def adopt_collate(source: Source[Any] | FromDataset | Tensors, collate_fn: Any) 
 
 
 def adopt_cache(
-    cache: object, source: Any, decode: Callable[..., Any] | None, *, engines: int, fingerprint: Callable[[], str]
+    cache: object,
+    source: Any,
+    decode: Callable[..., Any] | None,
+    *,
+    engines: int,
+    fingerprint: Callable[[], str],
+    batch_size: int = 1,
+    backend: DeviceBackend | DeviceGroup | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    static_batches: bool = False,
 ) -> Store | None:
     """What keeps decoded samples, nothing in it yet.
 
@@ -133,12 +145,15 @@ def adopt_cache(
     from aiofeed.cache.disk import DiskCache, DiskStore
     from aiofeed.cache.host import HostCache, HostStore
     from aiofeed.cache.identity import identity
+    from aiofeed.cache.resident import DeviceRows, HostRows
     from aiofeed.fetch_cached import cached_form
 
     if cache == "host":
         cache = HostCache()
-    if not isinstance(cache, HostCache | DiskCache):
-        raise TypeError(f'cache must be "host", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}')
+    if cache != "device" and not isinstance(cache, HostCache | DiskCache):
+        raise TypeError(
+            f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
+        )
     if decode is None:
         why = (
             "are in memory already"
@@ -148,7 +163,13 @@ def adopt_cache(
         raise TypeError(
             f"cache= keeps what decode= makes of bytes; the samples of {type(source).__name__} {why}: leave it out"
         )
-    cached_form(decode)
+    form = cached_form(decode)
+    if cache == "device":
+        _check_cache_on_device(form, decode, engines, backend, collate_fn, static_batches)
+        if backend is None:
+            return HostRows(len(source), batch_size, machine.free_memory)
+        return DeviceRows(len(source), batch_size)
+    assert isinstance(cache, HostCache | DiskCache)
     if isinstance(cache, DiskCache):
         return DiskStore(len(source), cache, fingerprint(), identity(decode))
     if engines:
@@ -177,6 +198,42 @@ def resolve_limits(limits: Limits | None, batch_size: int, source: object) -> Re
         free_memory=machine.free_memory(),
         most_threads=source.threads if isinstance(source, FromDataset) else None,
     )
+
+
+def _check_cache_on_device(
+    form: Form,
+    decode: object,
+    engines: int,
+    backend: DeviceBackend | DeviceGroup | None,
+    collate_fn: object,
+    static_batches: bool,
+) -> None:
+    """``ValueError`` where batches cannot be views of permuted rows."""
+    if not form.direct:
+        raise ValueError(
+            f'cache="device" with decode={decode!r}: its random augmentation runs on the CPU, sample by sample, and '
+            f'samples that are on the device do not come by there. Use cache="host", or augment batches in transform='
+        )
+    if collate_fn is not None:
+        raise ValueError(
+            'cache="device" hands out views of permuted rows, which collate_fn= cannot make: leave it out and pass '
+            'transform=, which is given each batch, or use cache="host"'
+        )
+    if engines:
+        raise ValueError(
+            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread", '
+            "or cache=DiskCache(path), which they share"
+        )
+    if isinstance(backend, DeviceGroup):
+        raise ValueError(
+            'cache="device" keeps samples on one device: for several make a feeder for each, with '
+            'shard=(rank, world_size), or use cache="host"'
+        )
+    if static_batches:
+        raise ValueError(
+            'static_batches=True copies every batch, and with cache="device" batches are views that cost nothing: '
+            'copy_ them into tensors of your own where addresses have to stay, or use cache="host"'
+        )
 
 
 def an_int(what: str, value: object) -> int:

@@ -46,9 +46,11 @@ def new_fetcher(
     in_place = collate_fn is None and decodes_in_place(decode)
     make: Callable[..., Fetcher] = BytesFetcher
     if cache is not None:
+        from aiofeed.cache.resident import ResidentStore
         from aiofeed.fetch_cached import CachedFetcher
+        from aiofeed.fetch_resident import ResidentFetcher
 
-        make = partial(CachedFetcher, store=cache)
+        make = partial(ResidentFetcher if isinstance(cache, ResidentStore) else CachedFetcher, store=cache)
     return make(source, decode, in_place=in_place, length=length, policy=policy)
 
 
@@ -76,6 +78,11 @@ def new_assembly(
     """
     if collate_fn is not None:
         return kinds.collate(samples, collate_fn, lease if staged else None)
+    if cached:
+        from aiofeed.fetch_resident import ResidentFetcher
+
+        if isinstance(fetcher, ResidentFetcher) and (held := fetcher.assembly(samples, lease)) is not None:
+            return held
     if decodes_in_place(decode):
         return kinds.rows(decode.row, samples, lease, targets=fetcher.has_targets)  # type: ignore[union-attr]
     if cached:

@@ -15,11 +15,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.errors import DeviceCopyError
 from aiofeed.tree import leaves, map_leaves
-from aiofeed.types import ArrayLeaf
+from aiofeed.types import ArrayLeaf, DeviceLeaf
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,8 @@ class Copier:
             nonlocal there_before
             if type(leaf) is ArrayLeaf:
                 return self._copy_leaf(leaf, reading)
+            if isinstance(leaf, DeviceLeaf):
+                return leaf.arrive(partial(self._copy_leaf, reading=reading))
             if not is_tensor(leaf):
                 return leaf
             moved = self._copy(leaf, reading)
@@ -154,6 +157,9 @@ class Copier:
         assert self.transform is not None
         try:
             return self.transform(batch)
+        except KeyboardInterrupt:  # not the transform's: the consumer's thread makes windows of resident data here
+            self.settle()
+            raise
         except BaseException as error:
             self.settle()
             found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if is_tensor(leaf))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
 from aiofeed.errors import DeviceCopyError
 from aiofeed.order import Stretch
-from aiofeed.sources.tensors import Tensors, tensor_row_bytes
+from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import PinnedMemory, array
 from aiofeed.types import ArrayLeaf
-from aiofeed.windows import Made, as_tensor, carried, row_bytes, window_batches
+from aiofeed.windows import Made, Rows, Window, as_tensor, carried, row_bytes, window_batches
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
 FREE_SHARE = 4
 
 
-class DeviceWindow:
+class DeviceWindow(Window):
     """Rows on a device, or on their way.
 
     Args:
@@ -42,8 +43,8 @@ class DeviceWindow:
     def __init__(self, copier: Copier, in_flight: InFlight, queued: Callable[[list[Event]], object]) -> None:
         self._copier = copier
         self._in_flight = in_flight
-        self._queued = queued
         self._streams: list[Stream] = []
+        self.used = partial(_used, copier.backend, self._streams, queued)
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
@@ -59,9 +60,9 @@ class DeviceWindow:
         # Views with a version counter of their own.
         return [rows[first:last].data for rows in self._in_flight.batch]
 
-    def used(self) -> None:
-        """All of its batches were handed out."""
-        self._queued([self._copier.backend.record(stream) for stream in self._streams])
+
+def _used(backend: DeviceBackend, streams: list[Stream], queued: Callable[[list[Event]], object]) -> None:
+    queued([backend.record(stream) for stream in streams])
 
 
 class DeviceWindows:
@@ -85,7 +86,7 @@ class DeviceWindows:
     ahead = 1
     stage = "copy"
 
-    def __init__(self, backend: DeviceBackend, source: Tensors, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: DeviceBackend, source: Rows, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.copier import Copier
 
         self._backend = backend
@@ -107,31 +108,30 @@ class DeviceWindows:
         """Let the side stream wait for what the calling thread has queued: data that are made on the device, say."""
         self._copier.follow()
 
-    def make(self, stretch: Stretch) -> Iterator[Made]:
-        """One window, or smaller ones where memory is short.
+    def make(self, stretch: Stretch) -> Made:
+        """A window, of a part of the stretch where memory is short.
 
         Raises:
             DeviceCopyError: there is no room for a single batch.
         """
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
         self._wait(QUEUED_WINDOWS)
-        try:
-            window = self._issue(stretch)
-        except DeviceCopyError as error:
-            cause = error.__cause__
-            if not _is_out_of_memory(cause):
-                raise
-            if len(stretch.numbers) == 1:
-                # Without the traceback, whose frames hold device memory.
-                raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
-        else:
-            yield stretch, window
-            return
-        # Pieces so small that as many as are alive at a time take half of what was refused.
-        self.most = max(len(stretch.numbers) // (2 * DEVICE_WINDOWS), 1)
-        self._wait(0)
-        for piece in stretch.cut(self.most):
-            yield from self.make(piece)
+        while True:
+            try:
+                return stretch, self._issue(stretch)
+            except DeviceCopyError as error:
+                cause = error.__cause__
+                if not _is_out_of_memory(cause):
+                    raise
+                if len(stretch.numbers) == 1:
+                    # Without the traceback, whose frames hold device memory.
+                    raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
+                # Its traceback's frames hold device memory.
+                del cause
+            # Pieces so small that as many as are alive at a time take half of what was refused.
+            self.most = max(len(stretch.numbers) // (2 * DEVICE_WINDOWS), 1)
+            self._wait(0)
+            stretch = stretch.head(self.most)
 
     def _wait(self, queued: int) -> None:
         """Wait until no more windows than so many are used by work that is still queued."""
@@ -183,9 +183,10 @@ class DeviceWindows:
     def _data_bytes(self, *, there: bool) -> int:
         """Bytes of the data; without ``there`` of those that are not on the device already."""
         device = self._backend.device
+        first = 0 if there else getattr(self._source, "there", 0)
         return sum(
             len(tensor) * tensor_row_bytes(tensor)
-            for tensor in self._source.tensors
+            for tensor in self._source.tensors[first:]
             if there or device.type == "cpu" or getattr(tensor, "device", None) != device
         )
 
@@ -195,8 +196,15 @@ class DeviceWindows:
         return DeviceCopyError(
             f"{what} of {self._source!r} does not fit on {self._backend.name}{found}: the data take "
             f"{_mib(self._data_bytes(there=True))}, and two windows of one batch each {_mib(2 * self._batch_bytes)} "
-            f"beside them. To have batches copied from host memory instead, pass the data as a Dataset: "
-            f"Feeder(torch.utils.data.TensorDataset(...), device=..., ...)"
+            f"beside them. {self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        if hasattr(self._source, "there"):
+            return 'cache="host" keeps them in host memory, from where batches are copied'
+        return (
+            "To have batches copied from host memory instead, pass the data as a Dataset: "
+            "Feeder(torch.utils.data.TensorDataset(...), device=..., ...)"
         )
 
 

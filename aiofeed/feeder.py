@@ -80,7 +80,9 @@ class Feeder(Generic[BatchT]):
         on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
             or a ``FailurePolicy``, which also has retries and time limits.
         cache: keep decoded samples: "host" in memory, ``HostCache(max_bytes)`` within a limit, ``DiskCache(path)`` in a
-            file. Samples are kept as they are met; random augmentation comes after, in the first epoch too.
+            file, "device" all of them where batches are wanted: once an epoch's samples are there, its batches are
+            views of a permuted buffer, as those of ``Tensors``. Samples are kept as they are met; random augmentation
+            comes after, in the first epoch too ("device" has none but ``transform``).
         limits: what may be used at most; chosen at run time by default.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
@@ -118,7 +120,7 @@ class Feeder(Generic[BatchT]):
         device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
-        cache: Literal["host"] | HostCache | DiskCache | None = None,
+        cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
@@ -155,10 +157,19 @@ class Feeder(Generic[BatchT]):
             engines=an_engine(engine),
         )
         check_travels(recipe)
-        fingerprint = partial(fingerprint_of, self._source, self._length)
         recipe = replace(
             recipe,
-            cache=adopt_cache(cache, self._source, recipe.decode, engines=recipe.engines, fingerprint=fingerprint),
+            cache=adopt_cache(
+                cache,
+                self._source,
+                recipe.decode,
+                engines=recipe.engines,
+                batch_size=batch_size,
+                backend=recipe.backend,
+                collate_fn=recipe.collate_fn,
+                static_batches=self._static_batches,
+                fingerprint=partial(fingerprint_of, self._source, self._length),
+            ),
         )
         if static_batches:
             recipe = with_statics(recipe, drop_last=drop_last, sampled=sampler is not None)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Samples of fewer bytes cost the interpreter more than the memory: a second thread would wait for the first.
 SMALL_BYTES = 16 * 1024
 
-_KEPT: Any = object()
+KEPT: Any = object()
 
 
 class CachedFetcher(BytesFetcher):
@@ -92,12 +92,12 @@ class CachedFetcher(BytesFetcher):
         has = store.has(wanted)
         self._warm = bool(has.all())
         if self._warm:
-            return Encoded([_KEPT] * len(indices), waited=False)
+            return Encoded([KEPT] * len(indices), waited=False)
         missing = np.flatnonzero(~has).tolist()
         if len(missing) == len(indices):
             return await super().read(indices)
         read = await super().read([indices[at] for at in missing])
-        samples = [_KEPT] * len(indices)
+        samples = [KEPT] * len(indices)
         for at, data in zip(missing, read.samples, strict=True):
             samples[at] = data
         read.samples = samples
@@ -105,13 +105,13 @@ class CachedFetcher(BytesFetcher):
 
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Copy a chunk that is all there in one go; otherwise one sample after the other."""
-        if not all(data is _KEPT for data in encoded):
+        if not all(data is KEPT for data in encoded):
             # What was read ahead may have been decoded for another batch since.
             indices = np.asarray(plan.indices[start : start + len(encoded)], np.int64)
             for at in np.flatnonzero(self._store.has(indices)).tolist():
-                encoded[at] = _KEPT
+                encoded[at] = KEPT
         copies = watch.guard is None and self._form.direct
-        if copies and isinstance(assembly, RowAssembly) and all(data is _KEPT for data in encoded):
+        if copies and isinstance(assembly, RowAssembly) and all(data is KEPT for data in encoded):
             return self._copy(plan, start, len(encoded), assembly)
         before = Outcome()
         if unread := [at for at, data in enumerate(encoded) if data is UNREAD]:
@@ -130,6 +130,8 @@ class CachedFetcher(BytesFetcher):
         indices = plan.indices[start : start + count]
         rows = assembly.rows[start : start + count].reshape(count, -1).view(np.uint8)
         self._store.take(np.asarray(indices, np.int64), rows)
+        for position, index in enumerate(indices, start):
+            self._placed(assembly, position, index, there=True)
         if (target := self._target) is not None:
             for position, index in enumerate(indices, start):
                 try:
@@ -150,6 +152,8 @@ class CachedFetcher(BytesFetcher):
         fresh, sample = self._make(plan, position, data, row)
         index = plan.indices[position]
         target = None if self._target is None else self._target(index)
+        self._note(index, target)
+        self._placed(assembly, position, index, there=data is KEPT)
         if row is not None:
             assembly.put(position, target)
         else:
@@ -164,7 +168,9 @@ class CachedFetcher(BytesFetcher):
         fresh, sample = self._make(plan, position, data, out)
         index = plan.indices[position]
         target = None if self._target is None else self._target(index)
+        self._note(index, target)
         with guard.commit():
+            self._placed(assembly, position, index, there=data is KEPT)
             if row is not None:
                 row[...] = out
                 assembly.put(position, target)
@@ -178,7 +184,7 @@ class CachedFetcher(BytesFetcher):
     ) -> tuple[NDArray[Any] | None, Any]:
         """The sample, in ``out`` or by itself, and what is to be kept of it where that is new."""
         index, fresh = plan.indices[position], None
-        if data is not _KEPT:
+        if data is not KEPT:
             if out is not None and self._decodes_rows and self._form.direct:
                 self._decoder.decode_into(data, out, None)  # type: ignore[attr-defined]
                 return out, None
@@ -194,6 +200,12 @@ class CachedFetcher(BytesFetcher):
             self._form.fill(kept, out, self._seed(plan, position) if self._takes_seed else None)
             return fresh, None
         return fresh, self._form.sample(kept, layout, lambda: self._generator(self._seed(plan, position)))
+
+    def _note(self, index: int, target: Any) -> None:
+        """A sample has this target; for a store that keeps those too."""
+
+    def _placed(self, assembly: Assembly, position: int, index: int, *, there: bool) -> None:
+        """A sample goes to its place in a batch, ``there`` where it was kept before; for who keeps account of them."""
 
     def _settle(self, layout: Layout, index: int) -> None:
         if not self._store.settle(layout):

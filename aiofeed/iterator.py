@@ -91,7 +91,8 @@ class FeedIterator(Generic[BatchT_co]):
 
     def __next__(self) -> BatchT_co:
         """The next batch; blocks until it is there. Ctrl-C breaks the wait, and loses no batch."""
-        if self._over():
+        if self._finished or self._closed is not None or self._pid != os.getpid():
+            self._refuse()
             raise StopIteration
         asked = time.perf_counter()
         item = self._handoff.first()
@@ -101,9 +102,7 @@ class FeedIterator(Generic[BatchT_co]):
             finally:
                 del item  # an error's traceback refers to this frame
             raise StopIteration
-        batch: BatchT_co = self._take(item)
-        self._observer.handing_out(item)
-        self._count(item, asked, time.perf_counter())
+        batch: BatchT_co = self._take(item, asked)
         # From here to the caller's line the interpreter does not look for signals (see handoff.py).
         self._observer.handed_out(item)
         del self._handoff.items[0]
@@ -111,7 +110,8 @@ class FeedIterator(Generic[BatchT_co]):
 
     async def __anext__(self) -> BatchT_co:
         """The next batch; suspends the calling task until it is there. Cancelling loses no batch."""
-        if self._over():
+        if self._finished or self._closed is not None or self._pid != os.getpid():
+            self._refuse()
             raise StopAsyncIteration
         asked = time.perf_counter()
         item = await self._handoff.first_async()
@@ -121,14 +121,13 @@ class FeedIterator(Generic[BatchT_co]):
             finally:
                 del item  # an error's traceback refers to this frame
             raise StopAsyncIteration
-        batch: BatchT_co = self._take(item)
-        self._observer.handing_out(item)
-        self._count(item, asked, time.perf_counter())
+        batch: BatchT_co = self._take(item, asked)
         self._observer.handed_out(item)
         del self._handoff.items[0]
         return batch
 
-    def _over(self) -> bool:
+    def _refuse(self) -> None:
+        """Raise where it was closed or belongs to another process; otherwise it has come to its end."""
         if self._closed is not None:
             raise IteratorClosedError(self._closed)
         if self._pid != os.getpid():
@@ -136,26 +135,26 @@ class FeedIterator(Generic[BatchT_co]):
                 "this iterator belongs to the parent process, whose threads a fork does not copy; "
                 "call iter() on the feeder in the child"
             )
-        return self._finished
 
-    def _take(self, item: Ready) -> Any:
+    def _take(self, item: Ready, asked: float) -> Any:
         try:
-            return self._delivery.take(item)
+            batch = self._delivery.take(item)
         except Exception as error:
             self._finish()
             self._observer.failed(Failed(error, item.number))
             raise
-
-    def _count(self, item: Ready, asked: float, now: float) -> None:
-        counters = self._counters
+        self._observer.handing_out(item)
+        now = time.perf_counter()
         if trace.listeners:
             trace.emit("stall", asked, now, item.number)
+        counters = self._counters
         counters.stall_s += now - asked
         counters.batches += 1
         counters.samples += item.samples
         counters.wall_s = now - self._started
         if counters.batches == 1:
             counters.first_batch_s = now - self._started
+        return batch
 
     def _settle(self, item: Item, asked: float) -> None:
         """Take note of the end, or raise what came instead of a batch."""

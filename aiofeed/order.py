@@ -230,34 +230,46 @@ class Stretch:
     batch_size: int
     run: bool
 
-    def cut(self, batches: int) -> Iterator[Stretch]:
-        """The same in pieces of so many batches."""
-        for first in range(0, len(self.numbers), batches):
-            last = first + batches
-            indices = self.indices[first * self.batch_size : last * self.batch_size]
-            yield Stretch(self.numbers[first:last], indices, self.batch_size, self.run)
+    def head(self, batches: int) -> Stretch:
+        """The first of them, so many at most."""
+        indices = self.indices[: batches * self.batch_size]
+        return Stretch(self.numbers[:batches], indices, self.batch_size, self.run)
 
 
-def stretches(
-    stripe: Stripe, permute: Callable[[], Permutation], most: Callable[[], int], skip: frozenset[int] = frozenset()
-) -> Iterator[Stretch]:
-    """The batches of a stripe as ``plans`` gives them, but up to ``most()`` at once; computed as they are asked for."""
-    if not stripe.batches:
-        return
-    permutation = permute()
-    first = 0
-    while first < stripe.batches:
-        count = min(most(), stripe.batches - first)
+class Stretches:
+    """The batches of a stripe as ``plans`` gives them, but several at once, from wherever they are asked for.
+
+    Args:
+        stripe: the rank's part.
+        permute: called once, when the first are asked for.
+        skip: numbers that are left out.
+    """
+
+    def __init__(self, stripe: Stripe, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
+        self._stripe = stripe
+        self._permute = permute
+        self._permutation: Permutation | None = None
+        self._skip = skip
+
+    def at(self, first: int, most: int) -> Stretch | None:
+        """Up to ``most`` batches, the first of them number ``first`` or the next that is not left out."""
+        stripe, skip = self._stripe, self._skip
+        while first in skip:
+            first += 1
+        count = min(most, stripe.batches - first)
+        if count <= 0:
+            return None
+        if self._permutation is None:
+            self._permutation = self._permute()
+        permutation = self._permutation
         numbers: Sequence[int] = range(first, first + count)
         positions = stripe.positions(first, count)
         if skip and not skip.isdisjoint(numbers):
             numbers = [number for number in numbers if number not in skip]
             positions = np.concatenate([positions[:0], *map(stripe.positions, numbers)])
-        if numbers:
-            # With one rank there is no padding, so that positions that follow one another are a run.
-            run = isinstance(permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
-            yield Stretch(numbers, permutation(positions % stripe.length), stripe.batch_size, run)
-        first += count
+        # With one rank there is no padding, so that positions that follow one another are a run.
+        run = isinstance(permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
+        return Stretch(numbers, permutation(positions % stripe.length), stripe.batch_size, run)
 
 
 def _as_list(values: Int64) -> Sequence[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any, Generic, TypeVar
 
+from aiofeed.backing import Machinery, goes_on, machinery, serves, tie_memory
 from aiofeed.counters import Counters
 from aiofeed.failures import FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
-from aiofeed.pipeline import Machinery, machinery
 from aiofeed.recipe import Recipe
 from aiofeed.state import Account, Progress
 from aiofeed.stream import Stream
@@ -47,6 +47,7 @@ class Passes(Generic[BatchT]):
         # Epochs that were finished one after the other, and the last one that is sure to be asked for.
         self._in_a_row = 0
         self.last_epoch: int | None = None
+        tie_memory(self, recipe)
 
     @property
     def live(self) -> bool:
@@ -78,11 +79,12 @@ class Passes(Generic[BatchT]):
         start = begun.start
         claimed, stream = None, self._stream
         if self.pipeline is not None and self.pipeline.reusable() and stream is not None:
-            claimed = stream.claim(begun.schedule, start) if begun.permutation is None else None
+            follows = begun.permutation is None and goes_on(self.recipe, self.pipeline)
+            claimed = stream.claim(begun.schedule, start) if follows else None
         if claimed is None or stream is None:
             claimed = Counters()
             stream = Stream(begun.schedule, start, claimed, begun.permutation)
-        if begun.permutation is None:
+        if begun.permutation is None and goes_on(self.recipe, None):
             # Before it starts: a short epoch is planned at once, and then it is too late.
             self._look_ahead(stream, start.epoch)
         if stream is not self._stream:
@@ -127,13 +129,14 @@ class Passes(Generic[BatchT]):
 
     def _start_stream(self, stream: Stream) -> None:
         old = self.pipeline
-        if old is not None and old.reusable() and self._stream is not None and self._stream.drained():
+        drained = self._stream is not None and self._stream.drained()
+        if old is not None and old.reusable() and drained and serves(self.recipe, old, stream):
             self.pipeline = old
         else:
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
             if old is not None and not old.inherited:
                 old.stop()
-            self.pipeline = machinery(self.recipe, after=old)
+            self.pipeline = machinery(self.recipe, stream, after=old)
             self.pipeline.watch(self)
         self._stream = stream
         self.pipeline.start(stream)

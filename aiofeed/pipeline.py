@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
@@ -15,11 +15,10 @@ from aiofeed.collate import Assembly
 from aiofeed.delivery import DeviceDelivery, HostDelivery
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
-from aiofeed.errors import as_exception
+from aiofeed.errors import CacheError, as_exception
 from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
-from aiofeed.iterator import Delivery
 from aiofeed.recipe import Recipe
 from aiofeed.runtime import Runtime
 from aiofeed.sources.dataset import FromDataset
@@ -33,83 +32,6 @@ if TYPE_CHECKING:
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
-
-
-class FeedDelivery(Delivery, Protocol):
-    """What stands behind a feeder's iterators, one after another."""
-
-    def begin(self) -> None:
-        """A pass begins in the calling thread."""
-        ...
-
-
-class Machinery(Protocol):
-    """What can stand behind a feeder: it gives the batches of a stream, from one ``iter()`` to ``close``."""
-
-    @property
-    def delivery(self) -> FeedDelivery:
-        """Where its batches come out."""
-        ...
-
-    @property
-    def inherited(self) -> bool:
-        """Whether it belongs to a parent process."""
-        ...
-
-    @property
-    def queue_depth(self) -> int:
-        """Finished batches that wait for the consumer."""
-        ...
-
-    @property
-    def chunk_size(self) -> int:
-        """Samples per executor job, as chosen last."""
-        ...
-
-    def start(self, stream: Stream) -> None:
-        """Begin to give the batches of a stream."""
-        ...
-
-    def watch(self, owner: object) -> None:
-        """Stop when ``owner`` is dropped; it replaces the one watched before."""
-        ...
-
-    def reusable(self) -> bool:
-        """Whether another stream can be started."""
-        ...
-
-    def stop(self) -> None:
-        """Signal the end; never blocks."""
-        ...
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end, up to ``timeout_s``; whether it has come."""
-        ...
-
-    async def stopped(self) -> None:
-        """Wait for the end without blocking the caller's loop."""
-        ...
-
-
-def machinery(recipe: Recipe, after: Machinery | None = None) -> Machinery:
-    """What a recipe needs, to take the place of ``after``, which is of the same recipe."""
-    if isinstance(recipe.source, Tensors):
-        from aiofeed.resident import Resident, Store
-
-        if isinstance(after, Resident) and not after.inherited:
-            return after.successor()
-        assert not isinstance(recipe.backend, DeviceGroup)
-        return Resident(
-            Store(
-                recipe.source,
-                batch_size=recipe.batch_size,
-                backend=recipe.backend,
-                memory_bytes=recipe.limits.memory_bytes,
-            ),
-            recipe.transform,
-        )
-    assert after is None or isinstance(after, Pipeline)
-    return Pipeline(recipe, after=after)
 
 
 class Pipeline:
@@ -129,6 +51,7 @@ class Pipeline:
             decode_threads=limits.decode_threads,
             after=None if after is None or after.runtime.inherited else after.runtime,
         )
+        _attach_cache(recipe)
         self._fetcher = _fetcher(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
@@ -155,7 +78,7 @@ class Pipeline:
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
         recipe = self._recipe
-        make: Callable[..., Engine] = partial(Engine, new_assembly=self._new_assembly)
+        make: Callable[..., Engine] = partial(Engine, new_assembly=partial(_new_assembly, recipe, self._fetcher))
         limits = recipe.limits
         if self._processes is not None:
             from aiofeed.sharing.remote import RemoteEngine
@@ -208,7 +131,23 @@ class Pipeline:
             return
         if (task := asyncio.current_task()) is not None and task.cancelling():
             return  # open() swallowed it, and nobody would cancel the engine again
+        if not await self._prepared():
+            return
         await engine.run()
+
+    async def _prepared(self) -> bool:
+        """Let a cache that keeps samples where batches are wanted take its memory; whether it could."""
+        if self._recipe.cache is None:
+            return True
+        from aiofeed.fetch_resident import ResidentFetcher
+
+        if isinstance(self._fetcher, ResidentFetcher):
+            try:
+                await self._fetcher.prepare(self.runtime.decode_pool)
+            except CacheError as error:
+                self._finished.put(Failed(error))
+                return False
+        return True
 
     async def _open_source(self) -> None:
         if self._opened:
@@ -224,18 +163,6 @@ class Pipeline:
         if (closer := getattr(source, "aclose", None)) is not None:
             self.runtime.at_stop(closer)
         self._opened = True
-
-    def _new_assembly(self, samples: int, lease: Lease) -> Assembly:
-        recipe = self._recipe
-        return new_assembly(
-            self._fetcher,
-            recipe.decode,
-            recipe.collate_fn,
-            samples,
-            lease,
-            staged=recipe.backend is not None,
-            cached=recipe.cache is not None,
-        )
 
     def _known_bytes_per_sample(self) -> float:
         row = getattr(self._recipe.decode, "row", None)
@@ -284,6 +211,29 @@ class Pipeline:
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's loop."""
         await self.delivery.stopped()
+
+
+def _attach_cache(recipe: Recipe) -> None:
+    """Tell a cache that keeps samples on the device which one it is."""
+    if recipe.cache is None:
+        return
+    from aiofeed.cache.resident import DeviceRows
+
+    if isinstance(recipe.cache, DeviceRows) and not isinstance(recipe.backend, DeviceGroup | None):
+        recipe.cache.attach(recipe.backend)
+
+
+def _new_assembly(recipe: Recipe, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+    # No method: the engine would refer to its pipeline, and what that keeps on a device would wait for the collector.
+    return new_assembly(
+        fetcher,
+        recipe.decode,
+        recipe.collate_fn,
+        samples,
+        lease,
+        staged=recipe.backend is not None,
+        cached=recipe.cache is not None,
+    )
 
 
 def _processes(recipe: Recipe) -> EngineProcesses | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aiofeed import trace
@@ -21,11 +23,12 @@ from aiofeed.errors import DeviceCopyError
 from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready
 from aiofeed.order import Stretch
-from aiofeed.sources.tensors import Tensors
-from aiofeed.stream import Stream
-from aiofeed.windows import HostWindows, Made, Window, Windows
+from aiofeed.stream import EpochStart, Stream
+from aiofeed.windows import HostWindows, Made, Rows, Window, Windows
 
 if TYPE_CHECKING:
+    import torch
+
     from aiofeed.device import DeviceBackend
 
 
@@ -39,8 +42,8 @@ class Store:
         memory_bytes: of all windows together, those that the user keeps not counted.
     """
 
-    def __init__(self, source: Tensors, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
-        self._source = source
+    def __init__(self, source: Rows, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
+        self.source = source
         self.batch_size = batch_size
         self.backend = backend
         self._memory_bytes = memory_bytes
@@ -50,9 +53,9 @@ class Store:
         """What makes windows of the data."""
         if self._windows is None:
             if self.backend is None:
-                self._windows = HostWindows(self._source, self.batch_size, self._memory_bytes)
+                self._windows = HostWindows(self.source, self.batch_size, self._memory_bytes)
             else:
-                self._windows = DeviceWindows(self.backend, self._source, self.batch_size, self._memory_bytes)
+                self._windows = DeviceWindows(self.backend, self.source, self.batch_size, self._memory_bytes)
         return self._windows
 
     def follow(self) -> None:
@@ -65,18 +68,28 @@ class Store:
         self._windows = None
 
 
+class _Items(deque[Item]):
+    """The items of a window, and where to go on behind them: one assignment puts both in place."""
+
+    after: _Walk | None = None
+    used: Callable[[], object] | None = None
+
+
 class Pulled(Handoff[Item]):
-    """A handoff into which nobody puts: the next item is made when it is asked for."""
+    """A handoff into which nobody puts: the next items are made when they are asked for.
+
+    The queue is replaced whole, so that Ctrl-C anywhere in the making of a window loses nothing: it is made again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._now: Iterator[Item] = iter(())
-        self._later: Iterator[Iterator[Item]] = iter(())
+        self.items: _Items = _Items()
 
-    def begin(self, windows: Iterator[Iterator[Item]]) -> None:
-        """Give these items from now on; they come by windows."""
-        self.items.clear()
-        self._now, self._later = iter(()), windows
+    def begin(self, walk: _Walk | None) -> None:
+        """Give the items of a walk from now on."""
+        items = _Items()
+        items.after = walk
+        self.items = items
 
     def put(self, item: Item) -> None:
         """Nobody waits here, so that nobody has to be told that it was closed."""
@@ -84,29 +97,28 @@ class Pulled(Handoff[Item]):
     def first(self, timeout_s: float | None = None) -> Item:
         """The next item, made now and kept until it is deleted; a failure as one."""
         if not self.items:
-            self.items.append(self._make())
+            self._make()
         return self.items[0]
 
     async def first_async(self) -> Item:
         """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing."""
         if not self.items:
-            for item in self._now:
-                self.items.append(item)
-                break
-            else:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
         return self.first()
 
-    def _make(self) -> Item:
+    def _make(self) -> None:
+        now = self.items
+        items = _Items()
         try:
-            for item in self._now:
-                return item
-            for window in self._later:
-                self._now = window
-                return next(window)
+            if now.used is not None:
+                now.used()
+            if now.after is not None:
+                items = now.after.items()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised at the consumer's line
-            return Failed(error)
-        return Closed()
+            items.append(Failed(error))
+        if not items:
+            items.append(Closed())
+        self.items = items
 
 
 class Resident:
@@ -115,22 +127,39 @@ class Resident:
     Args:
         store: the data.
         transform: applied to each batch, in the consumer's thread and on its stream.
+        shape: makes a batch of the rows of each tensor; ``None``: their list.
     """
 
     queue_depth = 0
     chunk_size = 0
 
-    def __init__(self, store: Store, transform: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        transform: Callable[[Any], Any] | None,
+        shape: Callable[[list[torch.Tensor]], Any] | None = None,
+    ) -> None:
         self._store = store
         self._transform = transform
+        self._shape = shape
         self._pulled = Pulled()
         self.handoff: Handoff[Item] = self._pulled
         self._pid = os.getpid()
         self._stopped = False
+        self._watched: weakref.ref[object] | None = None
+        # What stood in its place, and may not be gone yet.
+        self.before: Any = None
 
     def successor(self) -> Resident:
         """Another with the same data, where they have not been let go of."""
-        return Resident(self._store, self._transform)
+        found = Resident(self._store, self._transform, self._shape)
+        found.before = self.before
+        return found
+
+    @property
+    def source(self) -> Rows:
+        """The data."""
+        return self._store.source
 
     @property
     def delivery(self) -> Resident:
@@ -144,10 +173,11 @@ class Resident:
 
     def start(self, stream: Stream) -> None:
         """Begin to give the batches of a stream; nothing is uploaded or permuted before the first is asked for."""
-        self._pulled.begin(_items(self._store, stream))
+        self._pulled.begin(_Walk(self._store, stream))
 
     def watch(self, owner: object) -> None:
-        """Nothing to do: what it holds goes when it goes."""
+        """Give no more to others once ``owner`` is dropped; it replaces the one watched before."""
+        self._watched = weakref.ref(owner)
 
     def begin(self) -> None:
         """A pass begins in the calling thread."""
@@ -155,10 +185,14 @@ class Resident:
 
     def take(self, item: Ready) -> Any:
         """The batch, transformed where there is a transform."""
+        window, first, last = item.batch
+        batch = window.batch(first, last)
+        if self._shape is not None:
+            batch = self._shape(batch)
         if self._transform is None:
-            return item.batch
+            return batch
         try:
-            return self._transform(item.batch)
+            return self._transform(batch)
         except Exception as error:
             backend = self._store.backend
             if backend is None:
@@ -170,68 +204,105 @@ class Resident:
 
     def reusable(self) -> bool:
         """Whether another stream can be started."""
-        return not self._stopped and not self.inherited
+        left = self._watched is not None and self._watched() is None
+        return not self._stopped and not left and not self.inherited
 
     def stop(self) -> None:
         """Give no more. The data stay, for a successor."""
         self._stopped = True
-        self._pulled.begin(iter(()))
+        self._pulled.begin(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Let go of the data."""
+        """Let go of the data, and wait for the end of what stood in its place; whether that has come."""
         self._store.clear()
-        return True
+        return self.before is None or bool(self.before.join(timeout_s))
 
     async def stopped(self) -> None:
-        """Let go of the data."""
+        """The same, without blocking the caller's loop."""
         self._store.clear()
+        if self.before is not None:
+            await self.before.stopped()
 
 
-def _items(store: Store, stream: Stream) -> Iterator[Iterator[Item]]:
-    """The batches of a stream's epochs, by windows, and the epochs' ends."""
-    windows = store.open()
-    for made in _ahead(_made(windows, stream), windows.ahead):
-        items = iter((made,)) if isinstance(made, Ended) else _batches(*made)
-        # The last reference to a window is to be the user's.
-        del made
-        yield items
-        del items
+class _Epoch:
+    """An epoch of a stream, to be cut into windows."""
+
+    def __init__(self, stream: Stream, start: EpochStart) -> None:
+        self.start = start
+        self.counters = start.counters
+        self.stretches = stream.schedule.stretches(start.position, start.permutation)
 
 
-def _batches(stretch: Stretch, window: Window) -> Iterator[Item]:
-    samples, size, counters = len(stretch.indices), stretch.batch_size, Counters()
+@dataclass(frozen=True, eq=False)
+class _Walk:
+    """Where a stream stands: what was made ahead, and what is to be made next. It does not change.
+
+    Args:
+        store: the data.
+        stream: the epochs.
+        ahead: windows that were made but not asked for, and ends of epochs between them.
+        epoch: what is to be made next is of this; ``None``: nothing was made yet, or with ``over`` nothing is left.
+        number: the batch that is made next.
+        over: whether the stream has ended.
+    """
+
+    store: Store
+    stream: Stream
+    ahead: tuple[tuple[_Epoch, Made | None], ...] = ()
+    epoch: _Epoch | None = None
+    number: int = 0
+    over: bool = False
+
+    def items(self) -> _Items:
+        """The next window's items, or an epoch's end; none behind the last."""
+        windows = self.store.open()
+        walk = self
+        # The end of an epoch is passed on at once.
+        while not walk.over and not (walk.ahead and walk.ahead[0][1] is None) and walk._windows <= windows.ahead:
+            walk = walk._further(windows)
+        items = _Items()
+        if walk.ahead:
+            (epoch, made), rest = walk.ahead[0], walk.ahead[1:]
+            items.after = replace(walk, ahead=rest)
+            if made is None:
+                items.append(Ended())
+            else:
+                items.extend(_batches(*made, epoch.counters))
+                items.used = made[1].used
+        return items
+
+    @property
+    def _windows(self) -> int:
+        return sum(made is not None for _, made in self.ahead)
+
+    def _further(self, windows: Windows) -> _Walk:
+        epoch = self.epoch or _Epoch(self.stream, self.stream.first)
+        began = time.perf_counter()
+        stretch = epoch.stretches.at(self.number, windows.most)
+        if stretch is None:
+            following = self.stream.after(epoch.start)
+            return replace(
+                self,
+                ahead=(*self.ahead, (epoch, None)),
+                epoch=None if following is None else _Epoch(self.stream, following),
+                number=0,
+                over=following is None,
+            )
+        made = windows.make(stretch)
+        ended, first, last = time.perf_counter(), made[0].numbers[0], made[0].numbers[-1]
+        if windows.stage == "copy":
+            epoch.counters.copy_s += ended - began
+        else:
+            epoch.counters.collate_s += ended - began
+        if trace.listeners:
+            trace.emit(windows.stage, began, ended, first)
+        return replace(self, ahead=(*self.ahead, (epoch, made)), epoch=epoch, number=last + 1)
+
+
+def _batches(stretch: Stretch, window: Window, counters: Counters) -> list[Item]:
+    samples, size = len(stretch.indices), stretch.batch_size
+    items: list[Item] = []
     for at, number in enumerate(stretch.numbers):
         first, last = at * size, min((at + 1) * size, samples)
-        yield Ready(number, last - first, window.batch(first, last), None, 0, None, counters)
-    window.used()
-
-
-def _made(windows: Windows, stream: Stream) -> Iterator[Made | Ended]:
-    """The windows of a stream's epochs, made as they are asked for."""
-    for start, permutation, counters in stream.epochs():
-        began = time.perf_counter()
-        for stretch in stream.schedule.stretches(start, permutation, lambda: windows.most):
-            for made in windows.make(stretch):
-                ended = time.perf_counter()
-                if windows.stage == "copy":
-                    counters.copy_s += ended - began
-                else:
-                    counters.collate_s += ended - began
-                if trace.listeners:
-                    trace.emit(windows.stage, began, ended, stretch.numbers[0])
-                yield made
-                began = time.perf_counter()
-        yield Ended()
-
-
-def _ahead(made: Iterable[Made | Ended], windows: int) -> Iterator[Made | Ended]:
-    """The same, with so many windows made before they are asked for. The end of an epoch is passed on at once."""
-    queue: deque[Made | Ended] = deque()
-    waiting = 0
-    for entry in made:
-        queue.append(entry)
-        waiting += not isinstance(entry, Ended)
-        while queue and (waiting > windows or isinstance(queue[0], Ended)):
-            waiting -= not isinstance(queue[0], Ended)
-            yield queue.popleft()
-    yield from queue
+        items.append(Ready(number, last - first, (window, first, last), None, 0, None, counters))
+    return items

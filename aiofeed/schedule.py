@@ -20,12 +20,11 @@ from aiofeed.order import (
     Listed,
     Permutation,
     Sequential,
-    Stretch,
+    Stretches,
     Stripe,
     epoch_seed,
     plans,
     shuffled,
-    stretches,
 )
 from aiofeed.types import BatchPlan
 
@@ -97,9 +96,9 @@ class Schedule:
         permute = self._permute(start, listed)
         return plans(self.stripe(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
 
-    def stretches(self, start: Position, listed: Permutation | None, most: Callable[[], int]) -> Iterator[Stretch]:
-        """The same batches, up to ``most()`` of them at once."""
-        return stretches(self.stripe(start.consumed), self._permute(start, listed), most, start.ahead)
+    def stretches(self, start: Position, listed: Permutation | None = None) -> Stretches:
+        """The same batches, to be had several at once."""
+        return Stretches(self.stripe(start.consumed), self._permute(start, listed), start.ahead)
 
     def _permute(self, start: Position, listed: Permutation | None) -> Callable[[], Permutation]:
         return partial(self._permutation, start.epoch) if listed is None else partial(_given, listed)

@@ -25,6 +25,21 @@ class EpochEnds:
     """Every batch of the epoch has been planned."""
 
 
+@dataclass(frozen=True, eq=False)
+class EpochStart:
+    """An epoch of a stream.
+
+    Args:
+        position: where it begins.
+        permutation: what a sampler gave for it.
+        counters: of what is done for it.
+    """
+
+    position: Position
+    permutation: Permutation | None
+    counters: Counters
+
+
 Step: TypeAlias = BatchPlan | EpochBegins | EpochEnds
 
 
@@ -55,26 +70,40 @@ class Stream:
         self._over = False
 
     def __iter__(self) -> Iterator[Step]:
-        for start, permutation, counters in self.epochs():
-            yield EpochBegins(counters)
-            yield from self.schedule.plans(start, permutation)
+        for start in self.epochs():
+            yield EpochBegins(start.counters)
+            yield from self.schedule.plans(start.position, start.permutation)
             yield EpochEnds()
 
-    def epochs(self) -> Iterator[tuple[Position, Permutation | None, Counters]]:
-        """Where each epoch begins, what a sampler gave for it, and its counters; asked for the next, one is planned."""
-        position, permutation = self._start, self._permutation
-        while True:
-            yield position, permutation, self._counters_of(position.epoch)
-            position, permutation = Position(position.epoch + 1), None
-            with self._lock:
-                if position.epoch > self._allowed:
-                    self._over = True
-                    return
-                self._begun = position.epoch
+    def epochs(self) -> Iterator[EpochStart]:
+        """Where each epoch begins; asked for the next, one is planned."""
+        start: EpochStart | None = self.first
+        while start is not None:
+            yield start
+            start = self.after(start)
+
+    @property
+    def first(self) -> EpochStart:
+        """Where it begins."""
+        return EpochStart(self._start, self._permutation, self._counters_of(self._start.epoch))
+
+    def after(self, start: EpochStart) -> EpochStart | None:
+        """The epoch after one that was planned, which is planned next; ``None`` where that is the last.
+
+        Asked again it says the same, unless an epoch was allowed meanwhile.
+        """
+        position = Position(start.position.epoch + 1)
+        with self._lock:
+            if position.epoch > self._allowed:
+                self._over = True
+                return None
+            self._begun = max(self._begun, position.epoch)
+        return EpochStart(position, None, self._counters_of(position.epoch))
 
     def _counters_of(self, epoch: int) -> Counters:
         with self._lock:
-            return self._counters.setdefault(epoch, Counters())
+            counters = self._counters.setdefault(epoch, Counters())
+        return counters
 
     def allow(self, epoch: int) -> None:
         """Epochs up to this one may be begun before they are claimed."""

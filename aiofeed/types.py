@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -132,6 +133,14 @@ class ArrayLeaf:
         self.axes = axes
         self.torch_dtype = torch_dtype
         self.pinned = pinned
+
+
+class DeviceLeaf(ABC):
+    """A tensor of a batch that is completed on the device."""
+
+    @abstractmethod
+    def arrive(self, copy: Callable[[ArrayLeaf], Any]) -> Any:
+        """The tensor, on the side stream; ``copy`` queues copies there, and keeps the host's memory until they ran."""
 
 
 class EpochOrder(Protocol):

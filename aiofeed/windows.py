@@ -10,13 +10,13 @@ otherwise take a write into one batch for a write into all of the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from aiofeed.order import Stretch
-from aiofeed.sources.tensors import Tensors, tensor_row_bytes
+from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import HostMemory, array
 
 if TYPE_CHECKING:
@@ -31,15 +31,28 @@ HOST_WINDOWS = 2
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
+class Rows(Protocol):
+    """Data of which windows are made."""
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        """Each [N, ...], tensors or arrays; sample ``i`` is row ``i`` of each."""
+        ...
+
+    @property
+    def alias(self) -> bool:
+        """Whether a batch may be a view of them where rows follow one another."""
+        ...
+
+
 class Window(Protocol):
     """Some batches, side by side."""
 
+    used: Callable[[], object] | None
+    """To be called once all of its batches were handed out; refers to no rows."""
+
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
-        ...
-
-    def used(self) -> None:
-        """All of its batches were handed out."""
         ...
 
 
@@ -57,8 +70,8 @@ class Windows(Protocol):
     stage: str
     """What making one is called where time is accounted for: "collate" or "copy"."""
 
-    def make(self, stretch: Stretch) -> Iterator[Made]:
-        """Windows of a stretch: one, or more where memory is short."""
+    def make(self, stretch: Stretch) -> Made:
+        """A window of a stretch, or of its head where memory is short."""
         ...
 
 
@@ -67,12 +80,12 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
     return max(min(bounds) // max(batch_bytes, 1), 1)
 
 
-def row_bytes(source: Tensors) -> int:
+def row_bytes(source: Rows) -> int:
     """Bytes of one sample."""
     return sum(map(tensor_row_bytes, source.tensors))
 
 
-class HostWindow:
+class HostWindow(Window):
     """Rows in host memory that is used again once nothing refers to them."""
 
     def __init__(self, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None]) -> None:
@@ -80,20 +93,24 @@ class HostWindow:
 
         self._rows = rows
         self._dtypes = dtypes
+        # Memory comes back when nothing refers to it.
+        self.used = None
         self._plain = not any(dtypes)
         self._tensor = torch.from_numpy
+        self._under_inference_mode, self._inference_mode = torch.is_inference_mode_enabled, torch.inference_mode
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor."""
+        if self._under_inference_mode():
+            # Made under it they could not be trained on outside, and a batch from elsewhere can.
+            with self._inference_mode(False):
+                return self.batch(first, last)
         # Each a storage of its own as torch sees it, so that saving a batch saves no more than the batch.
         tensor = self._tensor
         batch = [tensor(rows[first:last]) for rows in self._rows]
         if self._plain:
             return batch
         return [rows if dtype is None else rows.view(dtype) for rows, dtype in zip(batch, self._dtypes, strict=True)]
-
-    def used(self) -> None:
-        """Nothing to do: memory comes back when nothing refers to it."""
 
 
 class HostWindows:
@@ -109,14 +126,14 @@ class HostWindows:
     ahead = 0
     stage = "collate"
 
-    def __init__(self, source: Tensors, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, source: Rows, batch_size: int, memory_bytes: int) -> None:
         self._data, self._dtypes = zip(*map(_host_rows, source.tensors), strict=True)
         self._alias = source.alias
         self._memory = HostMemory(keep=HOST_WINDOWS * len(self._data))
         batch_bytes = batch_size * row_bytes(source)
         self.most = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
-    def make(self, stretch: Stretch) -> Iterator[Made]:
+    def make(self, stretch: Stretch) -> Made:
         """One window."""
         indices = stretch.indices
         start, end = int(indices[0]), int(indices[-1]) + 1
@@ -132,7 +149,7 @@ class HostWindows:
                 # The indices are good, and any other mode would gather into a buffer first.
                 np.take(data, indices, axis=0, out=target, mode="clip")
             rows.append(target)
-        yield stretch, HostWindow(rows, self._dtypes)
+        return stretch, HostWindow(rows, self._dtypes)
 
 
 def as_tensor(given: Any) -> torch.Tensor:

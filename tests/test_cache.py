@@ -458,10 +458,10 @@ def test_a_decoder_that_is_random_as_a_whole_is_refused(decode: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache", "error"), [("device", TypeError), ("disk", TypeError), (True, TypeError), (5, TypeError)]
+    ("cache", "error"), [("gpu", TypeError), ("disk", TypeError), (True, TypeError), (5, TypeError)]
 )
 def test_what_is_no_cache_is_refused(cache: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r'"host", aiofeed\.HostCache'):
+    with pytest.raises(error, match=r'"host", "device", aiofeed\.HostCache'):
         Feeder(Numbers(), decode=tensor, batch_size=4, cache=cache)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, Limits, lifetime, prefetch
+from aiofeed import Feeder, Limits, Tensors, lifetime, prefetch
 from aiofeed.handoff import Handoff
 from aiofeed.lifetime import DaemonThread
 from aiofeed.testing import SimulatedDevice
@@ -111,6 +111,31 @@ def test_an_interrupted_next_loses_no_batch(options: dict[str, Any], step: int) 
             break
     assert place > 10
     feeder.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "step"), [(False, 0), (False, 1), (False, 2), pytest.param(True, 1, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_next_of_resident_data_loses_no_batch(device: bool, step: int) -> None:
+    """Wherever Ctrl-C comes, in the making of a window too: the next `next` gives the batch, and all that follow."""
+    limits = Limits(memory_bytes=64)  # two batches in a window of the host
+    for place in range(2000):
+        backend = SimulatedDevice() if device else None
+        feeder: Feeder[list[torch.Tensor]] = Feeder(
+            Tensors(torch.arange(10)), batch_size=2, device=backend, limits=limits
+        )
+        iterator = iter(feeder)
+        seen = [next(iterator) for _ in range(step)]
+        with Interrupt(place) as interrupt:
+            try:
+                seen.append(next(iterator))
+            except KeyboardInterrupt:
+                interrupt.left = -1
+        seen += iterator
+        assert [x.cpu().tolist() for [x] in seen] == [[n, n + 1] for n in range(0, 10, 2)], place
+        if interrupt.left >= 0:
+            break
+    assert place > 10
 
 
 @pytest.mark.parametrize("device", [False, True])

@@ -352,7 +352,7 @@ def test_autograd_does_not_take_batches_for_one(device: str | None, monkeypatch:
         one, other, *_ = [rows for [rows] in Feeder(Tensors(x), batch_size=2)]
     else:
         windows = DeviceWindows(PlainDevice(), Tensors(x), 2, 1 << 20)
-        [(_, window)] = windows.make(Stretch(range(2), np.arange(4), 2, run=False))
+        _, window = windows.make(Stretch(range(2), np.arange(4), 2, run=False))
         [one], [other] = window.batch(0, 2), window.batch(2, 4)
         assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     weights = torch.ones(5, 1, requires_grad=True)
@@ -648,6 +648,17 @@ def test_memory_bytes_bounds_the_windows_of_the_host() -> None:
 
 
 # --- the feeder's other promises --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, "simulated"])
+def test_an_epoch_behind_one_that_was_left_has_all_of_its_batches(device: str | None) -> None:
+    """Left by ``break``, which drops the iterator: the next begins with its own first batch."""
+    backend = None if device is None else testing.SimulatedDevice()
+    feeder: Feeder[Any] = Feeder(Tensors(torch.arange(6)), batch_size=2, device=backend)
+    for [x] in feeder:
+        assert x.tolist() == [0, 1]
+        break
+    assert [x.tolist() for [x] in feeder] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_no_threads_and_no_draws() -> None:

@@ -69,7 +69,7 @@ class HostStore(Store):
 
     def _open(self, layout: Layout) -> None:
         limit = self._cache.max_bytes
-        ranks = _local_ranks()
+        ranks = local_ranks()
         if limit is None:
             limit = self._free_memory() // (2 * ranks)
         capacity = min(self.samples, limit // layout.nbytes)
@@ -98,6 +98,7 @@ class HostStore(Store):
         self._slots[index] = slot
 
 
-def _local_ranks() -> int:
+def local_ranks() -> int:
+    """How many ranks share this host's memory, as far as torchrun says."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(text), 1) if text.isdigit() else 1

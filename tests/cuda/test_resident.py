@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from aiofeed import DeviceCopyError, Feeder, Limits, Tensors
+from aiofeed import CacheError, DeviceCopyError, Feeder, Limits, Tensors
 
 
 def data(n, width):
@@ -114,3 +114,74 @@ def test_odd_dtypes(backend, dtype):
         )
         here = torch.cat([b.view(torch.uint8) for [b] in Feeder(Tensors(x), batch_size=7, shuffle=shuffle)])
         assert torch.equal(there, here)
+
+
+class Rows:
+    """A source of n samples whose bytes say which they are."""
+
+    def __init__(self, n):
+        self.n = n
+        self.reads = 0
+
+    def __len__(self):
+        return self.n
+
+    def key(self, index):
+        return str(index)
+
+    def target(self, index):
+        return index
+
+    async def read(self, index):
+        self.reads += 1
+        return index
+
+
+def row(index):
+    return torch.full((3, 32), float(index))
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
+def test_a_cache_on_the_device_gives_what_streaming_gives(backend, shard):
+    """Streamed, mixed and resident epochs, with a slow consumer; and each sample is decoded once."""
+    options = {"decode": row, "batch_size": 16, "shuffle": True, "shard": shard}
+    source = Rows(500)
+    there = Feeder(source, cache="device", device=backend, transform=lambda batch: [batch[0] * 2, batch[1]], **options)
+    here = Feeder(Rows(500), transform=lambda batch: [batch[0] * 2, batch[1]], **options)
+    with there, here:
+        for _ in range(15):
+            for (a, b), (c, d) in zip(there, here, strict=True):
+                slow()
+                assert a.device == b.device == backend.device
+                assert torch.equal(a.cpu(), c)
+                assert torch.equal(b.cpu(), d)
+        assert source.reads <= 501 + 16
+
+
+def test_a_cache_that_does_not_fit_on_the_device_is_refused_with_the_figures(backend):
+    """Before the first batch."""
+    free, _ = backend.memory()
+    feeder = Feeder(
+        Rows((free >> 20) + 1),
+        decode=lambda index: torch.zeros(1 << 18),
+        batch_size=16,
+        cache="device",
+        device=backend,
+    )
+    with feeder, pytest.raises(CacheError, match=r"does not fit on cuda:0 .* free: .* samples of 1\.0 MiB each"):
+        next(iter(feeder))
+
+
+def test_a_cache_on_the_device_goes_with_its_feeder(backend):
+    """It stays through close, and dropping the feeder gives it back."""
+    gc.collect()
+    before = torch.cuda.memory_allocated(backend.device)
+    feeder = Feeder(Rows(4096), decode=row, batch_size=64, cache="device", device=backend)
+    with feeder:
+        for _ in range(3):
+            for _ in feeder:
+                pass
+    assert torch.cuda.memory_allocated(backend.device) >= before + 4096 * 384
+    del feeder
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated(backend.device) <= before + 65536
