@@ -153,6 +153,7 @@ class Feeder(Generic[BatchT]):
             length=self._length,
             policy=as_policy(on_error),
             engines=an_engine(engine),
+            said=limits or Limits(),
         )
         check_travels(self._recipe)
         if cache is not None:
@@ -378,11 +379,14 @@ class Feeder(Generic[BatchT]):
             counters.add(self._past)
         counters.add(self._counters)
         limits, pipeline = self._recipe.limits, self._pipeline
+        tuner = pipeline.tuner if pipeline is not None else None
+        gil = tuner.decoding.gil if tuner is not None else None
         return FeedStatistics(
             **counters.totals(),  # type: ignore[arg-type]
             queue_depth=pipeline.queue_depth if pipeline is not None else 0,
-            read_concurrency=limits.read_concurrency,
-            decode_threads=limits.decode_threads,
+            read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
+            decode_threads=limits.decode_threads if tuner is None else tuner.lanes,
+            gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
         )
 

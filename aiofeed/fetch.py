@@ -23,6 +23,7 @@ from aiofeed.pace import Pace
 from aiofeed.policy import FailurePolicy
 from aiofeed.reading import Encoded, Reader, nbytes, unless_overridden
 from aiofeed.retries import retry_blocking
+from aiofeed.tuning import Job
 from aiofeed.types import BatchPlan, RowDecoder, Source
 
 # Where a read takes this long, waiting is what costs. What a chunk's reads return is dealt with while those of other
@@ -42,7 +43,7 @@ _UNGUARDED = contextlib.nullcontext()
 
 @dataclass(eq=False)
 class Outcome:
-    """What came of one chunk. Errors are by position in the batch, in order."""
+    """What came of one chunk. Errors are by position in the batch, in order; ``job`` is there where it was measured."""
 
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
     read_s: float = 0.0
@@ -50,6 +51,7 @@ class Outcome:
     retries: int = 0
     decode_s: float = 0.0
     collate_s: float = 0.0
+    job: Job | None = None
 
 
 class Fetcher(Protocol):
@@ -194,7 +196,7 @@ class BytesFetcher:
             guard.outcome = outcome
         if encoded and encoded[0] is UNREAD:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         done = 0
         for position, data in enumerate(encoded, start):
             if watch.stop.stopped:
@@ -219,7 +221,7 @@ class BytesFetcher:
             done += 1
         outcome.decode_s = time.perf_counter() - started
         if done:
-            self._pace.observe(outcome.decode_s, done)
+            self._pace.observe(outcome.decode_s, done, time.thread_time() - cpu)
         return outcome
 
     def _read_chunk(self, indices: Sequence[int], outcome: Outcome, watch: Watch) -> list[Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly, TreeAssembly
-from aiofeed.config import ResolvedLimits
+from aiofeed.config import Limits, ResolvedLimits
 from aiofeed.delivery import DeviceDelivery, HostDelivery, Transform
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
@@ -30,6 +32,7 @@ from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
+from aiofeed.tuning import GilLimit, Tuner, gil_message
 from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from aiofeed.device import DeviceBackend
     from aiofeed.sharing.processes import EngineProcesses
     from aiofeed.static_copier import StaticBatch
+
+log = logging.getLogger("aiofeed")
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -59,6 +64,7 @@ class Recipe:
     engines: int = 0
     statics: tuple[StaticBatch, ...] = ()
     cache: Cache | None = None
+    said: Limits | None = None
 
 
 class FeedDelivery(Delivery, Protocol):
@@ -90,6 +96,11 @@ class Machinery(Protocol):
     @property
     def chunk_size(self) -> int:
         """Samples per executor job, as chosen last."""
+        ...
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What chooses threads and reads as they go; ``None`` where nothing does."""
         ...
 
     def start(self, stream: Stream) -> None:
@@ -171,6 +182,8 @@ class Pipeline:
             after=None if after is None or after.runtime.inherited else after.runtime,
         )
         self._fetcher = _fetcher(recipe)
+        # What one pipeline has found out the next goes by.
+        self.tuner: Tuner | None = after.tuner if after is not None else _tuner(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
         self._memory: HostMemory | PinnedMemory
@@ -196,7 +209,9 @@ class Pipeline:
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
         recipe = self._recipe
-        make: Callable[..., Engine] = partial(Engine, new_assembly=self._new_assembly)
+        make: Callable[..., Engine] = partial(
+            Engine, new_assembly=self._new_assembly, tuner=self.tuner, tell=partial(_tell_limit, recipe)
+        )
         limits = recipe.limits
         if self._processes is not None:
             from aiofeed.sharing.remote import RemoteEngine
@@ -359,6 +374,27 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
     return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
+
+
+def _tuner(recipe: Recipe) -> Tuner | None:
+    """What is left to be found out; in processes their engines go by what they are told."""
+    if recipe.engines or recipe.said is None:
+        return None
+    limits, said = recipe.limits, recipe.said
+    # Whoever said how many threads a Dataset bears knows it.
+    threads_given = said.decode_threads is not None or isinstance(recipe.source, FromDataset)
+    return Tuner(
+        decode_threads=limits.decode_threads,
+        threads_given=threads_given,
+        read_concurrency=limits.read_concurrency,
+        reads_given=said.read_concurrency is not None,
+    )
+
+
+def _tell_limit(recipe: Recipe, limit: GilLimit) -> None:
+    without = getattr(recipe.decode, "backend", None) == "auto" and find_spec("simplejpeg") is None
+    turbo = without or getattr(recipe.decode, "backend", None) == "pillow"
+    log.warning(gil_message(limit, cores=recipe.limits.decode_threads, turbo=turbo))
 
 
 def _unchanged(batch: Any) -> Any:

@@ -119,6 +119,7 @@ class Resident:
 
     queue_depth = 0
     chunk_size = 0
+    tuner = None
 
     def __init__(self, store: Store, transform: Callable[[Any], Any] | None) -> None:
         self._store = store

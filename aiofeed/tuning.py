@@ -27,6 +27,8 @@ LOOK_S = 0.5
 LOOK_MOST_S = 64.0
 # Samples that take so much more or less than when their threads were chosen are another kind of work.
 OTHER_WORK = 1.6
+# A number that is being tried and that so many jobs in a row say nothing of is given up.
+GIVE_UP_JOBS = 48
 # Of jobs that are only watched for a change of work, one in so many is measured.
 WATCHED = 8
 
@@ -128,7 +130,7 @@ class ThreadTuner:
         self._skip = most  # the first job of each thread imports modules and fills caches
         self._look_s = LOOK_S
         self._jobs = FIRST_JOBS
-        self._watched = 0
+        self._watched = self._missed = 0
         self._since_s = 0.0
         self._chosen: _Window | None = None
         self._search: Generator[int, _Window, _Window] | None = None
@@ -147,11 +149,17 @@ class ThreadTuner:
 
     def observe(self, job: Job) -> None:
         """Take note of a job that was measured; ``threads`` may be another number afterwards."""
-        if self.given or self.most == 1 or job.threads != self.threads or not job.samples:
+        if self.given or self.most == 1 or not job.samples:
+            return
+        if job.threads != self.threads:
+            self._missed += 1
+            if self._search is not None and self._missed > GIVE_UP_JOBS:
+                self._give_up()
             return
         if self._skip:
             self._skip -= 1
             return
+        self._missed = 0
         window = self._window
         window.add(job)
         if self._search is None:
@@ -163,8 +171,18 @@ class ThreadTuner:
         self._search = self._find()
         self._try(next(self._search))
 
+    def _give_up(self) -> None:
+        """Back to what was chosen: the consumer has slowed down, and nothing can be found out."""
+        if self._chosen is None:
+            self.threads = self.most
+            self._begin()
+        else:
+            self._search, self._since_s = None, 0.0
+            self._try(self._chosen.threads)
+
     def _try(self, threads: int) -> None:
         self.threads = threads
+        self._missed = 0
         self._window = _Window(threads)
 
     def _step(self, window: _Window) -> None:
@@ -233,7 +251,7 @@ def _fewer(chosen: _Window, below: int) -> int | None:
 def gil_limit(chosen: _Window, more: _Window | None) -> GilLimit | None:
     """What keeps ``more`` threads from giving more than the ``chosen`` ones, where it is the GIL.
 
-    That is where the chosen are mostly at work, so that no storage is waited for, and more of them wait for one another.
+    That is: the chosen are mostly at work, so that no storage is waited for, and more of them wait for one another.
     """
     if more is None or chosen.at_work < 0.6 or more.at_work >= 0.8:
         return None
@@ -324,12 +342,12 @@ class Tuner:
         decode_threads, threads_given, read_concurrency, reads_given: as of ``ThreadTuner`` and ``ReadTuner``.
     """
 
-    def __init__(
-        self, *, decode_threads: int, threads_given: bool, read_concurrency: int, reads_given: bool
-    ) -> None:
+    def __init__(self, *, decode_threads: int, threads_given: bool, read_concurrency: int, reads_given: bool) -> None:
         self.decoding = ThreadTuner(decode_threads, given=threads_given)
         self.reading = ReadTuner(read_concurrency, given=reads_given)
         self.told = False
+        # Threads that may decode now, as whoever goes by this says: the samples may be such that it takes fewer.
+        self.lanes = decode_threads
 
     def news(self) -> GilLimit | None:
         """The GIL's limit, once."""
