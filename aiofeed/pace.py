@@ -7,7 +7,7 @@ from __future__ import annotations
 CHUNK_S = 0.025
 FIRST_CHUNK = 16
 # Less than this part of its time on the processor, and a sample waits for something of its own: storage, a network.
-AT_WORK = 0.2
+AT_WORK = 0.1
 
 
 class Pace:
