@@ -109,6 +109,8 @@ class Engine:
         # Of those: how many batches, and how many may be decoded. Then how many were delivered and are not yet taken.
         self._assembling = self._opened = self._waiting = 0
         self._reading = 0
+        # Whether the plan last waited for reads to end, rather than for room.
+        self._held_by_reads = False
         self._failed = False
         self._full_since: float | None = None
         self.chunk_size = 0
@@ -151,7 +153,9 @@ class Engine:
             self._deliver()
         else:
             samples = len(step.indices)
-            await self._until(partial(self._has_room, samples))
+            if not self._has_room(samples):
+                self._held_by_reads = False
+                await self._until(partial(self._has_room, samples))
             if self._failed:
                 return
             batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
@@ -168,7 +172,9 @@ class Engine:
         batch.unread = batch.unaccounted = batch.undecoded = len(starts)
         for start in starts:
             stop = min(start + size, samples)
-            await self._until(partial(self._may_read, stop - start))
+            if not self._may_read(stop - start):
+                self._held_by_reads = True
+                await self._until(partial(self._may_read, stop - start))
             self._reading += stop - start
             self._group.create_task(self._chunk(batch, start, stop))
 
@@ -199,9 +205,8 @@ class Engine:
             self._tell_limit(found)
 
     def _learn_reads(self, tuner: Tuner, seconds: float, samples: int, concurrency: int) -> None:
-        """Let a chunk's reads count; called while they still take their room."""
-        full = self._reading + samples > concurrency
-        starving = full and not self._waiting and self._executor.running < self._executor.lanes
+        """Let a chunk's reads count."""
+        starving = self._held_by_reads and self._executor.running < self._executor.lanes
         tuner.reading.observe(seconds, samples, concurrency=concurrency, starving=starving)
         self._follow(tuner)
 

@@ -1,11 +1,11 @@
 """How long a thread holds the GIL: looked at from another process, some thousand times a second.
 
-CPython keeps the GIL's state in a word of ``_PyRuntime``: 1 while a thread holds it, 0 while none does. The process that
-is measured finds the word (``flag_address``) and says where it is; this one reads it through ``/proc/<pid>/mem`` at
-random moments. The process that is measured has one thread and is not disturbed: no tracer stops it, no probe is in its
-way, and no second thread wants its GIL, which would add what it costs to pass it on. The share of the moments at which
-the word was 1, times the thread's CPU time, is the time for which it held the GIL. Only the share is measured by the
-clock on the wall, and other programs that take the core stretch both its parts alike.
+CPython keeps the GIL's state in a word of ``_PyRuntime``: 1 while a thread holds it, 0 while none does. The process
+that is measured finds the word (``flag_address``) and says where it is; this one reads it through ``/proc/<pid>/mem``
+at random moments. The process that is measured has one thread and is not disturbed: no tracer stops it, no probe is in
+its way, and no second thread wants its GIL, which would add what it costs to pass it on. The share of the moments at
+which the word was 1, times the thread's CPU time, is the time for which it held the GIL. Only the share is measured by
+the clock on the wall, and other programs that take the core stretch both its parts alike.
 
 Linux only, and the measured process has to be a child, or readable by ptrace's rules.
 """

@@ -201,6 +201,29 @@ def test_the_first_jobs_which_import_say_nothing() -> None:
     assert set(pool.used) == {2}
 
 
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_look_that_the_consumer_interrupts_is_given_up(most: int) -> None:
+    """Where a number is being tried and jobs stop to say anything, the number from before comes back."""
+    pool = Pool(ThreadTuner(most))
+    pool.batches(GIL_BOUND, 20)
+    assert pool.tuner.threads == 1
+    while pool.tuner.threads == 1:
+        pool.batches(GIL_BOUND, 1)
+    pool.batches(GIL_BOUND, 60, saturated=False)
+    assert pool.tuner.threads == 1
+
+
+def test_a_first_look_that_the_consumer_interrupts_begins_again() -> None:
+    """Before anything was found out, all threads come back, and the look begins anew."""
+    pool = Pool(ThreadTuner(2))
+    while pool.tuner.threads == 2:
+        pool.batches(GIL_BOUND, 1)
+    pool.batches(GIL_BOUND, 120, saturated=False)
+    assert pool.tuner.threads == 2
+    pool.batches(GIL_BOUND, 20)
+    assert pool.tuner.threads == 1
+
+
 def test_known_work_is_measured_seldom() -> None:
     """Once the number is found, one job in eight is measured."""
     pool = Pool(ThreadTuner(2))
