@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.data import files_below, jpeg_folder
+from benchmarks.data import default_folder, files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, column
 from benchmarks.harness import Contender, Measure, Settings, interleave
 from benchmarks.passes import single
@@ -135,3 +135,22 @@ def by_thread() -> dict[str, float]:
         spent = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
         seconds[thread.name] = seconds.get(thread.name, 0.0) + spent
     return seconds
+
+
+def main(passes: int = 12) -> None:
+    """The hot path alone, for a profiler; docs/performance.md has the command."""
+    import torch  # noqa: F401 - else it would be imported on the way, and take up half the picture
+
+    import aiofeed
+
+    paths = files_below(jpeg_folder(default_folder(), 20_000, 64, 64))
+    source = aiofeed.Files(paths, targets=list(range(len(paths))))
+    limits = aiofeed.Limits(decode_threads=1)
+    with aiofeed.Feeder(source, decode=aiofeed.DecodeImage((64, 64)), batch_size=BATCH, limits=limits) as feeder:
+        for _ in feeder.epochs(passes):
+            for _ in feeder:
+                pass
+
+
+if __name__ == "__main__":
+    main()
