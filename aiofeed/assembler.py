@@ -19,7 +19,7 @@ from aiofeed.mending import replenish, shorten
 from aiofeed.meter import JobMeter
 from aiofeed.policy import FailurePolicy
 from aiofeed.staging import Lease, Memory
-from aiofeed.tuning import ThreadTuner
+from aiofeed.thread_tuning import ThreadTuner
 from aiofeed.types import BatchPlan
 from aiofeed.watchdog import StuckError, run_within
 

@@ -33,7 +33,8 @@ from aiofeed.items import Ended, Failed, Item, Ready
 from aiofeed.policy import FailurePolicy
 from aiofeed.staging import Memory
 from aiofeed.stream import EpochBegins, EpochEnds, Step
-from aiofeed.tuning import GilLimit, Job, Tuner
+from aiofeed.thread_tuning import GilLimit, Job
+from aiofeed.tuning import Tuner
 
 
 class Engine:
@@ -327,6 +328,8 @@ class Engine:
             batch.failures = []
             return
         self._waiting += 1
+        if self._tuner is not None:
+            self._tuner.decoding.warm = True
         self._handoff.put(
             Ready(
                 batch.plan.number,

@@ -23,7 +23,7 @@ from aiofeed.pace import Pace
 from aiofeed.policy import FailurePolicy
 from aiofeed.reading import Encoded, Reader, nbytes, unless_overridden
 from aiofeed.retries import retry_blocking
-from aiofeed.tuning import Job
+from aiofeed.thread_tuning import Job
 from aiofeed.types import BatchPlan, RowDecoder, Source
 
 # Where a read takes this long, waiting is what costs. What a chunk's reads return is dealt with while those of other

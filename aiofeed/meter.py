@@ -6,7 +6,7 @@ import time
 
 from aiofeed import machine
 from aiofeed.executor import ThreadPool
-from aiofeed.tuning import Job
+from aiofeed.thread_tuning import Job
 
 
 class JobMeter:

@@ -32,7 +32,8 @@ from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
-from aiofeed.tuning import GilLimit, Tuner, gil_message
+from aiofeed.thread_tuning import GilLimit
+from aiofeed.tuning import Tuner, gil_message
 from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from aiofeed import Feeder, FromDataset, Limits, assembler, machine, tuning
 from aiofeed.executor import ThreadPool
 from aiofeed.meter import JobMeter
 from aiofeed.pace import FIRST_CHUNK, Pace
-from aiofeed.tuning import Job
+from aiofeed.thread_tuning import Job
 
 SAMPLES = 512
 BATCH = 8
