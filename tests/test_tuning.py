@@ -154,6 +154,26 @@ def test_work_that_changes_is_followed(first: str, then: str, most: int) -> None
     assert pool.batches(WORKS[then], 20) >= 0.95 * best(WORKS[then], most), pool.used
 
 
+def test_other_work_is_looked_at_at_once() -> None:
+    """However long the next look is away: samples that take more show by themselves."""
+    pool = Pool(ThreadTuner(2))
+    pool.batches(GIL_BOUND, 20)
+    assert pool.tuner.threads == 1
+    pool.tuner._look_s = 1e9
+    pool.batches(CPU_BOUND, 60)
+    assert pool.tuner.threads == 2
+
+
+def test_more_jobs_decide_where_others_want_the_cores_too() -> None:
+    """Twelve and not four, where the clock on the wall is what counts."""
+    tuner = ThreadTuner(2)
+    tuner.warm = True
+    for number in range(12):
+        assert tuner.threads == 2, number
+        tuner.observe(Job(64, 4.0, 1.0, 2.0, 2))
+    assert tuner.threads == 1
+
+
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("most", [2, 4, 16])
 def test_noise_makes_nothing_flap(name: str, most: int) -> None:

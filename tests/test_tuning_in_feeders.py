@@ -117,6 +117,31 @@ def test_threads_that_the_user_gave_stay(source: Any) -> None:
     assert FakeMeter.made == 0
 
 
+class Near(Numbers):
+    """Samples that the decode thread may read itself."""
+
+    answers_at_once = True
+
+    def read_now(self, indices: list[int]) -> list[bytes]:
+        return [index.to_bytes(2, "big") for index in indices]
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(("limits", "lanes"), [(None, 1), (Limits(decode_threads=3), 3)])
+def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
+    limits: Limits | None, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a look; statistics say what is in force."""
+    for name in ("TINY_DECODE_S", "SMALL_DECODE_S"):
+        monkeypatch.setattr(f"aiofeed.fetch.{name}", 1.0)
+    monkeypatch.setattr(FakeMeter, "job", lambda meter, samples: None)
+    with feeding(Near(), decode=decode, batch_size=BATCH, limits=limits) as feeder:
+        for _ in feeder:
+            pass
+        assert feeder.statistics().decode_threads == lanes
+        assert feeder._pipeline.runtime.decode_pool.lanes == lanes  # type: ignore[union-attr]
+
+
 @pytest.mark.usefixtures("four_cores")
 def test_batches_do_not_depend_on_what_is_found() -> None:
     """The same batches in the same order while threads come and go as with one thread from the start."""
