@@ -183,8 +183,9 @@ class Pipeline:
             after=None if after is None or after.runtime.inherited else after.runtime,
         )
         self._fetcher = _fetcher(recipe)
-        # What one pipeline has found out the next goes by.
-        self.tuner: Tuner | None = after.tuner if after is not None else _tuner(recipe)
+        # What one pipeline has found out the next goes by; a fork may have caught a parent's in the middle of a step.
+        known = after is not None and not after.runtime.inherited
+        self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
         self._memory: HostMemory | PinnedMemory

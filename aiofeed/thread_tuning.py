@@ -262,7 +262,7 @@ def gil_limit(chosen: _Window, more: _Window | None) -> GilLimit | None:
 
     That is: the chosen are mostly at work, so that no storage is waited for, and more of them wait for one another.
     """
-    if more is None or chosen.at_work < 0.6 or more.at_work >= 0.8:
+    if more is None or not chosen.cpu_s or chosen.at_work < 0.6 or more.at_work >= 0.8:
         return None
     cpu_s = chosen.cpu_per_sample
     return GilLimit(chosen.threads, cpu_s, cpu_s * held_share(more.threads, more.rate * cpu_s))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
+from typing import Any
 
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, Sample, Target, at_most, per
@@ -93,7 +94,8 @@ def worker(folder: str, side: int, how: str, seconds: float) -> Callable[[], int
         decoder = DecodeImage((side, side), backend=how)  # type: ignore[arg-type]
 
         def one(number: int) -> object:
-            return decoder.decode_into(encoded[number], rows[number % 64])
+            decoder.decode_into(encoded[number], rows[number % 64])
+            return None
 
     def work() -> int:
         items = 0
@@ -107,7 +109,7 @@ def worker(folder: str, side: int, how: str, seconds: float) -> Callable[[], int
     return work
 
 
-def _as_everybody(data: bytes, side: int) -> object:
+def _as_everybody(data: bytes, side: int) -> Any:
     import numpy as np
     from PIL import Image
 

@@ -20,9 +20,10 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.harness import PROJECT
 from benchmarks.worker import resolve
 
 _TRIALS = 40
@@ -80,6 +81,7 @@ class Measured:
     def __init__(self, function: str, options: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.held", function, json.dumps(dict(options))],
+            cwd=PROJECT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -117,6 +119,22 @@ class Measured:
             assert pipe is not None
             pipe.close()
         self._process.wait(10.0)
+
+
+def control(kind: str) -> Callable[[], int]:
+    """Work of which it is known: "python" holds the GIL throughout, "hashing" a large buffer hardly ever."""
+    import hashlib
+
+    buffer = bytes(1 << 22)
+
+    def work() -> int:
+        ends = time.perf_counter() + 0.3
+        while time.perf_counter() < ends:
+            if kind == "hashing":
+                hashlib.sha256(buffer)
+        return 1
+
+    return work
 
 
 def main() -> None:

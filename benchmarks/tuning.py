@@ -38,10 +38,13 @@ FAT: tuple[dict[str, int], ...] = (*THREADS, {"read_concurrency": 2}, {"read_con
 
 def run(settings: Settings) -> list[Figure]:
     figures: list[Figure] = []
+    settle = settings.size(SETTLE, 2)
     for name, options, grid in works(settings):
         contenders = [
-            Contender(label(limits), feeding, {**options, "limits": limits}, ("torch", "aiofeed:Feeder"))
-            for limits in ({}, *grid)
+            Contender(
+                label(limits), feeding, {**options, "settle": settle, "limits": limits}, ("torch", "aiofeed:Feeder")
+            )
+            for limits in ({}, *grid[: settings.size(len(grid), 1)])
         ]
         samples = interleave(contenders, settings)
         rate = {name: rates(rounds) for name, rounds in samples.items()}
@@ -83,7 +86,9 @@ def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def feeding(kind: str, folder: str, batch: int, limits: dict[str, int], side: int = 0) -> Iterator[Measure]:
+def feeding(
+    kind: str, folder: str, batch: int, limits: dict[str, int], settle: int, side: int = 0
+) -> Iterator[Measure]:
     import aiofeed
 
     source: Any = WaitingSource(int(folder), READ_S) if kind == "waiting" else aiofeed.Files(files_below(folder))
@@ -92,9 +97,9 @@ def feeding(kind: str, folder: str, batch: int, limits: dict[str, int], side: in
     with aiofeed.Feeder(source, decode=decoder, batch_size=batch, limits=aiofeed.Limits(**limits)) as feeder:
         one_epoch = single(feeder)
         settled = 0
-        while settled < SETTLE:
+        while settled < settle:
             epoch = one_epoch()
-            settled += sum(1 for _ in itertools.islice(epoch, SETTLE - settled))
+            settled += sum(1 for _ in itertools.islice(epoch, settle - settled))
             epoch.close()  # type: ignore[attr-defined]
 
         def measure() -> Mapping[str, float]:
