@@ -6,7 +6,6 @@ say nothing, so a slow consumer changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 # Threads that are at work, and not waiting, for so much of their jobs' time gain nothing from there being fewer.
@@ -145,7 +144,7 @@ class ThreadTuner:
         self._watched = self._missed = 0
         self._since_s = 0.0
         self._chosen: _Window | None = None
-        self._search: Generator[int, _Window, _Window] | None = None
+        self._search: _Search | None = None
         if not given and most > 1:
             self._begin()
 
@@ -177,8 +176,8 @@ class ThreadTuner:
             self._step(window)
 
     def _begin(self) -> None:
-        self._search = self._find()
-        self._try(next(self._search))
+        self._search = _Search(self.most)
+        self._try(self.threads)
 
     def _give_up(self) -> None:
         """Back to what was chosen: the consumer has slowed down, and nothing can be found out."""
@@ -196,16 +195,19 @@ class ThreadTuner:
 
     def _step(self, window: _Window) -> None:
         assert self._search is not None
-        try:
-            self._try(self._search.send(window))
-        except StopIteration as found:
-            before, self._search = self._chosen, None
-            self._chosen = found.value
-            same = before is not None and before.threads == found.value.threads
-            self._look_s = min(self._look_s * 2, LOOK_MOST_S) if same else LOOK_S
-            self._since_s = 0.0
-            self._jobs = LATER_JOBS
-            self._try(found.value.threads)
+        following = self._search.step(window)
+        if following is not None:
+            self._try(following)
+            return
+        found, above = self._search.chosen, self._search.above
+        assert found is not None
+        before, self._chosen, self._search = self._chosen, found, None
+        same = before is not None and before.threads == found.threads
+        self._look_s = min(self._look_s * 2, LOOK_MOST_S) if same else LOOK_S
+        self._since_s = 0.0
+        self._jobs = LATER_JOBS
+        self.gil = gil_limit(found, above) if found.threads < self.most else None
+        self._try(found.threads)
 
     def _watch(self, window: _Window, job: Job) -> None:
         """Look out for other work, and for the time to look again."""
@@ -224,26 +226,44 @@ class ThreadTuner:
         else:
             self._try(self.threads)
 
-    def _find(self) -> Generator[int, _Window, _Window]:
-        """Yields numbers of threads to try, is sent what they gave, and returns the window of the best."""
-        chosen = yield self.threads
-        start, best, above, below = chosen.threads, chosen, None, 0
-        while (less := _fewer(chosen, below)) is not None:
-            tried = yield less
-            if tried.times(best) >= FEWER_KEEP:
-                best = tried if tried.times(best) > 1 else best
-                above, chosen = chosen, tried
-            else:
-                below = less
-        if chosen.threads == start:
-            while chosen.threads < self.most:
-                tried = yield min(chosen.threads + max(1, chosen.threads // 2), self.most)
-                if tried.times(chosen) < MORE_BRING:
-                    above = tried
-                    break
-                chosen = tried
-        self.gil = gil_limit(chosen, above) if chosen.threads < self.most else None
-        return chosen
+
+class _Search:
+    """From a number of threads down to fewer that do as well, or else up to more that do better.
+
+    No generator, whose end would be Python code that the collector runs: a Ctrl-C in it would be lost.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._start = self._below = 0
+        self._upwards = False
+        self.chosen: _Window | None = None
+        self._best: _Window | None = None
+        self.above: _Window | None = None
+
+    def step(self, tried: _Window) -> int | None:
+        """The number to try after the one that was; ``None`` where ``chosen`` is found."""
+        if self.chosen is None or self._best is None:
+            self.chosen = self._best = tried
+            self._start = tried.threads
+        elif self._upwards:
+            if tried.times(self.chosen) < MORE_BRING:
+                self.above = tried
+                return None
+            self.chosen = tried
+        elif tried.times(self._best) >= FEWER_KEEP:
+            self._best = tried if tried.times(self._best) > 1 else self._best
+            self.above, self.chosen = self.chosen, tried
+        else:
+            self._below = tried.threads
+        threads = self.chosen.threads
+        if not self._upwards:
+            if (less := _fewer(self.chosen, self._below)) is not None:
+                return less
+            self._upwards = threads == self._start
+        if self._upwards and threads < self._most:
+            return min(threads + max(1, threads // 2), self._most)
+        return None
 
 
 def _fewer(chosen: _Window, below: int) -> int | None:
