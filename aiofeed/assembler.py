@@ -16,8 +16,10 @@ from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Fetcher, Outcome
 from aiofeed.guard import AbandonedError, Guard, StopFlag, Watch
 from aiofeed.mending import replenish, shorten
+from aiofeed.meter import JobMeter
 from aiofeed.policy import FailurePolicy
 from aiofeed.staging import Lease, Memory
+from aiofeed.thread_tuning import ThreadTuner
 from aiofeed.types import BatchPlan
 from aiofeed.watchdog import StuckError, run_within
 
@@ -37,6 +39,7 @@ class Assembler:
         policy: what becomes of samples that fail.
         stop: ends running jobs.
         read_slot: held while another sample is read to replace one that failed.
+        tuner: what wants to know what jobs take; ``None``: nothing does.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Assembler:
         policy: FailurePolicy,
         stop: StopFlag,
         read_slot: Callable[[], AbstractAsyncContextManager[None]],
+        tuner: ThreadTuner | None = None,
     ) -> None:
         self._fetcher = fetcher
         self._new_assembly = new_assembly
@@ -59,6 +63,7 @@ class Assembler:
         self._policy = policy
         self._stop = stop
         self._read_slot = read_slot
+        self._tuner = tuner
 
     async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
         """Decode samples ``start``, ``start + 1``, ...; with the last chunk of a batch it is put together."""
@@ -97,6 +102,8 @@ class Assembler:
 
     def _decode(self, batch: Batch, start: int, encoded: list[Any], guard: Guard | None = None) -> Outcome:
         """Decode a chunk, and put the batch together where it was the last; runs in a decode thread."""
+        meter = JobMeter(self._executor) if self._tuner is not None and self._tuner.listening else None
+        samples = len(encoded)
         # Memory is taken by the first chunk that is really decoded, not by those that wait for a thread.
         with batch.lock:
             if batch.assembly is None:
@@ -108,6 +115,8 @@ class Assembler:
             raise AbandonedError
         if self._settle(batch, outcome) and not batch.errors and not self._stop.stopped:
             self._finish(batch, outcome)
+        if meter is not None:
+            outcome.job = meter.job(samples)
         return outcome
 
     def _settle(self, batch: Batch, outcome: Outcome) -> bool:

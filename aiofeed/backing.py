@@ -13,6 +13,7 @@ from aiofeed.pipeline import Pipeline
 from aiofeed.recipe import Recipe
 from aiofeed.sources.tensors import Tensors
 from aiofeed.stream import Stream
+from aiofeed.tuning import Tuner
 
 if TYPE_CHECKING:
     from aiofeed.cache.resident import ResidentStore
@@ -49,6 +50,11 @@ class Machinery(Protocol):
     @property
     def chunk_size(self) -> int:
         """Samples per executor job, as chosen last."""
+        ...
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What chooses threads and reads as they go; ``None`` where nothing does."""
         ...
 
     def start(self, stream: Stream) -> None:

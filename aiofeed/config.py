@@ -25,8 +25,9 @@ class Limits:
 
     Args:
         read_concurrency: samples being read at the same time. More hides slower storage and costs encoded bytes;
-            chosen: one batch, at least 64.
-        decode_threads: threads that decode. Chosen: the cores this process may use, by affinity and cgroup.
+            chosen: one batch, at least 64, and up to 512 where reads take 10 ms or more and decoding waits for them.
+        decode_threads: threads that decode. Chosen: the cores this process may use, by affinity and cgroup, and fewer
+            where they only wait for one another.
         prefetch_batches: finished batches that may wait for the consumer. Chosen: 2.
         memory_bytes: encoded plus decoded bytes in flight, the batches that wait included, those handed out not.
             One batch may always proceed. Chosen: a quarter of the free memory, at most 4 GiB.

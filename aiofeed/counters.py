@@ -56,9 +56,11 @@ class FeedStatistics:
         failures: samples that failed.
         retries: reads that were tried again.
         queue_depth: finished batches that wait at this moment.
-        read_concurrency: samples that may be read at the same time.
-        decode_threads: threads that may decode.
+        read_concurrency: samples that may be read at the same time, as chosen last.
+        decode_threads: threads that may decode, as chosen last.
         chunk_size: samples per executor job, as chosen last.
+        gil_us: microseconds of a sample under the GIL, or lost in passing it on, where that is what keeps threads from
+            decoding more: 1e6 / ``gil_us`` samples/s is all that one process can do. 0 where it is not.
     """
 
     samples: int = 0
@@ -78,6 +80,7 @@ class FeedStatistics:
     read_concurrency: int = 0
     decode_threads: int = 0
     chunk_size: int = 0
+    gil_us: float = 0.0
 
     def __str__(self) -> str:
         wall = self.wall_s or float("inf")

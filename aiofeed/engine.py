@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ from aiofeed.items import Ended, Failed, Item, Ready
 from aiofeed.policy import FailurePolicy
 from aiofeed.staging import Memory
 from aiofeed.stream import EpochBegins, EpochEnds, Step
+from aiofeed.thread_tuning import GilLimit, Job
+from aiofeed.tuning import Tuner
 
 
 class Engine:
@@ -51,6 +54,8 @@ class Engine:
         in_order: hand batches out in order; otherwise whichever of an epoch is finished.
         policy: what becomes of samples that fail.
         length: of the source; what ``max_failures`` is a part of.
+        tuner: chooses how many threads decode and how many samples are read at a time; ``None``: ``limits`` says.
+        tell: told on the loop, once, where the GIL turns out to be what limits decoding.
     """
 
     def __init__(
@@ -69,12 +74,17 @@ class Engine:
         in_order: bool,
         policy: FailurePolicy | None = None,
         length: int = 0,
+        tuner: Tuner | None = None,
+        tell: Callable[[GilLimit], None] | None = None,
     ) -> None:
         self._steps = steps
         self._fetcher = fetcher
         self._executor = executor
         self._handoff = handoff
         self._limits = limits
+        self._batch_size = batch_size
+        self._tuner = tuner
+        self._tell_limit = tell
         self._most_batches = limits.batches_in_flight(batch_size)
         self._budget = budget
         self._in_order = in_order
@@ -92,6 +102,7 @@ class Engine:
             policy=self._policy,
             stop=self._stop,
             read_slot=self._read_slot,
+            tuner=None if tuner is None else tuner.decoding,
         )
         self._room = asyncio.Event()
         # Admitted and not yet delivered, in order, with the ends of epochs between them.
@@ -99,9 +110,13 @@ class Engine:
         # Of those: how many batches, and how many may be decoded. Then how many were delivered and are not yet taken.
         self._assembling = self._opened = self._waiting = 0
         self._reading = 0
+        # Whether the plan last waited for reads to end, rather than for room.
+        self._held_by_reads = False
         self._failed = False
         self._full_since: float | None = None
         self.chunk_size = 0
+        if tuner is not None:
+            self._follow(tuner)
 
     async def run(self) -> None:
         """Assemble every plan; ends when all are delivered, one has failed, or the task is cancelled."""
@@ -139,7 +154,9 @@ class Engine:
             self._deliver()
         else:
             samples = len(step.indices)
-            await self._until(partial(self._has_room, samples))
+            if not self._has_room(samples):
+                self._held_by_reads = False
+                await self._until(partial(self._has_room, samples))
             if self._failed:
                 return
             batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
@@ -151,16 +168,48 @@ class Engine:
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         size = min(self._fetcher.chunk_size(samples, self._limits), self._limits.read_concurrency)
         self.chunk_size = size
-        lanes = self._fetcher.lanes(self._limits.decode_threads)
-        if lanes != self._executor.lanes:
-            self._executor.widen(lanes)
+        self._open_lanes()
         starts = range(0, samples, size)
         batch.unread = batch.unaccounted = batch.undecoded = len(starts)
         for start in starts:
             stop = min(start + size, samples)
-            await self._until(partial(self._may_read, stop - start))
+            if not self._may_read(stop - start):
+                self._held_by_reads = True
+                await self._until(partial(self._may_read, stop - start))
             self._reading += stop - start
             self._group.create_task(self._chunk(batch, start, stop))
+
+    def _open_lanes(self) -> None:
+        """Let as many threads decode as are worth it, or as the user said."""
+        lanes = self._limits.decode_threads
+        if self._tuner is None or not self._tuner.decoding.given:
+            lanes = self._fetcher.lanes(lanes)
+        if self._tuner is not None:
+            self._tuner.lanes = lanes
+        if lanes != self._executor.lanes:
+            self._executor.widen(lanes)
+
+    def _follow(self, tuner: Tuner) -> None:
+        """Take over what was chosen."""
+        chosen = tuner.decoding.threads, tuner.reading.concurrency
+        if chosen != (self._limits.decode_threads, self._limits.read_concurrency):
+            self._limits = replace(self._limits, decode_threads=chosen[0], read_concurrency=chosen[1])
+            self._most_batches = self._limits.batches_in_flight(self._batch_size)
+            self._open_lanes()
+            self._room.set()
+
+    def _learn(self, tuner: Tuner, job: Job) -> None:
+        """Let a job that was measured count, unless the consumer has enough: then it says nothing."""
+        tuner.decoding.observe(replace(job, threads=0) if self._waiting else job)
+        self._follow(tuner)
+        if (found := tuner.news()) is not None and self._tell_limit is not None:
+            self._tell_limit(found)
+
+    def _learn_reads(self, tuner: Tuner, seconds: float, samples: int, concurrency: int) -> None:
+        """Let a chunk's reads count."""
+        starving = self._held_by_reads and self._executor.running < self._executor.lanes
+        tuner.reading.observe(seconds, samples, concurrency=concurrency, starving=starving)
+        self._follow(tuner)
 
     def _has_room(self, samples: int) -> bool:
         if self._failed:
@@ -191,9 +240,11 @@ class Engine:
             await self._room.wait()
 
     async def _chunk(self, batch: Batch, start: int, stop: int) -> None:
-        started = time.perf_counter()
+        started, concurrency = time.perf_counter(), self._limits.read_concurrency
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
+            if self._tuner is not None and not read.retries:
+                self._learn_reads(self._tuner, time.perf_counter() - started, stop - start, concurrency)
         finally:
             self._reading -= stop - start
             self._room.set()
@@ -220,6 +271,8 @@ class Engine:
 
     def _count(self, batch: Batch, outcome: Outcome) -> None:
         batch.count(outcome)
+        if outcome.job is not None and self._tuner is not None:
+            self._learn(self._tuner, outcome.job)
         batch.unaccounted -= 1
         if batch.unaccounted == 0:
             if batch.errors and not self._failed:
@@ -275,6 +328,8 @@ class Engine:
             batch.failures = []
             return
         self._waiting += 1
+        if self._tuner is not None:
+            self._tuner.decoding.warm = True
         self._handoff.put(
             Ready(
                 batch.plan.number,

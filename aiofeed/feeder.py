@@ -155,6 +155,7 @@ class Feeder(Generic[BatchT]):
             length=self._length,
             policy=as_policy(on_error),
             engines=an_engine(engine),
+            said=limits or Limits(),
         )
         check_travels(recipe)
         recipe = replace(
@@ -295,12 +296,14 @@ class Feeder(Generic[BatchT]):
         if total:
             counters.add(self._past)
         counters.add(self._passes.counters)
-        limits = self._recipe.limits
+        limits, tuner = self._recipe.limits, self._passes.tuner
+        gil = tuner.decoding.gil if tuner is not None else None
         return FeedStatistics(
             **counters.totals(),  # type: ignore[arg-type]
             queue_depth=self._passes.queue_depth,
-            read_concurrency=limits.read_concurrency,
-            decode_threads=limits.decode_threads,
+            read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
+            decode_threads=limits.decode_threads if tuner is None else tuner.lanes,
+            gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
             chunk_size=self._passes.chunk_size,
         )
 

@@ -24,6 +24,7 @@ from aiofeed.pace import Pace
 from aiofeed.policy import FailurePolicy
 from aiofeed.reading import Encoded, Reader, total_bytes, unless_overridden
 from aiofeed.retries import retry_blocking
+from aiofeed.thread_tuning import Job
 from aiofeed.types import BatchPlan, RowDecoder, Source
 
 # Where a read takes this long, waiting is what costs. What a chunk's reads return is dealt with while those of other
@@ -43,7 +44,7 @@ _UNGUARDED = contextlib.nullcontext()
 
 @dataclass(eq=False)
 class Outcome:
-    """What came of one chunk. Errors are by position in the batch, in order."""
+    """What came of one chunk. Errors are by position in the batch, in order; ``job`` is there where it was measured."""
 
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
     read_s: float = 0.0
@@ -51,6 +52,7 @@ class Outcome:
     retries: int = 0
     decode_s: float = 0.0
     collate_s: float = 0.0
+    job: Job | None = None
 
 
 class Fetcher(Protocol):
@@ -198,7 +200,7 @@ class BytesFetcher:
             guard.outcome = outcome
         if encoded and encoded[0] is UNREAD:
             encoded[:] = self._read_chunk(plan.indices[start : start + len(encoded)], outcome, watch)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         done = 0
         stop, decode_one = watch.stop, self._decode_into(plan, assembly)
         # A limit on the time of one sample is kept by decoding one at a time.
@@ -230,7 +232,7 @@ class BytesFetcher:
             done += 1
         outcome.decode_s = time.perf_counter() - started
         if done:
-            self._pace.observe(outcome.decode_s, done)
+            self._pace.observe(outcome.decode_s, done, time.thread_time() - cpu)
         return outcome
 
     def _read_chunk(self, indices: Sequence[int], outcome: Outcome, watch: Watch) -> list[Any]:

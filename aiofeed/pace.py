@@ -6,6 +6,8 @@ from __future__ import annotations
 # decoding makes small; a batch still splits into a piece for each thread.
 CHUNK_S = 0.025
 FIRST_CHUNK = 16
+# Less than this part of its time on the processor, and a sample waits for something of its own: storage, a network.
+AT_WORK = 0.1
 
 
 class Pace:
@@ -14,8 +16,14 @@ class Pace:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def observe(self, seconds: float, samples: int) -> None:
-        """Take note of what some samples took together."""
+    def observe(self, seconds: float, samples: int, cpu_s: float = 0.0) -> None:
+        """Take note of what some samples took together, ``cpu_s`` of it on the processor.
+
+        Where that is a good part it counts alone. The rest is waiting for the GIL or for a core, which says nothing of
+        the samples: taken for work, it makes chunks small, which makes threads wait for one another more.
+        """
+        if cpu_s > seconds * AT_WORK:
+            seconds = cpu_s
         per_sample = seconds / max(samples, 1)
         self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
 

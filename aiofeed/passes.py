@@ -14,6 +14,7 @@ from aiofeed.ordering import Order
 from aiofeed.recipe import Recipe
 from aiofeed.state import Account, Progress
 from aiofeed.stream import Stream
+from aiofeed.tuning import Tuner
 
 BatchT = TypeVar("BatchT")
 
@@ -63,6 +64,11 @@ class Passes(Generic[BatchT]):
     def chunk_size(self) -> int:
         """Samples per executor job, as chosen last."""
         return self.pipeline.chunk_size if self.pipeline is not None else 0
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What chooses threads and reads as they go; ``None`` where nothing does."""
+        return self.pipeline.tuner if self.pipeline is not None else None
 
     def begin(self) -> FeedIterator[BatchT]:
         """An iterator of the coming epoch; one that is still open is closed."""

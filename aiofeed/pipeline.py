@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from aiofeed import lifetime
@@ -26,9 +28,13 @@ from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
+from aiofeed.thread_tuning import GilLimit
+from aiofeed.tuning import Tuner, gil_message
 
 if TYPE_CHECKING:
     from aiofeed.sharing.processes import EngineProcesses
+
+log = logging.getLogger("aiofeed")
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -53,6 +59,9 @@ class Pipeline:
         )
         _attach_cache(recipe)
         self._fetcher = _fetcher(recipe)
+        # What one pipeline has found out the next goes by; a fork may have caught a parent's in the middle of a step.
+        known = after is not None and not after.runtime.inherited
+        self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
         self._memory: HostMemory | PinnedMemory
@@ -78,7 +87,12 @@ class Pipeline:
     def start(self, stream: Stream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
         recipe = self._recipe
-        make: Callable[..., Engine] = partial(Engine, new_assembly=partial(_new_assembly, recipe, self._fetcher))
+        make: Callable[..., Engine] = partial(
+            Engine,
+            new_assembly=partial(_new_assembly, recipe, self._fetcher),
+            tuner=self.tuner,
+            tell=partial(_tell_limit, recipe),
+        )
         limits = recipe.limits
         if self._processes is not None:
             from aiofeed.sharing.remote import RemoteEngine
@@ -261,6 +275,29 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
     return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
+
+
+def _tuner(recipe: Recipe) -> Tuner | None:
+    """What is left to be found out; in processes their engines go by what they are told."""
+    if recipe.engines or recipe.said is None:
+        return None
+    limits, said = recipe.limits, recipe.said
+    # Whoever said how many threads a Dataset bears knows it.
+    threads_given = said.decode_threads is not None or isinstance(recipe.source, FromDataset)
+    return Tuner(
+        decode_threads=limits.decode_threads,
+        threads_given=threads_given,
+        read_concurrency=limits.read_concurrency,
+        reads_given=said.read_concurrency is not None,
+    )
+
+
+def _tell_limit(recipe: Recipe, limit: GilLimit) -> None:
+    from aiofeed.decoders.native import native_decoder
+
+    backend = getattr(recipe.decode, "backend", None)
+    without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
+    log.warning(gil_message(limit, cores=recipe.limits.decode_threads, turbo=without or backend == "pillow"))
 
 
 def _unchanged(batch: Any) -> Any:

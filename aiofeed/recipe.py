@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.config import ResolvedLimits
+from aiofeed.config import Limits, ResolvedLimits
 from aiofeed.delivery import Transform
 from aiofeed.devices import DeviceGroup
 from aiofeed.host_backend import HostBackend
@@ -40,6 +40,7 @@ class Recipe:
     engines: int = 0
     statics: tuple[StaticBatch, ...] = ()
     cache: Cache | None = None
+    said: Limits | None = None
     passable: Passable | None = None
 
 

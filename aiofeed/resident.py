@@ -132,6 +132,7 @@ class Resident:
 
     queue_depth = 0
     chunk_size = 0
+    tuner = None
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 500, 400
 QUALITY = 90
 TINY_BYTES = 2048
+FAT_BYTES = 8_000_000
 FILES_PER_FOLDER = 1000
 
 
@@ -37,6 +38,11 @@ def noise_folder(data: Path, count: int) -> Path:
 def tiny_folder(data: Path, count: int) -> Path:
     """``count`` files of 2 KB of random bytes, 1,000 per sub-folder."""
     return made(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
+
+
+def fat_folder(data: Path, count: int) -> Path:
+    """``count`` files of 8 MB of random bytes, in one sub-folder."""
+    return made(data / f"fat-{FAT_BYTES}-{count}", lambda folder: _write_fat_files(folder, count))
 
 
 def files_below(folder: Path | str) -> list[str]:
@@ -118,3 +124,9 @@ def _write_tiny_files(folder: Path, count: int) -> None:
         parent = folder / f"{number // FILES_PER_FOLDER:03d}"
         parent.mkdir(exist_ok=True)
         (parent / f"{number:06d}.bin").write_bytes(os.urandom(TINY_BYTES))
+
+
+def _write_fat_files(folder: Path, count: int) -> None:
+    (folder / "0").mkdir()
+    for number in range(count):
+        (folder / "0" / f"{number:06d}.bin").write_bytes(os.urandom(FAT_BYTES))

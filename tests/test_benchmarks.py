@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from benchmarks import MODULES, __main__, data, figures, harness, jpeg, report, worker
+from benchmarks import MODULES, __main__, data, figures, harness, held, jpeg, report, worker
 from benchmarks.figures import Figure, at_least, at_most
 
 if TYPE_CHECKING:
@@ -211,6 +212,16 @@ def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
 def tracked() -> None:
     """Have multiprocessing start its tracker, whose pipe stays open for the life of the process."""
     resource_tracker.ensure_running()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("kind", "low", "high"), [("python", 0.95, 1.0), ("hashing", 0.0, 0.1)])
+def test_the_time_under_the_gil_is_what_it_is_known_to_be(kind: str, low: float, high: float) -> None:
+    with held.Measured("benchmarks.held:control", {"kind": kind}) as process:
+        found = process.measure()
+    assert found["looks"] > 0
+    assert low <= found["held_s"] / found["cpu_s"] <= high
 
 
 @pytest.mark.slow
