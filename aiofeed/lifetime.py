@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -140,9 +141,23 @@ def _stop_all() -> None:
     # An interpreter that has ended unwinds the threads that come back to it, and C++ code does not survive that: a
     # decoder that goes from one call of torch to the next would abort the process. Such a one is to end before.
     late = list(_running)
+    if late:
+        _quiet_about(late)
     for thread in late:
         thread.interrupt()
     _wait(late, EXIT_S / 2)
+
+
+def _quiet_about(late: Sequence[DaemonThread]) -> None:
+    """An interrupt that comes while a thread is in a finalizer is reported: let that not be a process's last word."""
+    report = sys.unraisablehook
+    threads = {thread.thread for thread in late}
+
+    def unless_interrupted(what: sys.UnraisableHookArgs) -> None:
+        if what.exc_type is not SystemExit or threading.current_thread() not in threads:
+            report(what)
+
+    sys.unraisablehook = unless_interrupted
 
 
 def _wait(all_of: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:

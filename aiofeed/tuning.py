@@ -64,6 +64,10 @@ class ReadTuner:
             self.concurrency = min(2 * self.concurrency, self.most)
 
 
+# A sample costs an engine process some 20 us beside its decoding: of less than twice that under the GIL nothing is won.
+WORTH_TELLING_S = 40e-6
+
+
 class Tuner:
     """Both, for one feeder.
 
@@ -79,8 +83,8 @@ class Tuner:
         self.lanes = decode_threads
 
     def news(self) -> GilLimit | None:
-        """The GIL's limit, once."""
-        if self.told or self.decoding.gil is None:
+        """The GIL's limit, once, where there is a way out."""
+        if self.told or self.decoding.gil is None or self.decoding.gil.held_s < WORTH_TELLING_S:
             return None
         self.told = True
         return self.decoding.gil

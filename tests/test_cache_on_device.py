@@ -318,7 +318,7 @@ def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: A
 
 def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same without a device; ranks of one host share what is free."""
-    monkeypatch.setattr("aiofeed.arguments.free_memory", lambda: 1000)
+    monkeypatch.setattr("aiofeed.machine.free_memory", lambda: 1000)
     feeder: Feeder[Any] = Feeder(Numbers(22), decode=tensor, batch_size=4, cache="device")
     assert len(list(feeder)) == 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -317,6 +317,8 @@ def test_the_gil_is_told_of_once() -> None:
     """News is new once."""
     tuner = Tuner(decode_threads=2, threads_given=False, read_concurrency=64, reads_given=False)
     assert tuner.news() is None
+    tuner.decoding.gil = GilLimit(1, 3e-5, 3e-5)
+    assert tuner.news() is None
     tuner.decoding.gil = GilLimit(1, 1e-4, 1e-4)
     assert tuner.news() == GilLimit(1, 1e-4, 1e-4)
     assert tuner.news() is None

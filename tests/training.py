@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import io
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import torch
+
+# Decoders as small as these are Python alone, and a warning that the GIL limits them is right.
+logging.getLogger("aiofeed").addFilter(lambda record: "held up by the GIL" not in str(record.msg))
 
 SCRIPTS: dict[str, Callable[[], None]] = {}
 
