@@ -207,7 +207,7 @@ def jpeg_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _silent_about_the_gil(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Decoders as small as the tests' are Python alone: whether the machine lets that be noticed is not their matter."""
+    """Decoders as small as the tests' are Python alone: whether a machine lets that be noticed is not their matter."""
     log = logging.getLogger("aiofeed")
 
     def other(record: logging.LogRecord) -> bool:
