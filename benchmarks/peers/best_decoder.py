@@ -1,8 +1,8 @@
 """Who is fastest where each brings the fastest decoder there is for it?
 
 The work of ``same_decode``, but loaders that take a decoder take simplejpeg (libjpeg-turbo) and OpenCV's
-``INTER_LINEAR``, which does not antialias; the others have their own. Worst PSNR against Pillow at full scale says what
-the pictures are worth.
+``INTER_LINEAR``, which does not antialias; the others have their own, aiofeed the library that is built with it. Worst
+PSNR against Pillow at full scale says what the pictures are worth.
 
 Targets: aiofeed first; at least 0.95 of two bare processes with that decoder; 1.4 of two bare processes with Pillow.
 """
@@ -17,6 +17,7 @@ from benchmarks.peers.adapters import bare
 from benchmarks.peers.contest import Field, Found, Way, race
 from benchmarks.peers.same_decode import PROCESSES, task
 from benchmarks.peers.work import contender
+from benchmarks.turbo import has_native
 
 TITLE = "JPEG 500x400 to 224, each with its fastest decoder, batch 64, second epoch"
 
@@ -43,10 +44,11 @@ PILLOW = f"{PROCESSES}, Pillow"
 
 def run(settings: Settings, field: Field) -> Found:
     work = {**task(settings), "decoder": fastest_decoder()}
+    own = {**work, "decoder": "native"} if has_native() else work
     present, absent = field.divide(WAYS)
-    contenders = [contender(*way, work, judged=True) for way in present]
+    contenders = [contender(*way, own if way[0] == "feeder" else work, judged=True) for way in present]
     pillow = bare.contender("processes", {**work, "decoder": "pillow"})
-    fast = bare.contender("processes", work)
+    fast = bare.contender("processes", own)
     found = race([*contenders, fast, replace(pillow, label=PILLOW)], settings, absent)
     better = found.best(found.ours())
     targets = [

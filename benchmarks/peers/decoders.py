@@ -23,6 +23,8 @@ class Decode:
         name: "pillow": Pillow or Pillow-SIMD at full scale, antialiased bilinear, as everybody writes it.
             "draft": the same from Pillow's ``draft``, the smallest scale of at least twice the side.
             "turbo": simplejpeg and Pillow's resize, at that scale, as ``aiofeed.DecodeImage(backend="turbo")`` has it.
+            "native": the library that is built with aiofeed, at that scale and no larger than is shown, as
+            ``aiofeed.DecodeImage(backend="native")`` has it, one image at a time.
             "linear": simplejpeg at full scale and OpenCV's ``INTER_LINEAR``, which does not antialias.
         side: of the result, in pixels.
     """
@@ -57,32 +59,34 @@ def linear(data: bytes, side: int) -> NDArray[np.uint8]:
     return cv2.resize(pixels, (side, side), interpolation=cv2.INTER_LINEAR)  # type: ignore[return-value]
 
 
-def turbo(data: bytes, side: int) -> NDArray[np.uint8]:
+def own(data: bytes, side: int, *, backend: str) -> NDArray[np.uint8]:
     import numpy as np
 
     out = np.empty((side, side, 3), np.uint8)
-    _turbo(side).decode_into(data, out)
+    _own(side, backend).decode_into(data, out)
     return out
 
 
 @functools.cache
-def _turbo(side: int) -> Any:
+def _own(side: int, backend: Any) -> Any:
     import aiofeed
 
-    return aiofeed.DecodeImage((side, side), backend="turbo")
+    return aiofeed.DecodeImage((side, side), backend=backend)
 
 
 _FUNCTIONS: dict[str, Callable[[bytes, int], NDArray[np.uint8]]] = {
     "pillow": pillow,
     "draft": functools.partial(pillow, draft=True),
     "linear": linear,
-    "turbo": turbo,
+    "turbo": functools.partial(own, backend="turbo"),
+    "native": functools.partial(own, backend="native"),
 }
 
 IMPORTS = {
     "pillow": ("numpy", "PIL.Image"),
     "draft": ("numpy", "PIL.Image"),
     "turbo": ("numpy", "PIL.Image", "simplejpeg", "aiofeed:DecodeImage"),
+    "native": ("numpy", "PIL.Image", "aiofeed:DecodeImage"),
     "linear": ("numpy", "simplejpeg", "cv2"),
 }
 """What each of them imports, so that it is there before anything is measured."""

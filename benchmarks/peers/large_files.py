@@ -2,8 +2,9 @@
 
 JPEG files of 3000 x 2000 to 224 x 224, batch 16, in the page cache, epochs after the first. "pillow" decodes them
 whole; "draft" (Pillow) and "turbo" (simplejpeg) at a quarter, the smallest scale of at least twice the side, then
-resize antialiased; tf.data, DALI and SPDL's ffmpeg have their own ways. The stated quality is that of aiofeed's
-pictures: worst PSNR against Pillow at full scale; who is half a dB below it has not kept it.
+resize antialiased, "native" is the library that is built with aiofeed; tf.data, DALI and SPDL's ffmpeg have their own
+ways. The stated quality is that of aiofeed's pictures: worst PSNR against Pillow at full scale; who is half a dB below
+it has not kept it.
 
 Targets: at least 4.5 times ``DataLoader`` with a plain Pillow decode, 5 with simplejpeg; 0.95 of two bare processes
 with the same scaled decode; first among all that keep the quality.
@@ -21,6 +22,7 @@ from benchmarks.harness import Contender, Settings
 from benchmarks.peers.adapters import bare
 from benchmarks.peers.contest import OURS, Field, Found, Way, race
 from benchmarks.peers.work import contender
+from benchmarks.turbo import has_native
 
 TITLE = "JPEG 3000x2000 to 224, batch 16, second epoch"
 
@@ -45,12 +47,14 @@ KEPT_DB = 0.5
 def run(settings: Settings, field: Field) -> Found:
     folder = str(jpeg_folder(settings.data, settings.size(192, 12), 3000, 2000))
     work = {"folder": folder, "side": 224, "batch": settings.size(16, 4)}
-    fast = ["draft", "turbo"] if find_spec("simplejpeg") else ["draft"]
+    shared = ["draft", "turbo"] if find_spec("simplejpeg") else ["draft"]
+    fast = [*shared, "native"] if has_native() else shared
     scaled, absent = field.divide(SCALED)
     own, not_own = field.divide(OWN)
     loaders = [
         contender("dataloader", "persistent", {**work, "decoder": "pillow"}, judged=True),
-        *[contender(*way, {**work, "decoder": decoder}, judged=True) for decoder in fast for way in scaled],
+        *[contender(*way, {**work, "decoder": decoder}, judged=True) for decoder in shared for way in scaled],
+        *[contender(*way, {**work, "decoder": "native"}, judged=True) for way in SCALED[:2] if "native" in fast],
     ]
     loaders = [named(each) for each in loaders]
     loaders += [contender(*way, {**work, "decoder": "draft"}, judged=True) for way in own]
@@ -59,7 +63,7 @@ def run(settings: Settings, field: Field) -> Found:
     better = {decoder: found.best(f"{OURS}, {way}, {decoder}" for way in ("thread", "process:2")) for decoder in fast}
     best = found.best(better.values())
     keep = [peer for peer in found.peers() if found.db(peer) >= found.db(best) - KEPT_DB]
-    least = {"draft": 4.5, "turbo": 5.0}
+    least = {"draft": 4.5, "turbo": 5.0, "native": 5.0}
     targets = [
         *[figure for name, ours in better.items() for figure in found.speed(ours, PLAIN, least[name])],
         *[f for name, ours in better.items() for f in found.speed(ours, f"two bare processes, {name}", 0.95)],

@@ -26,7 +26,7 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
     elif work.decoder == "pillow":
         decode = aiofeed.DecodeImage(size, backend="pillow", scaled=False)
     else:
-        decode = aiofeed.DecodeImage(size, backend="turbo" if work.decoder == "turbo" else "pillow")
+        decode = aiofeed.DecodeImage(size, backend=work.decoder if work.decoder in ("turbo", "native") else "pillow")  # type: ignore[arg-type]
     source = aiofeed.ImageFolder(work.folder)
     feeder: Any = aiofeed.Feeder(source, decode=decode, batch_size=work.batch, engine=way)  # type: ignore[arg-type]
     with feeder:
