@@ -6,6 +6,7 @@ builds it in place. Python's own headers are not needed: the library is plain C,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -30,7 +31,7 @@ def build() -> str | None:
         return "this is for Linux and macOS"
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     unfinished = ROOT / (LIBRARY + f".{os.getpid()}")
-    # No -ffast-math, no -march: every machine makes the same pixels, whatever it was built on.
+    # No -ffast-math, no -march: what a machine makes does not depend on the one that it was built on.
     command = [*compiler, "-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"]
     command += [*shlex.split(os.environ.get("CFLAGS", "")), *_flags("--cflags"), str(ROOT / SOURCE)]
     command += ["-o", str(unfinished), *shlex.split(os.environ.get("LDFLAGS", "")), *(_flags("--libs") or ["-ljpeg"])]
@@ -44,6 +45,21 @@ def build() -> str | None:
     finally:
         unfinished.unlink(missing_ok=True)
     return None
+
+
+def remove() -> None:
+    """Let no library of an earlier build stay."""
+    with contextlib.suppress(OSError):  # of a read-only tree
+        (ROOT / LIBRARY).unlink(missing_ok=True)
+
+
+def wheel_platform() -> str:
+    """The platform of the wheel, as pip spells it."""
+    if sys.platform == "darwin":
+        from packaging.tags import mac_platforms  # hatchling needs it too
+
+        return next(mac_platforms())
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def _flags(which: str) -> list[str]:
@@ -70,20 +86,19 @@ else:
 
         def initialize(self, version: str, build_data: dict[str, object]) -> None:
             """Build, and say so to the wheel."""
-            (ROOT / LIBRARY).unlink(missing_ok=True)
             if why := build():
+                remove()
                 self.app.display_warning(f"aiofeed is built without its own JPEG decoding: {why}")
                 return
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform}"
+            build_data["tag"] = f"py3-none-{wheel_platform()}"
             artifacts = build_data["artifacts"]
             assert isinstance(artifacts, list)
             artifacts.append(LIBRARY)
 
 
 if __name__ == "__main__":
-    (ROOT / LIBRARY).unlink(missing_ok=True)
     if reason := build():
+        remove()
         sys.exit(reason)
     print(f"built {LIBRARY}")

@@ -100,6 +100,7 @@ class Attached:
         backend, said = self._backend, _Said()
         memory = HostMemory(PREFETCH_BATCHES + 2) if backend is None else PinnedMemory(backend.pin, keep=16)
         runtime = Runtime(read_threads=1, decode_threads=1)
+        host_only = self._attachment is not None and self._attachment.host_only
         attachment, said.batches = join(
             self._path,
             wait_s,
@@ -108,8 +109,9 @@ class Attached:
             wrap=as_tensors if backend is None else _unchanged,
             executor=runtime.decode_pool,
             begun=said.begun,
-            host_only=self._attachment is not None and self._attachment.host_only,
+            host_only=host_only,
         )
+        attachment.host_only = host_only
         self._said = said
         self._pid = os.getpid()
         self._attachment, self._runtime = attachment, runtime

@@ -18,7 +18,7 @@ from aiofeed.collate_tree import misfit_error
 from aiofeed.config import ResolvedLimits
 from aiofeed.errors import FeedError
 from aiofeed.guard import AbandonedError, Guard, Watch
-from aiofeed.naming import decode_error, read_error
+from aiofeed.naming import decode_error, read_error, untrace
 from aiofeed.order import sample_seed
 from aiofeed.pace import Pace
 from aiofeed.policy import FailurePolicy
@@ -204,6 +204,7 @@ class BytesFetcher:
         done = 0
         stop, decode_one = watch.stop, self._decode_into(plan, assembly)
         # A limit on the time of one sample is kept by decoding one at a time.
+        fault: BaseException | None = None
         faults = None if guard is not None else self._decode_at_once(plan, start, encoded, assembly, watch)
         for position, data in enumerate(encoded, start):
             if stop.stopped:
@@ -230,6 +231,7 @@ class BytesFetcher:
                 if self._policy.action == "raise":
                     break
             done += 1
+        del fault, faults
         outcome.decode_s = time.perf_counter() - started
         if done:
             self._pace.observe(outcome.decode_s, done, time.thread_time() - cpu)
@@ -304,8 +306,11 @@ class BytesFetcher:
             faults = self._decode_many(list(encoded), assembly.rows[start:end], seeds)
             if len(faults) != len(encoded):
                 raise ValueError(f"decode_many_into returned {len(faults)} errors for {len(encoded)} samples")
-        except Exception:  # noqa: BLE001 - the user's decoder may raise anything; asked one by one, it names who failed
+        except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; asked one by one, it names who failed
             return None
+        for fault in faults:
+            if fault is not None:
+                untrace(fault)
         return faults
 
     def _put_target(self, plan: BatchPlan, position: int, assembly: Assembly) -> None:

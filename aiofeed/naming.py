@@ -35,7 +35,7 @@ def _named(
         named = kind(f"cannot {stage} {key!r}: {told(error)}{hint}", key=key, index=index, stage=stage)
         named.__cause__ = without_our_frames(error)
     if not traced:
-        _untrace(named)
+        untrace(named)
     return named
 
 
@@ -61,8 +61,8 @@ def without_our_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _untrace(error: BaseException) -> None:
-    """Take the tracebacks away, of its causes too."""
+def untrace(error: BaseException) -> None:
+    """Take the tracebacks away, of its causes too: their frames refer to the samples and the memory beside it."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

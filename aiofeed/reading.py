@@ -74,6 +74,8 @@ class Reader:
 
     async def _read_each(self, indices: Sequence[int], got: Encoded) -> list[Any]:
         """What ``gather`` would give, for less per read: the last to end says so, instead of each."""
+        if not indices:
+            return []
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         samples: list[Any] = [None] * len(indices)

@@ -2,7 +2,8 @@
 
 Two questions. A step that holds the GIL all the time (a loop in Python, 25 ms or so), with JPEGs being decoded beside
 it by one thread, in the trainer's process or in one of its own: its median time against that of the same step with
-nothing beside it, on the cores that are left when the decoder has one; and images per second. Then a batch of 10 MB
+nothing beside it, on the cores that are left when the decoder has one; the same beside a bare process that decodes,
+which is what the machine's cores take from each other; and images per second. Then a batch of 10 MB
 from the end of its decoding in the other process to the consumer, who waits for it: all that passes, and what passes
 beyond the time of one copy of it, as the reader of two bare processes (shared memory and a pipe) takes it; the same for
 a worker of ``DataLoader``, and for the two. The engine's batch is handed over as it lies in shared memory, so that for
@@ -19,11 +20,12 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.data import jpeg_folder
+from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, column, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
 
@@ -50,7 +52,8 @@ def run(settings: Settings) -> list[Figure]:
         Contender(f'engine="{engine}"', step_beside, {**options, "engine": engine}, imports)
         for engine in ("process", "thread")
     ]
-    samples = interleave([alone, *beside], settings)
+    bare = Contender("a bare process that decodes", step_beside_bare, options, ("torch",))
+    samples = interleave([alone, bare, *beside], settings)
     step = {label: column(rounds, "step_s") for label, rounds in samples.items()}
     large = {"batches": settings.size(40, 3)}
     contenders = [
@@ -67,6 +70,8 @@ def run(settings: Settings) -> list[Figure]:
     ours = 'engine="process"'
     return [
         Figure(f"step beside {ours} / alone", per(step[ours], step["alone"]), target=at_most(1.05)),
+        Figure(f"step beside {bare.label} / alone", per(step[bare.label], step["alone"])),
+        Figure(f"step beside {ours} / beside {bare.label}", per(step[ours], step[bare.label])),
         Figure('step beside engine="thread" / alone', per(step['engine="thread"'], step["alone"])),
         *[Figure(f"images beside steps: {each.label}", rates(samples[each.label]), "/s") for each in beside],
         *[
@@ -109,6 +114,32 @@ def step_alone(steps: int) -> Iterator[Measure]:
     finally:
         if before:
             os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def step_beside_bare(folder: str, steps: int) -> Iterator[Measure]:
+    """What the machine makes of two busy processes: the decoder is one that nobody takes anything from."""
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    decoder = context.Process(target=decode_for_ever, args=(folder, begun), daemon=True)
+    decoder.start()
+    try:
+        begun.wait()
+        yield lambda: {"step_s": median_step(steps)}
+    finally:
+        decoder.kill()
+        decoder.join()
+
+
+def decode_for_ever(folder: str, begun: Any) -> None:
+    import aiofeed
+
+    decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
+    out = np.empty(decode.row.shape, np.uint8)
+    while True:
+        for path in files_below(folder):
+            decode.decode_into(Path(path).read_bytes(), out)
+            begun.set()
 
 
 @contextmanager

@@ -653,7 +653,7 @@ def test_rng_gives_the_seed_and_nothing_else_is_drawn():
 )
 def test_memory_of_another_layout_is_refused(out):
     """``out`` must be C-contiguous uint8 [H, W, 3]; the message says what it was."""
-    with pytest.raises(ValueError, match=r"out must be C-contiguous uint8 \[8, 8, 3\], got"):
+    with pytest.raises(ValueError, match=r"out must be writable C-contiguous uint8 \[8, 8, 3\], got"):
         DecodeImage(8).decode_into(encode(picture(), "PNG"), out)
 
 

@@ -30,6 +30,7 @@ from aiofeed import (
 from aiofeed.fetch import BytesFetcher, Outcome
 from aiofeed.guard import StopFlag, Watch
 from aiofeed.testing import SimulatedDevice
+from aiofeed.types import Row
 
 
 class Numbers:
@@ -255,6 +256,62 @@ def test_an_error_keeps_nothing_alive() -> None:
         while gone() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Chunks:
+    """Decodes into rows, a chunk in one call; what is in `bad` fails with the rows in its traceback."""
+
+    row = Row((1000,), "uint8")
+    takes_seed = False
+
+    def __init__(self, leaves: bool) -> None:
+        self.leaves = leaves
+        self.memory: list[weakref.ref[Any]] = []
+
+    def __call__(self, data: bytes, /) -> Any:
+        raise NotImplementedError
+
+    def decode_into(self, data: bytes, out: Any, seed: int | None = None) -> None:
+        if data == b"7":
+            raise ValueError("no number")
+        out[:] = int(data)
+
+    def decode_many_into(self, data: Any, out: Any, seeds: Any = None) -> list[Exception | None]:
+        if self.leaves:
+            raise BaseExceptionGroup("of a panic, say", [GeneratorExit()])
+        self.memory.append(weakref.ref(out.base))
+        faults: list[Exception | None] = []
+        for file, row in zip(data, out, strict=True):
+            try:
+                self.decode_into(file, row)
+                faults.append(None)
+            except ValueError as error:
+                faults.append(error)
+        return faults
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_error_in_a_chunk_is_its_samples_alone(leaves: bool) -> None:
+    """It is named as it would be one by one, and keeps neither the chunk nor its batch alive."""
+    decoder = Chunks(leaves)
+    gc.collect()
+    gc.disable()
+    try:
+        feeder = Feeder(Numbers(20), decode=decoder, batch_size=10)
+        with pytest.raises(DecodeError, match="no number") as caught:
+            list(feeder)
+        assert caught.value.index == 7
+        feeder.close()
+        kept = caught.value
+        del feeder, caught
+        deadline = time.monotonic() + 5.0
+        while any(each() is not None for each in decoder.memory) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(each() is not None for each in decoder.memory)
+        assert decoder.memory or leaves
+        del kept
     finally:
         gc.enable()
 

@@ -318,8 +318,9 @@ def test_many_check_their_memory():
         np.zeros((1, 8, 9, 3), np.uint8),
         np.zeros((1, 8, 8, 3), np.int8),
         np.zeros((1, 8, 3, 8), np.uint8).transpose(0, 1, 3, 2),
+        np.frombuffer(bytes(192), np.uint8).reshape(1, 8, 8, 3),
     ):
-        with pytest.raises(ValueError, match="out must be uint8"):
+        with pytest.raises(ValueError, match=r"out must be (writable C-contiguous )?uint8"):
             decoder.decode_many_into([file], wrong)
     with pytest.raises(ValueError, match="seeds must be as many as data, 1, got 2"):
         decoder.decode_many_into([file], np.zeros((1, 8, 8, 3), np.uint8), [1, 2])

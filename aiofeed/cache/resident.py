@@ -168,6 +168,11 @@ class DeviceRows(ResidentStore):
         self.memory: list[torch.Tensor] = []
         self._backend: DeviceBackend | None = None
 
+    def _inherit(self) -> None:
+        backend = self._backend
+        super()._inherit()
+        self._backend = backend  # of this process: it attached it before it asked for rows
+
     def __getstate__(self) -> dict[str, Any]:
         mine = ("memory", "_backend")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}

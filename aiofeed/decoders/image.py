@@ -161,11 +161,7 @@ class DecodeImage:
             data: the bytes of one image file; anything with a buffer.
             seed: an integer, 64 bits of it count; needed where ``takes_seed``, else without effect.
         """
-        if out.shape != self.row.shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
-            raise ValueError(
-                f"out must be C-contiguous uint8 {list(self.row.shape)}, "
-                f"got {out.dtype} {list(out.shape)} with strides {out.strides}"
-            )
+        _check_memory(out, self.row)
         self._decode(_as_bytes(data), out, lambda width, height: self.view(width, height, seed))
 
     def decode_many_into(
@@ -182,11 +178,10 @@ class DecodeImage:
             The error of each, ``None`` where there is none. Their rows are as they were.
         """
         count = len(data)
-        if out.shape != (count, *self.row.shape) or out.dtype != np.uint8 or (count and not out[0].flags.c_contiguous):
-            raise ValueError(
-                f"out must be uint8 {[count, *self.row.shape]} of C-contiguous rows, "
-                f"got {out.dtype} {list(out.shape)} with strides {out.strides}"
-            )
+        if out.ndim != 4 or len(out) != count:
+            raise ValueError(f"out must be uint8 {[count, *self.row.shape]}, got {out.dtype} {list(out.shape)}")
+        if count:
+            _check_memory(out[0], self.row)
         if seeds is not None and len(seeds) != count:
             raise ValueError(f"seeds must be as many as data, {count}, got {len(seeds)}")
         errors: list[Exception | None] = [None] * count
@@ -253,6 +248,7 @@ class DecodeImage:
 
     def decode_cached_into(self, data: bytes, out: NDArray[np.uint8]) -> None:
         """Decode into ``out``, of ``cached_row``, all that does not depend on a seed: what a cache keeps."""
+        _check_memory(out, self.cached_row)
         data = _as_bytes(data)
         if self.crop != "random":
             self._decode(data, out, lambda width, height: View(self._fixed_box(width, height)))
@@ -316,6 +312,14 @@ class DecodeImage:
         if isinstance(self.size, tuple):
             return 0, 0, width, height
         return center_box(width, height, self.size, self.resize or self.size)
+
+
+def _check_memory(out: NDArray[np.uint8], row: Row) -> None:
+    if out.shape != row.shape or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(
+            f"out must be writable C-contiguous uint8 {list(row.shape)}, "
+            f"got {out.dtype} {list(out.shape)} with strides {out.strides}, writable={out.flags.writeable}"
+        )
 
 
 def _as_bytes(data: object) -> bytes:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("aiofeed")
 
 LIBRARY = Path(__file__).with_name("_turbo.so")
-BUILD = "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then aiofeed"
+BUILD = (
+    "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then aiofeed: "
+    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed"
+)
 
 _PLAIN, _WITH_METADATA = 0, 1
 _DONE = 0
@@ -52,8 +55,9 @@ class NativeDecoder:
             raise OSError("the libjpeg that it finds is not the one that it was built for; install aiofeed again")
         if library.aiofeed_picture_bytes() != _PICTURE.size:
             raise OSError("it was built for another release of aiofeed; install aiofeed again")
-        self.version = found.decode()
-        """Of libjpeg-turbo."""
+        library.aiofeed_arithmetic.restype = ctypes.c_char_p
+        self.version = f"{found.decode()}, {library.aiofeed_arithmetic().decode()}"
+        """Of libjpeg-turbo, and which of the library's two ways computes the pixels here."""
         self._headers, self._decode = library.aiofeed_headers, library.aiofeed_decode
         self._headers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
         self._decode.argtypes = [ctypes.c_void_p, ctypes.c_int]

@@ -608,6 +608,14 @@ EXPORT const char *aiofeed_libjpeg(void) {
     return fine ? VERSION_TEXT(LIBJPEG_TURBO_VERSION) : NULL;
 }
 
+/* Which of two ways the pixels are computed: they may differ by a level. */
+EXPORT const char *aiofeed_arithmetic(void) {
+#if WITH_AVX2
+    if (__builtin_cpu_supports("avx2")) return "AVX2";
+#endif
+    return "portable";
+}
+
 /* Sets `status` of each; the work of a whole chunk without the interpreter. */
 EXPORT void aiofeed_decode(picture_t *pictures, int count) {
     work_t *work = calloc(1, sizeof *work);

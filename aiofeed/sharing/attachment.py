@@ -216,7 +216,9 @@ class Attachment:
             self.taker.learn(message if isinstance(message, Given) else None, descriptors)
         except HandleError as error:
             self.host_only = True
-            raise WireError(f"its device memory cannot be opened ({error}): attach again, without it") from None
+            raise WireError(
+                f"its device memory cannot be opened ({error}): iterate again after close(), without it"
+            ) from None
         if isinstance(message, Begins | Given | Ends | Fails):
             if message.ticket != self._ticket:
                 if isinstance(message, Given):
@@ -236,7 +238,7 @@ class Attachment:
         """The server has said its last word; what it gave before is still handed out."""
         try:
             self.taker.settle()
-        except (FeedError, TimeoutError) as error:
+        except (FeedError, TimeoutError, RuntimeError) as error:  # the last: a device that is out of memory, say
             # Whoever's turn it is hears of it then, or has it nevertheless.
             log.warning("the last batches of the server at %s may be lost: %s", self._path, error)
         assert self._wire is not None

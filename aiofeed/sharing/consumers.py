@@ -15,7 +15,7 @@ from typing import Protocol
 
 from aiofeed.sharing.address import Listener
 from aiofeed.sharing.messages import encode
-from aiofeed.sharing.peers import Peer, ProcessWatch, peer_of
+from aiofeed.sharing.peers import Peer, ProcessWatch, exiting, is_alive, peer_of
 from aiofeed.sharing.talk import (
     MAX_REASON_LETTERS,
     MAX_WORD_BYTES,
@@ -131,7 +131,8 @@ class Consumer:
         self.close()
 
     def _lost(self, error: Exception | None) -> None:
-        self.close(reading=error is not None)
+        # One that lives may still hand out what it was given, whatever made it close. A killed one is exiting by now.
+        self.close(reading=error is not None or (is_alive(self.pid) and not exiting(self.pid)))
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_consumer(payload)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.errors import FeedError
 from aiofeed.executor import ThreadPool
 from aiofeed.sharing.attachment import Attachment
 from aiofeed.sharing.greeting import ask_for_trial, attach, tell
@@ -91,7 +92,10 @@ def _blocks(
         if trial.block is not None:
             blocks = Blocks(backend, shared, pulse)
             reason = blocks.attempt(trial)
-            tell(sock, Tried(reason))
+            try:
+                tell(sock, Tried(reason))
+            except OSError as error:
+                raise FeedError(f"the server at {path} ended while this process joined it: {error}") from error
             if not reason:
                 return blocks
     log.warning("batches of the server at %s come through host memory: %s", path, reason)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -175,15 +176,20 @@ class Lots:
 
     async def _pack(self, batch: Any, nbytes: int) -> tuple[Node, ServedSlot]:
         slot = self._memory.lease()
+        job: Future[Node] | None = None
         try:
             if nbytes <= INLINE_BYTES:
                 node = pack(batch, slot)
             else:
-                node = await self._in_executor(partial(pack, batch, slot))
+                job = self._executor.submit(pack, batch, slot)
+                node = await asyncio.wrap_future(job)
             if (pieces := len(slot.segments) + len(slot.passed)) > MAX_DESCRIPTORS:
                 raise FeedError(f"a batch in {pieces} pieces; at most {MAX_DESCRIPTORS} can be passed on")
         except BaseException:
-            slot.give_back()
+            if job is None:
+                slot.give_back()
+            else:  # whoever waited for it may have been cancelled, and it is at work still
+                job.add_done_callback(lambda _: slot.give_back())
             raise
         if slot.passed:
             slot.batch = batch  # the memory it lies in is used again once nothing refers to it

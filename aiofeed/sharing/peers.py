@@ -10,9 +10,12 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 # How often processes are looked at where the kernel does not tell of their end.
 LOOK_S = 0.25
+# PF_EXITING of Linux.
+_EXITING = 0x4
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,19 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def exiting(pid: int) -> bool:
+    """Whether a process has begun to end, as far as the system tells.
+
+    It lets go of its devices in the middle of that, and is known to have ended only afterwards.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False  # no such file system; or ended altogether, which others tell
+    state, *rest = stat[stat.rindex(b")") + 2 :].split()
+    return state in (b"Z", b"X") or bool(int(rest[5]) & _EXITING)
 
 
 class ProcessWatch:

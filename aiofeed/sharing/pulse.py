@@ -7,18 +7,15 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from aiofeed.device import Event
 from aiofeed.errors import FeedError, WorkerDiedError
-from aiofeed.sharing.peers import is_alive
+from aiofeed.sharing.peers import exiting, is_alive
 from aiofeed.sharing.shared_device import SharedEvent
 
 # How soon, and then how seldom, an event is looked at again.
 _FIRST_LOOK_S = 20e-6
 _LOOK_S = 1e-3
-# PF_EXITING of Linux.
-_EXITING = 0x4
 
 
 class Pulse:
@@ -90,19 +87,6 @@ class Pulse:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def exiting(pid: int) -> bool:
-    """Whether a process has begun to end, as far as the system tells.
-
-    It lets go of its devices in the middle of that, and is known to have ended only afterwards.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False  # no such file system; or ended altogether, which others tell
-    state, *rest = stat[stat.rindex(b")") + 2 :].split()
-    return state in (b"Z", b"X") or bool(int(rest[5]) & _EXITING)
 
 
 def died(path: object, pid: int) -> WorkerDiedError:

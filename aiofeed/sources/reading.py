@@ -84,7 +84,8 @@ def read_settled(path: str, rules: Rules, since: float) -> bytes | None:
         return None  # ``read_file`` finds out what it is, and says it
     finally:
         os.close(descriptor)
-    settled = seen.st_ctime < since and stat.S_ISREG(seen.st_mode)
+    # Some file systems know of no change but that of the contents.
+    settled = 0 < seen.st_ctime < since and seen.st_mtime < since and stat.S_ISREG(seen.st_mode)
     return data if settled and len(data) == size == seen.st_size else None
 
 

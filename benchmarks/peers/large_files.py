@@ -4,7 +4,7 @@ JPEG files of 3000 x 2000 to 224 x 224, batch 16, in the page cache, epochs afte
 whole; "draft" (Pillow) and "turbo" (simplejpeg) at a quarter, the smallest scale of at least twice the side, then
 resize antialiased, "native" is the library that is built with aiofeed; tf.data, DALI and SPDL's ffmpeg have their own
 ways. The stated quality is that of aiofeed's pictures: worst PSNR against Pillow at full scale; who is half a dB below
-it has not kept it.
+it has not kept it. That library is not offered to the others, though a dataset of theirs could call it.
 
 Targets: at least 4.5 times ``DataLoader`` with a plain Pillow decode, 5 with simplejpeg; 0.95 of two bare processes
 with the same scaled decode; first among all that keep the quality.

@@ -28,7 +28,8 @@ from aiofeed.sharing.device_blocks import Blocks, Place, Taken
 from aiofeed.sharing.device_handles import CudaSlots, HandleError
 from aiofeed.sharing.device_ring import DeviceRing
 from aiofeed.sharing.messages import Leaf, Table
-from aiofeed.sharing.pulse import Pulse, died, exiting
+from aiofeed.sharing.peers import exiting
+from aiofeed.sharing.pulse import Pulse, died
 from aiofeed.sharing.talk import Given
 from aiofeed.sharing.tensor_messages import Handle
 from aiofeed.sharing.wire import WireError
@@ -196,7 +197,7 @@ def test_memory_that_cannot_be_opened_any_more_is_an_error_and_then_the_hosts(ad
         with Started(ring_parts.opens_no_more, address) as consumer:
             kind, text, batches, on_device = consumer.hear()
             assert kind == "FeedError"
-            assert "cannot be opened (this device opens nothing): attach again" in text
+            assert "cannot be opened (this device opens nothing): iterate again" in text
             assert (batches, on_device) == (12, False)
 
 

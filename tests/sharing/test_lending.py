@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import warnings
@@ -12,6 +13,7 @@ import numpy as np
 import share_parts as parts
 
 from aiofeed import Feeder, Limits
+from aiofeed.sharing.passing import Passable
 from tests.sharing.conftest import children, until
 
 
@@ -108,6 +110,29 @@ def test_what_a_fork_has_is_not_overwritten() -> None:
         # Those that were lent after it are used again.
         places = {next(iterator).data_ptr() for _ in range(40)}
         assert len(places) <= 7
+
+
+def test_what_was_passed_on_to_one_who_is_not_heard_of_is_not_overwritten() -> None:
+    """A server's consumer that was let go may still read a slot: it stays as it was, though the server drops it."""
+    passable = Passable(slots=2)
+    feeder = large()
+    feeder._pass_on(passable)
+    with feeder:
+        iterator = iter(feeder)
+        batch = next(iterator).numpy()
+        expected = batch.copy()
+        found = passable.hold(batch)
+        assert found is not None
+        number, offset = found
+        nbytes, descriptor = passable.descriptor(number)
+        with mmap.mmap(descriptor, nbytes) as theirs:
+            os.close(descriptor)
+            passable.drop(number, again=False)
+            del batch
+            for later in range(1, 40):
+                assert right(next(iterator), later)
+            seen = np.frombuffer(theirs[offset : offset + expected.nbytes], expected.dtype)
+            assert bool((seen == expected.ravel()).all())
 
 
 def test_slots_come_back_while_nobody_asks_for_batches() -> None:
