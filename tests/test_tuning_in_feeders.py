@@ -174,14 +174,14 @@ class Far(Numbers):
     async def read(self, index: int) -> bytes:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.01)
         self.under_way -= 1
         return await super().read(index)
 
 
 def test_slow_reads_become_more_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many at a time are asked for, and statistics say how many."""
-    monkeypatch.setattr(tuning, "SLOW_READ_S", 0.001)
+    monkeypatch.setattr(tuning, "SLOW_READ_S", 0.005)
     monkeypatch.setattr(tuning, "READS_BRING", 0.0)
     source = Far()
     with feeding(source, decode=decode, batch_size=BATCH) as feeder:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import io
 import itertools
 import logging
@@ -19,9 +20,6 @@ from typing import Any
 
 import torch
 
-# Decoders as small as these are Python alone, and a warning that the GIL limits them is right.
-logging.getLogger("aiofeed").addFilter(lambda record: "held up by the GIL" not in str(record.msg))
-
 SCRIPTS: dict[str, Callable[[], None]] = {}
 
 # What a script keeps to the very end of its process.
@@ -29,8 +27,14 @@ kept: list[Any] = []
 
 
 def script(function: Callable[[], None]) -> Callable[[], None]:
-    SCRIPTS[function.__name__] = function
-    return function
+    @functools.wraps(function)
+    def run() -> None:
+        # Decoders as small as these are Python alone, and a warning that the GIL limits them is right.
+        logging.getLogger("aiofeed").addFilter(lambda record: "held up by the GIL" not in str(record.msg))
+        function()
+
+    SCRIPTS[function.__name__] = run
+    return run
 
 
 class Numbers:
