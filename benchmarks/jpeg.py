@@ -15,7 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.data import files_below, jpeg_folder
@@ -135,18 +135,22 @@ def bare_threads(
     yield epoch
 
 
-@contextmanager
 def bare_processes(
     folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
-) -> Iterator[Measure]:
+) -> AbstractContextManager[Measure]:
     """The same in processes, forked beforehand."""
+    return forked(folder, bare_worker, (decode or decode_file, side), workers)
+
+
+@contextmanager
+def forked(folder: str, worker: Callable[..., None], options: tuple[Any, ...], workers: int) -> Iterator[Measure]:
+    """Processes of ``worker(todo, done, *options)``, each of which takes the next few files of a folder."""
     context = multiprocessing.get_context("fork")
     paths = files_below(folder)
     todo, done = context.SimpleQueue(), context.SimpleQueue()
-    task = (todo, done, decode or decode_file, side)
-    processes = [context.Process(target=bare_worker, args=task, daemon=True) for _ in range(workers)]
-    for worker in processes:
-        worker.start()
+    processes = [context.Process(target=worker, args=(todo, done, *options), daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
 
     def epoch() -> Mapping[str, float]:
         for start in range(0, len(paths), PIECE):
@@ -161,8 +165,8 @@ def bare_processes(
     finally:
         for _ in processes:
             todo.put(None)
-        for worker in processes:
-            worker.join()
+        for process in processes:
+            process.join()
         todo.close()
         done.close()
 

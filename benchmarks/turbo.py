@@ -14,23 +14,21 @@ no picture below 35 dB.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_least, cpu_us_per_item, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.jpeg import bare_threads, counted, data_loader
+from benchmarks.jpeg import PIECE, bare_threads, counted, data_loader, forked
 from benchmarks.passes import single
 
 TITLE = "JPEGs by faster decoders, batch 64, second epoch"
 
 BATCH = 64
 THREADS = 2
-PIECE = 16
 
 SIZES = ((64, 64, 64, 6000), (224, 224, 224, 1024), (500, 400, 224, 512), (3000, 2000, 224, 64))
 """Width, height, the side that is asked for, files."""
@@ -132,33 +130,9 @@ class OneByOne:
         return self._decoder(data)
 
 
-@contextmanager
-def bare_native_processes(folder: str, side: int) -> Iterator[Measure]:
+def bare_native_processes(folder: str, side: int) -> AbstractContextManager[Measure]:
     """Processes, forked beforehand, that read and decode into 64 rows, over and over; no batches, no labels."""
-    context = multiprocessing.get_context("fork")
-    paths = files_below(folder)
-    todo, done = context.SimpleQueue(), context.SimpleQueue()
-    workers = [context.Process(target=bare_worker, args=(todo, done, side), daemon=True) for _ in range(THREADS)]
-    for worker in workers:
-        worker.start()
-
-    def epoch() -> Mapping[str, float]:
-        for start in range(0, len(paths), PIECE):
-            todo.put(paths[start : start + PIECE])
-        for _ in range(0, len(paths), PIECE):
-            done.get()
-        return {"items": len(paths)}
-
-    try:
-        epoch()
-        yield epoch
-    finally:
-        for _ in workers:
-            todo.put(None)
-        for worker in workers:
-            worker.join()
-        todo.close()
-        done.close()
+    return forked(folder, bare_worker, (side,), THREADS)
 
 
 def bare_worker(todo: Any, done: Any, side: int) -> None:

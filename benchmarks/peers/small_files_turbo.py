@@ -15,26 +15,14 @@ from contextlib import contextmanager
 from benchmarks.figures import Figure, at_most
 from benchmarks.harness import Contender, Measure, Settings
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import Field, Found, Way, race
+from benchmarks.peers.contest import Field, Found, race
 from benchmarks.peers.same_decode import PROCESS, PROCESSES, THREAD
-from benchmarks.peers.small_files import LOADER, task
+from benchmarks.peers.small_files import LOADER, WAYS, task
 from benchmarks.peers.work import contender
 from benchmarks.turbo import aiofeed_feeder
 
 TITLE = "20,000 JPEGs of 2 KB, 64x64, simplejpeg, batch 64, second epoch"
 
-WAYS: tuple[Way, ...] = (
-    ("feeder", "thread"),
-    ("feeder", "process:2"),
-    ("dataloader", "persistent"),
-    ("nodes", "by batches"),
-    ("spdl_threads", "by batches"),
-    ("grain_threads", "whole batches"),
-    ("webdataset_tars", "tars"),
-    ("litdata_raw", "raw"),
-    ("mosaicml", "MDS"),
-    ("tfdata", "AUTOTUNE"),
-)
 NEEDS = ("simplejpeg",)
 ONE = "aiofeed, one thread"
 
