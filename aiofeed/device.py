@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from aiofeed.absent import hidden_by, present, why_absent
+from aiofeed.errors import DeviceCopyError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,11 +179,21 @@ class TorchBackend:
         stream.wait_event(event)
 
     def hold(self, tensor: torch.Tensor, stream: Stream, /) -> None:
-        """``record_stream``, for every part of a sparse tensor too."""
+        """``record_stream``, for every part of a sparse tensor too.
+
+        Raises:
+            DeviceCopyError: this kind of device has none, and without it memory would be used again too early.
+        """
         if tensor.device != self.device or self.device.type == "mps":  # Metal has one stream, and no record_stream.
             return
-        for part in _strided_parts(tensor):
-            part.record_stream(stream)
+        try:
+            for part in _strided_parts(tensor):
+                part.record_stream(stream)
+        except NotImplementedError as error:
+            raise DeviceCopyError(
+                f"torch has no record_stream for {self.name}: memory of a batch that is dropped would be used again "
+                f"while work on it is still queued. Use device=None, and batch.to({self.name!r}) in the step"
+            ) from error
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
         """Memory from torch's own pinned allocator, which is the only one whose copies torch knows to be safe."""
@@ -203,7 +214,10 @@ class TorchBackend:
 
         if self.device.type != "cuda":
             ask = getattr(torch.accelerator, "get_memory_info", None)
-            return None if ask is None else ask(self.device)
+            try:
+                return None if ask is None else ask(self.device)
+            except RuntimeError:  # allocators that cannot tell: Metal's had no such function for long
+                return None
         cuda: Any = torch.cuda  # in part without types
         free, total = cuda.mem_get_info(self.device)
         return free + cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device), total

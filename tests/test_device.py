@@ -8,6 +8,7 @@ import torch
 
 from aiofeed import device as device_module
 from aiofeed.device import DeviceBackend, TorchBackend, resolve_device
+from aiofeed.errors import DeviceCopyError
 from aiofeed.testing import SimulatedDevice
 
 
@@ -184,6 +185,28 @@ class TestTorchBackend:
         TorchBackend(torch.device("cpu")).hold(tensor, "stream")
         parts = {"strided": 1, "sparse_coo": 2}.get(layout, 3)
         assert held == [(torch.strided, "stream")] * parts
+
+    def test_hold_where_there_is_no_record_stream(self):
+        """A device whose torch cannot record streams is refused, with the way out; never used as if it could."""
+        with pytest.raises(DeviceCopyError, match=r"no record_stream for cpu: .* device=None, and batch.to\('cpu'\)"):
+            TorchBackend(torch.device("cpu")).hold(torch.ones(1), torch.Stream(device="cpu"))
+
+    @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
+    def test_memory_of_a_device_that_cannot_tell_is_unknown(self, monkeypatch, error):
+        """What an allocator without the function raises is no error of the feeder's."""
+
+        def ask(device):
+            raise error("getMemoryInfo is not implemented for this allocator yet.")
+
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", ask, raising=False)
+        assert TorchBackend(torch.device("mps", 0)).memory() is None
+
+    def test_memory_as_torch_tells_it(self, monkeypatch):
+        """Free and total bytes, of this device; unknown where torch has no such function."""
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (device.index, 8), raising=False)
+        assert TorchBackend(torch.device("xpu", 1)).memory() == (1, 8)
+        monkeypatch.delattr(torch.accelerator, "get_memory_info")
+        assert TorchBackend(torch.device("xpu", 1)).memory() is None
 
     def test_one_side_stream_per_device(self, monkeypatch):
         """Every backend of a device has the same side stream, for good."""
