@@ -275,6 +275,14 @@ class TestAccelerators:
         backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
         assert accelerators.described(backend) == AcceleratorReport("xpu:0", "A card", 2, 1)
 
+    def test_described_by_what_torch_has_for_all(self, monkeypatch):
+        """Where a device's part of torch does not tell its memory, torch.accelerator may."""
+        monkeypatch.setattr(torch, "xpu", SimpleNamespace(memory_allocated=lambda device: 0))
+        for name, found in {"get_memory_info": (1, 2), "memory_allocated": 3, "memory_reserved": 4}.items():
+            monkeypatch.setattr(torch.accelerator, name, lambda device, found=found: found, raising=False)
+        backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
+        assert accelerators.described(backend) == AcceleratorReport("xpu:0", "xpu", 2, 1, 0, 4)
+
     def test_measured(self):
         """Both ways of copying are measured, by copies that the device makes."""
         device = SimulatedDevice()

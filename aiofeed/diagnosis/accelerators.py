@@ -38,16 +38,17 @@ def described(backend: DeviceBackend) -> AcceleratorReport:
     import torch
 
     device = backend.device
-    # torch.cuda, torch.xpu, ...: of the same make, each with some of it.
+    # torch.cuda, torch.xpu, ...: of the same make, each with some of it; torch.accelerator has some for all.
     module: Any = getattr(torch, device.type, None)
-    free, total = _ask(module, "mem_get_info", device) or (None, None)
+    common: Any = torch.accelerator
+    free, total = _ask(module, "mem_get_info", device) or _ask(common, "get_memory_info", device) or (None, None)
     return AcceleratorReport(
         device=backend.name,
         name=_ask(module, "get_device_name", device) or device.type,
         total_bytes=total,
         free_bytes=free,
-        allocated_bytes=_ask(module, "memory_allocated", device),
-        reserved_bytes=_ask(module, "memory_reserved", device),
+        allocated_bytes=_ask_either(module, common, "memory_allocated", device),
+        reserved_bytes=_ask_either(module, common, "memory_reserved", device),
         own_stream=device.type != "mps",
     )
 
@@ -77,6 +78,11 @@ def measured(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> 
 def _ask(module: Any, name: str, device: Any) -> Any:
     function = getattr(module, name, None)
     return None if function is None else _attempt(lambda: function(device))
+
+
+def _ask_either(module: Any, common: Any, name: str, device: Any) -> Any:
+    found = _ask(module, name, device)
+    return _ask(common, name, device) if found is None else found
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
