@@ -34,25 +34,31 @@ def test_batches_equal_those_on_the_host(backend, n):
 
 @pytest.mark.timeout(300)
 def test_no_wrong_byte_behind_slow_kernels(backend):
-    """Slow kernels on the consumer's streams while later windows and epochs are permuted; batches dropped at once."""
+    """Slow kernels on either side, in turn, while later windows and epochs are permuted; batches dropped at once."""
     x, y = data(2048, 256)
     limits = Limits(memory_bytes=1 << 20)
     feeder = Feeder(Tensors(x, y), batch_size=64, shuffle=True, device=backend, limits=limits)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    wrong = torch.zeros(3, dtype=torch.int64, device=backend.device)
+    wrong, seen = (torch.zeros(3, dtype=torch.int64, device=backend.device) for _ in range(2))
+    wanted = 0
     torch.cuda.synchronize()
     for epoch in feeder.epochs(20):
         iterator = iter(feeder)
+        order = torch.randperm(2048, generator=torch.Generator().manual_seed(epoch)).view(-1, 64)
+        wanted += int((order.sum(1) * torch.arange(1, len(feeder) + 1)).sum())
         for number in range(len(feeder)):
             at = number % 3
             with torch.cuda.stream(streams[at]):
                 rows, labels = next(iterator)
                 if (number + epoch) % 4 == 0:
-                    slow()
+                    with backend.on(backend.side_stream() if epoch % 2 else streams[at]):
+                        slow()
                 wrong[at] += (rows != labels.unsqueeze(1)).sum()
+                seen[at] += labels.sum() * (number + 1)
                 del rows, labels
     torch.cuda.synchronize()
     assert wrong.tolist() == [0, 0, 0]
+    assert seen.sum().item() == wanted
 
 
 def test_kept_batches_are_never_overwritten(backend):
