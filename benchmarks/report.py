@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
-
 from benchmarks.figures import RATIO, Figure, Target
 
 HEADER = ("", "median", "min to max", "target", "")
@@ -161,7 +159,7 @@ def write(results: Sequence[Result], conditions: str, project: Path) -> list[Pat
 def conditions(rounds: int) -> str:
     """The machine, the versions and the number of rounds, in one line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory_gib = psutil.virtual_memory().total / 2**30
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     parts = [
         f"{cpu_model()}, {cores} cores, {memory_gib:.0f} GiB RAM",
         f"{platform.system()} {platform.release()}",
@@ -192,6 +190,8 @@ def installed(name: str) -> str | None:
 
 def pillow() -> str:
     """Which of the two packages named PIL serves, and its version."""
-    import PIL
-
+    try:
+        import PIL
+    except ImportError:
+        return "no Pillow"
     return f"{'Pillow-SIMD' if '.post' in PIL.__version__ else 'Pillow'} {PIL.__version__}"
