@@ -242,19 +242,6 @@ class TestTurns:
         assert rounds(0.0) == 1
         assert notes == ["3 rounds instead of 5: the time was up.", "1 rounds instead of 5: the time was up."]
 
-    def test_who_may_be_missing_is_left_out_with_a_note(self, tmp_path: Path) -> None:
-        """And others that fail end the benchmark."""
-        notes: list[str] = []
-        given = setup.Setup("cpu", 1, True, tmp_path, note=notes.append)
-
-        def fail() -> dict[str, float]:
-            raise ImportError("No module named 'msgspec'")
-
-        assert list(given.interleave({"a": dict, "b": fail}, optional=["b"])) == ["a"]
-        assert notes == ["Left out: b (ImportError: No module named 'msgspec')."]
-        with pytest.raises(ImportError):
-            given.interleave({"a": dict, "b": fail})
-
 
 def test_batches_are_counted_from_the_first_that_comes_after_the_start() -> None:
     """The one that opens the interval does not count, the one that closes it does."""

@@ -3,8 +3,9 @@
 60,000 rows of 784 floats with their labels, batches of 256. ``Tensors`` against ``DataLoader`` with 2 workers that live
 on and ``pin_memory``, whose batches are copied without blocking; against slices of the same tensors on the device, one
 after another and without shuffling, which is the least that can be done; and against indexing them by a permutation.
-Bare epochs do nothing with a batch: for data that are there it is the host's time that counts. In an epoch of training
-a step of a network with one hidden layer does.
+Bare epochs do nothing with a batch: for data that are there it is the host's time that counts, some microseconds per
+batch. Epochs of training take a step of a network with two hidden layers, which the host launches in less than a
+millisecond.
 
 Targets: bare, at least 10 times as fast as ``DataLoader``; training, at most 1.05 of slices.
 """
@@ -85,12 +86,13 @@ def trained(way: Callable[[int], Iterator[Any]], epochs: int, step: Callable[[An
 
 
 def training_step(setup: Setup) -> Callable[[Any], None]:
-    """Forward, backward and SGD of a network with one hidden layer."""
+    """Forward, backward and SGD of a network with two hidden layers."""
     import torch
     from torch import nn
 
-    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, CLASSES)).to(setup.backend.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    hidden = nn.Linear(FEATURES, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()
+    model = nn.Sequential(*hidden, nn.Linear(256, CLASSES)).to(setup.backend.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step(batch: Any) -> None:
         rows, labels = batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -55,26 +55,12 @@ class Setup:
         """One number for real runs, another for quick ones."""
         return quick if self.quick else full
 
-    def interleave(
-        self, contenders: Mapping[str, Work], optional: Collection[str] = ()
-    ) -> dict[str, list[Mapping[str, float]]]:
-        """Measure every contender once per round, taking turns, after one turn each that does not count.
-
-        Args:
-            contenders: by their labels.
-            optional: those that are left out, with a note, where their first turn fails.
-        """
-        samples: dict[str, list[Mapping[str, float]]] = {}
+    def interleave(self, contenders: Mapping[str, Work]) -> dict[str, list[Mapping[str, float]]]:
+        """Measure every contender once per round, taking turns, after one turn each that does not count."""
+        samples: dict[str, list[Mapping[str, float]]] = {label: [] for label in contenders}
         for label, work in contenders.items():
             self.say(f"warming up: {label}")
-            try:
-                work()
-            except Exception as error:
-                if label not in optional:
-                    raise
-                self.note(f"Left out: {label} ({reason(error)}).")
-            else:
-                samples[label] = []
+            work()
         labels = list(samples)
         longest = 0.0
         for number in range(self.rounds):
