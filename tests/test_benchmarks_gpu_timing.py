@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
 
 from aiofeed.host_backend import HostBackend
 from aiofeed.testing import SimulatedDevice
-from benchmarks.gpu import apart, clock, timeline
+from benchmarks.gpu import apart, clock, memory, timeline, trace
 from benchmarks.gpu.part import Task
 from benchmarks.gpu.results import Part
+from benchmarks.gpu.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,6 +95,41 @@ class TestDrive:
         assert not isinstance(backend, SimulatedDevice) or backend.queued == 0
 
 
+class FakeEvent:
+    """An event of CUDA's, at so many milliseconds."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, **options: bool) -> None:
+        self.options = options
+        self.at = 250.0 * len(self.made)
+        self.recorded: list[Any] = []
+        self.waited = 0
+        self.made.append(self)
+
+    def record(self, stream: Any) -> None:
+        self.recorded.append(stream)
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_marks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing events on the current stream, for which the host waits asleep; their milliseconds as seconds."""
+    monkeypatch.setattr(FakeEvent, "made", [])
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    mark = clock.marker(SimpleNamespace(device=torch.device("cuda", 0), current_stream=lambda: "the stream"))  # type: ignore[arg-type]
+    first, second = mark(), mark()
+    second.wait()
+    assert second.since(first) == 0.25
+    assert [made.recorded for made in FakeEvent.made] == [["the stream"], ["the stream"]]
+    assert [made.waited for made in FakeEvent.made] == [0, 1]
+    assert all(made.options == {"enable_timing": True, "blocking": True} for made in FakeEvent.made)
+
+
 def event(kind: str, name: str, stream: int, ts: float, dur: float) -> dict[str, Any]:
     """As torch.profiler exports it."""
     args = {"device": 0, "context": 1, "stream": stream, "correlation": 7}
@@ -146,6 +184,45 @@ class TestTrace:
         events = [each for each in TRACE["traceEvents"] if each.get("cat") == kept]  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match=r"the trace has \d kernels and \d copies"):
             timeline.overlap(timeline.spans({"traceEvents": events}))
+
+
+class TestOnCuda:
+    """The parts of the benchmarks that only a CUDA device has, with all that is CUDA's made up."""
+
+    @pytest.fixture
+    def given(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Setup:
+        monkeypatch.setattr(Setup, "on_cuda", True)
+        return Setup(SimulatedDevice(), rounds=2, quick=True, data=tmp_path)
+
+    def test_the_figures_of_a_trace(self, given: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of each round, while a feeder feeds a step; the turn before them does not count."""
+        asked = []
+
+        def recorded(backend: Any, work: Any) -> Any:
+            asked.append(work())
+            return TRACE
+
+        monkeypatch.setattr(trace, "recorded", recorded)
+        found = {figure.what: figure for figure in trace.run(given)}
+        assert len(asked) == 3
+        assert found["share of the copies' time under kernels"].values == (19.0 / 34.0,) * 2
+        assert found["copies in a stream that has kernels"].verdict == "SHORT"
+        assert found["copies from pageable memory"].values == (1.0, 1.0)
+        assert found["one copy"].values == (34.0 / 3,) * 2
+
+    def test_memory_where_the_host_never_waits(self, given: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There is a figure of it, and one of page-locked memory where torch counts that; by either name."""
+        pinned = {"reserved_bytes.current": 3072, "allocated_bytes.current": 1}
+        monkeypatch.setattr(memory, "slow_kernel", given.device.sleep)
+        monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: dict(pinned))
+        found = {figure.what: figure.values for figure in memory.run(given)}
+        assert found["page-locked memory of the host"] == (0.0,)
+        assert "more where the host never waits for its device" in found
+        assert memory.pinned_bytes(given) == 3072
+        del pinned["reserved_bytes.current"]
+        assert memory.pinned_bytes(given) == 1
+        pinned.clear()
+        assert memory.pinned_bytes(given) is None
 
 
 def a_task(name: str, limit_s: float, result: str) -> Task:
