@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
@@ -259,11 +261,18 @@ class TestShares:
 class TestApart:
     def test_what_hangs_is_ended(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         """With what it started; its part says so."""
+        groups: list[int] = []
+        end = apart.end
+        monkeypatch.setattr(apart, "end", lambda process: (groups.append(process.pid), end(process)))
         monkeypatch.setattr(sys, "executable", a_script(tmp_path, "sleep 600 & sleep 600"))
         found = apart.apart(a_task("copies", 1.0, str(tmp_path / "result.json")), 0.2)
         assert found.failed == "it did not end within 0 s"
         assert found.title == "Copies of batches to the device"
         assert not found.real
+        with pytest.raises(ProcessLookupError):
+            while True:  # until init has seen the end of the last; the test has a limit
+                os.killpg(groups[0], 0)
+                time.sleep(0.01)
 
     def test_what_dies_says_how(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         monkeypatch.setattr(sys, "executable", a_script(tmp_path, "kill -ABRT $$"))
