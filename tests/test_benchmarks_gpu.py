@@ -61,7 +61,7 @@ def test_a_benchmark_that_fails_says_why(inputs: Path, monkeypatch: pytest.Monke
 
 
 @no_gpu
-@pytest.mark.parametrize("arguments", [[], ["copies", "--rounds", "1"]])
+@pytest.mark.parametrize("arguments", [[], ["copies", "--rounds", "1"], ["--device", "cuda:0"]])
 def test_without_a_gpu_it_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """No GPU is no error."""
     assert __main__.main(arguments) == 0

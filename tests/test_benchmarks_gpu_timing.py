@@ -275,8 +275,11 @@ class TestApart:
                 time.sleep(0.01)
 
     def test_what_dies_says_how(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-        monkeypatch.setattr(sys, "executable", a_script(tmp_path, "kill -ABRT $$"))
-        found = apart.apart(a_task("copies", 1.0, str(tmp_path / "result.json")), 30.0)
+        """With half a result, too."""
+        result = tmp_path / "result.json"
+        monkeypatch.setattr(sys, "executable", a_script(tmp_path, f"printf '[{{' > {result}; kill -ABRT $$"))
+        found = apart.apart(a_task("copies", 1.0, str(result)), 30.0)
+        assert result.exists()
         assert found.failed == "its process ended with -6"
 
 

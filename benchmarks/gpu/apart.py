@@ -76,7 +76,7 @@ def apart(task: Task, limit_s: float) -> Part:
         end(process)
     try:
         [part] = from_json(Path(task.result).read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):  # nothing, or the half of it
         return Part(task.name, title_of(task.name), failed=reason, took_s=time.monotonic() - began, real=not task.quick)
     return part
 
