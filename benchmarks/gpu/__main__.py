@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     on_cuda = given.device is None or given.device.startswith("cuda")
     if given.names and on_cuda and (reason := why_not()):
         print(f"The GPU benchmarks were not run: {reason}.")
+        print("Where another Python has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3")
         return 0
     parts: list[Part] = given.loaded
     machine = ""
