@@ -150,6 +150,9 @@ class Blocks:
             self.pulse.wait(self.backend.record(self.side), LAST_COPIES_S)
         except (FeedError, TimeoutError):
             _abandoned.extend(each for each in opened if not _complete(each))
+        except RuntimeError as error:
+            log.debug("the device is beyond use, and the server's memory is left open: %s", error)
+            _abandoned.extend(opened)
         with self.backend.on(self.side):
             opened.clear()
 
@@ -287,6 +290,7 @@ class BlockCopier(Copier):
             try:
                 own = batch.slot.copied(batch.tree)
             except RuntimeError as error:
+                self._pulse.check()
                 raise DeviceCopyError(f"a batch could not be copied on {self.backend.name}: {error}") from error
             in_flight = super().issue(own)
         batch.lease.give_back()
