@@ -209,7 +209,7 @@ class DeviceRing:
                 self._shared.forget(shared.message.handle)
             if shared is not None and reading:
                 self._kept.append(shared.read)
-                block.spoiled = block.spoiled or (consumer in block.readers and not shared.read.query())
+                block.spoiled = block.spoiled or (consumer in block.readers and not _complete(shared.read))
                 if block.spoiled and block in self._free:
                     self.abandon(block)
             block.readers.discard(consumer)
@@ -271,3 +271,10 @@ class DeviceRing:
         # The last: it is counted, and what fails after it would have to take that back.
         handle = self._shared.export(block.memory)
         block.shared[consumer] = Share(read, Block(block.number, handle, filled_handle, read_handle))
+
+
+def _complete(event: SharedEvent) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:
+        return False  # the device is beyond use, and those who go are let go all the same

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ import aiofeed
 import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
 from aiofeed.sharing import device_blocks
-from aiofeed.sharing.device_blocks import Blocks, Place, Taken
+from aiofeed.sharing.device_block import Place
+from aiofeed.sharing.device_blocks import Blocks, Taken
 from aiofeed.sharing.device_handles import CudaSlots, HandleError
 from aiofeed.sharing.device_ring import DeviceRing
 from aiofeed.sharing.messages import Leaf, Table
@@ -465,7 +467,7 @@ def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
 ) -> None:
     """And nothing is raised where the rest is still to be closed."""
     left: list[object] = []
-    monkeypatch.setattr(device_blocks, "_abandoned", left)
+    monkeypatch.setattr(device_blocks, "_leave_open", left.extend)
     mine, pulse, ring = LateDevice(), Pulse(os.getpid(), lambda: died("here", 0)), DeviceRing(device, device, 2)
     blocks = Blocks(mine, mine, pulse)
     blocks.learn(given_from(ring, device))
@@ -474,6 +476,31 @@ def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
     assert len(left) == 1
     pulse.close()
     mine.close()
+
+
+def test_what_is_left_open_is_so_for_good() -> None:
+    """Also when all that referred to it is gone, as at the interpreter's end."""
+
+    class Memory:
+        pass
+
+    memory, other = Memory(), Memory()
+    kept, dropped = weakref.ref(memory), weakref.ref(other)
+    device_blocks._leave_open([memory])  # type: ignore[list-item]
+    del memory, other
+    gc.collect()
+    assert dropped() is None
+    assert kept() is not None
+
+
+def test_consumers_are_let_go_though_the_device_is_beyond_use(device: LateDevice) -> None:
+    """What one of them may still read is not written again."""
+    ring = DeviceRing(device, device, 2)
+    given_from(ring, device)
+    [block] = ring._blocks
+    block.shared["me"].read = Failing()  # type: ignore[assignment]
+    ring.gone("me", reading=True)
+    assert block.spoiled
 
 
 class Noted:
