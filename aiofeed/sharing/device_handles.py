@@ -170,6 +170,11 @@ class CudaSlots:
 
     def export(self, memory: torch.Tensor) -> Handle:
         """A handle and one count, for one process."""
+        import torch
+
+        if torch.version.hip is not None:
+            # github.com/ROCm/hip/issues/3778: they count as complete once they are recorded.
+            raise HandleError("ROCm's events do not tell other processes when work is complete")
         if (name := _expandable()) is not None:
             # Some versions of torch export these by descriptors, which not every container lets through.
             raise HandleError(f"{name} sets expandable_segments, whose memory is not exported here")

@@ -677,6 +677,14 @@ def test_handles_of_the_wrong_size_are_refused_before_cuda_sees_them() -> None:
             slots.open(handle)
 
 
+def test_where_events_of_other_processes_are_always_complete_nothing_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(HandleError, match="ROCm"):
+        CudaSlots(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_not_exported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")
