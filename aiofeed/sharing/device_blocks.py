@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.copier import Copier, InFlight
@@ -35,6 +35,9 @@ log = logging.getLogger("aiofeed")
 TRIAL_S = 10.0
 # The last copies, when the server ends or this process leaves it.
 LAST_COPIES_S = 1.5
+
+# Memory that is left open until the interpreter ends: copies from it had not come to an end when it was let go.
+_abandoned: list[object] = []
 
 
 class _Opened:
@@ -78,8 +81,8 @@ class Blocks:
                     opened.read.record(self.side)
                     self.pulse.wait(self.backend.record(self.side), TRIAL_S)
                     seen = bytes(self.shared.to_host(copy).tolist())
-                except BaseException:
-                    _leave_open([opened])
+                except BaseException as error:
+                    _leave_open([opened], error)
                     raise
                 del opened
         except (HandleError, RuntimeError, TimeoutError, FeedError) as error:
@@ -144,11 +147,11 @@ class Blocks:
             return
         try:
             self.pulse.wait(self.backend.record(self.side), LAST_COPIES_S)
-        except (FeedError, TimeoutError):
-            _leave_open(each for each in opened if not _complete(each))
+        except (FeedError, TimeoutError) as error:
+            _leave_open([each for each in opened if not _complete(each)], error)
         except RuntimeError as error:
             log.debug("the device is beyond use, and the server's memory is left open: %s", error)
-            _leave_open(opened)
+            _leave_open(opened, error)
         with self.backend.on(self.side):
             opened.clear()
 
@@ -160,13 +163,15 @@ def _complete(opened: _Opened) -> bool:
         return False  # the device is beyond use
 
 
-def _leave_open(opened: Iterable[_Opened]) -> None:
-    """Never close these, at the interpreter's end either: their copies did not come to an end, or the device failed.
+def _leave_open(opened: Sequence[_Opened], error: BaseException) -> None:
+    """Do not close these, because of an error: of a device that failed, never.
 
-    Closing waits for the device; where that fails torch aborts the process, before anybody has read why.
+    Closing waits for the device; where that fails torch aborts the process, and nobody reads why.
     """
-    for each in opened:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    _abandoned.extend(opened)
+    if isinstance(error, RuntimeError):
+        for each in opened:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 class InSlot:

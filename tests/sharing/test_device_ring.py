@@ -467,7 +467,7 @@ def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
 ) -> None:
     """And nothing is raised where the rest is still to be closed."""
     left: list[object] = []
-    monkeypatch.setattr(device_blocks, "_leave_open", left.extend)
+    monkeypatch.setattr(device_blocks, "_abandoned", left)
     mine, pulse, ring = LateDevice(), Pulse(os.getpid(), lambda: died("here", 0)), DeviceRing(device, device, 2)
     blocks = Blocks(mine, mine, pulse)
     blocks.learn(given_from(ring, device))
@@ -478,16 +478,22 @@ def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
     mine.close()
 
 
-def test_what_is_left_open_is_so_for_good() -> None:
-    """Also when all that referred to it is gone, as at the interpreter's end."""
+def test_what_a_device_beyond_use_has_is_left_open_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when all that referred to it is gone, as at the interpreter's end; what was only late is closed then."""
 
     class Memory:
         pass
 
     memory, other = Memory(), Memory()
     kept, dropped = weakref.ref(memory), weakref.ref(other)
-    device_blocks._leave_open([memory])  # type: ignore[list-item]
+    left: list[object] = []
+    monkeypatch.setattr(device_blocks, "_abandoned", left)
+    device_blocks._leave_open([memory], RuntimeError())  # type: ignore[list-item]
+    device_blocks._leave_open([other], TimeoutError())  # type: ignore[list-item]
     del memory, other
+    gc.collect()
+    assert dropped() is not None
+    left.clear()
     gc.collect()
     assert dropped() is None
     assert kept() is not None
