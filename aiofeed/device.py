@@ -195,7 +195,7 @@ class TorchBackend:
         import torch
 
         with cuda_calls.allocating(self.device) if self.device.type == "cuda" else nullcontext():
-            tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes and not tensor.is_pinned():
             raise RuntimeError(f"torch gave pageable memory where {nbytes} pinned bytes were asked for")
         return tensor.numpy()
