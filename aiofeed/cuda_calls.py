@@ -34,7 +34,7 @@ def _exchange_mode() -> Callable[[Any], int] | None:
 
 
 def set_capture_mode(mode: int) -> int | None:
-    """Set the calling thread's capture mode; the one before, or ``None`` where the driver has none.
+    """Set the calling thread's capture mode; the one before, or ``None`` where it cannot be set.
 
     By default a thread may neither allocate nor ask after events while any thread captures a graph in the mode
     "global", which is torch's default: both its call and the capture fail.
@@ -44,6 +44,11 @@ def set_capture_mode(mode: int) -> int | None:
         return None
     import ctypes
 
+    import torch
+
+    # The driver wants a context in the calling thread. Any call of the runtime's puts it there, and this one is allowed
+    # beside captures.
+    torch.cuda.is_current_stream_capturing()
     value = ctypes.c_int(mode)
     return value.value if exchange(ctypes.byref(value)) == 0 else None
 

@@ -41,10 +41,13 @@ def cuda_devices(monkeypatch):
 
 
 class Driver:
-    """A thread's capture mode, as CUDA's driver exchanges it."""
+    """A thread's capture mode, as CUDA's driver exchanges it: where the runtime has given the thread a context."""
 
     def __init__(self):
         self.mode = 0
+        self.status = 201
+
+    def call(self):
         self.status = 0
 
     def exchange(self, reference):
@@ -57,6 +60,7 @@ class Driver:
 def driver(monkeypatch):
     found = Driver()
     monkeypatch.setattr(cuda_calls, "_exchange_mode", lambda: found.exchange)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", found.call)
     return found
 
 
@@ -88,12 +92,13 @@ class TestCaptures:
         assert (driver.mode, cuda_devices.current) == (0, 0)
         assert cuda_devices.started == {1}
 
-    def test_a_driver_that_refuses(self, driver, cuda_devices):
+    def test_a_driver_that_refuses(self, driver, cuda_devices, monkeypatch):
         """Nothing is restored that was not changed, and nobody hears of it."""
-        driver.status = 3
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        driver.mode = 2
         with cuda_calls.allocating(torch.device("cuda", 0)):
             driver.status = 0
-        assert driver.mode == 0
+        assert driver.mode == 2
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
     def test_no_driver(self, cuda_devices):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
+from aiofeed import cuda_calls
 from aiofeed.copier import Copier
 from aiofeed.static_copier import StaticCopier
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
@@ -125,11 +126,12 @@ class TestGraphs:
 
     def test_our_threads_allocate_beside_a_capture(self, backend):
         """In the mode in which any other thread's allocation would fail and end the capture, theirs do neither."""
-        errors = []
+        errors, modes = [], []
 
         def copy():
             try:
                 backend.enter_thread()
+                modes.append(cuda_calls.set_capture_mode(cuda_calls.THREAD_LOCAL))
                 copier = Copier(backend, lambda batch: batch.float())
                 # Host and device memory of a size that nobody has had before.
                 in_flight = copier.issue(torch.from_numpy(backend.pin(37 << 20)))
@@ -157,6 +159,7 @@ class TestGraphs:
                 x.add_(1)
         graph.replay()
         assert errors == []
+        assert modes == [cuda_calls.THREAD_LOCAL]
         assert x.tolist() == [3.0] * 8
 
     def test_addresses_outlive_close(self, backend):
