@@ -284,7 +284,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
         return None
     if wanted_type is None or wanted_type != kind:
         raise ValueError(f"device={device!r}: {why_absent(wanted_type, kind)}")
-    count = torch.accelerator.device_count()
+    count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
     if index is None:
         index = _default_index(kind)
     if not 0 <= index < count:
@@ -296,10 +296,13 @@ def _accelerator_type(*, usable: bool) -> str | None:
     """The type of the machine's accelerator; ``usable``: of one that works, where a driver may be too old for it."""
     import torch
 
-    # A build of torch has an accelerator even where the machine has none, so the machine is asked first. To count
-    # devices CUDA need not be started; to ask whether it works starts it, and forked processes can then use it no more.
-    there = torch.accelerator.is_available() if usable else torch.accelerator.device_count() > 0
-    accelerator = torch.accelerator.current_accelerator() if there else None
+    # A build of torch has an accelerator even where the machine has none, so the machine is asked.
+    if cast("Any", torch.backends.cuda).is_built():
+        # Devices are counted without starting CUDA. Whether it works is asked by starting it, and forked processes can
+        # then use it no more. In torch 2.6 torch.accelerator starts it for either.
+        there = torch.cuda.is_available() if usable else torch.cuda.device_count() > 0
+        return "cuda" if there else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if accelerator is None else accelerator.type
 
 

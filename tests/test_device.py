@@ -22,6 +22,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index, raising=False)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: kind == "cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: index > 0)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.version, "hip", None)
@@ -75,14 +78,15 @@ class TestResolve:
     def test_resolving_does_not_start_cuda(self, machine, monkeypatch, given):
         """A process that only names a device can still fork, and use it in the child."""
         machine("cuda", 1)
-        for name in ("current_device_index", "is_available"):
+        for name in ("current_device_index", "is_available", "current_accelerator", "device_count"):
             monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("started CUDA"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("started CUDA"))
         assert resolve_device(given).name == "cuda:0"
 
     def test_auto_takes_what_works(self, machine, monkeypatch):
         """Where devices are counted that the driver cannot run for this torch, "auto" means the host."""
         machine("cuda", 1)
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert resolve_device("auto") is None
 
     def test_other_accelerators(self, machine):
