@@ -80,7 +80,7 @@ def shuffled(n: int, seed: int, epoch: int) -> Listed:
 
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    return Listed(torch.randperm(n, generator=generator).numpy())
+    return Listed(torch.randperm(n, generator=generator, device="cpu").numpy())
 
 
 class Keyed:

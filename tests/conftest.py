@@ -180,6 +180,15 @@ def start_cuda() -> None:
         event.synchronize()
 
 
+@pytest.fixture(scope="module")
+def accelerator_started() -> None:
+    """For tests that take what accelerator there is: its driver has opened what it keeps before they begin."""
+    import torch
+
+    if torch.cuda.is_available():
+        start_cuda()
+
+
 # --- images -----------------------------------------------------------------------------------------------------------
 
 CLASSES = ("ant", "bee", "cat")

@@ -144,7 +144,7 @@ class Attacher:
     def _in_segment(self, place: InSegment, dtype: torch.dtype, nbytes: int, segments: list[Bytes]) -> torch.Tensor:
         try:
             if nbytes == 0:
-                return torch.empty(place.shape, dtype=dtype)
+                return torch.empty(place.shape, dtype=dtype, device="cpu")
             if not 0 <= place.segment < len(segments) or place.offset < 0 or place.offset % dtype.itemsize:
                 raise WireError(f"a tensor at {place.offset} of segment {place.segment}")
             memory = segments[place.segment]

@@ -216,7 +216,7 @@ def tensor_in(memory: Bytes, offset: int, shape: list[int], dtype: torch.dtype) 
     for size in shape:
         nbytes *= size
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(memory[offset : offset + nbytes]).view(dtype).reshape(shape)
 
 
