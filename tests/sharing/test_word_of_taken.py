@@ -29,8 +29,8 @@ def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("engine", ["process", "process:2"])
 def test_a_consumer_that_waits_for_batches_wakes_nobody(engine: str, woken: list[str]) -> None:
     """While processes decode, word of what was taken waits for the next that is finished."""
-    with Feeder(parts.Numbers(160), decode=parts.slow_number, batch_size=4, engine=engine) as feeder:
-        assert [batch[0].item() for batch in feeder] == list(range(0, 160, 4))
+    with Feeder(parts.Numbers(640), decode=parts.slow_number, batch_size=16, engine=engine) as feeder:
+        assert [batch[0].item() for batch in feeder] == list(range(0, 640, 16))
     # As it begins and ends, and where the machine was busy with something else.
     assert woken.count("release") < 20
 
