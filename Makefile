@@ -1,5 +1,6 @@
 # `make` alone sets up .venv; `make help` lists the rest.
-# Overridable: PYTHON (the interpreter), VENV (where it goes), ARGS (what a command gets, `make test ARGS="-k order"`).
+# Overridable: PYTHON (the interpreter), VENV (where it goes), ARGS (what a command gets, `make test ARGS="-k order"`),
+# GPU_PYTHON (one with a CUDA build of torch, for bench-gpu and sanitize; nothing is set up then).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,8 +10,10 @@ STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.stamp
+GPU_PYTHON ?= $(BIN)/python
+GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
-.PHONY: venv test test-long soak kills lint docs demo bench bench-gpu bench-peers clean help
+.PHONY: venv test test-long soak kills lint docs demo bench bench-gpu bench-peers sanitize clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -60,8 +63,18 @@ demo: $(STAMP)  ## a training run on generated images
 bench: $(STAMP)  ## the benchmarks: ratios, and a picture
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-gpu: $(STAMP)  ## the benchmarks that need a GPU; without one they say so
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+bench-gpu: $(GPU_STAMP)  ## the benchmarks that need a GPU; without one they say so
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+# Left out: what takes an hour under it, and what shares a GPU with other processes or with the profiler.
+sanitize: TOOL ?= memcheck
+sanitize: ARGS ?= -k "not ten_thousand and not compiled and not served and not share and not trace" \
+  --deselect tests/cuda/test_cuda_copier.py::TestCheck::test_no_wrong_byte
+sanitize: $(GPU_STAMP)  ## the tests of CUDA under compute-sanitizer, where there is one; `make sanitize TOOL=initcheck`
+	@if command -v compute-sanitizer > /dev/null; \
+	then compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no \
+	  --error-exitcode 86 $(GPU_PYTHON) -m pytest tests/cuda --timeout 300 $(ARGS); \
+	else echo "The tests were not run: there is no compute-sanitizer on the path."; fi
 
 # Other loaders bring packages that development wants nothing of, and that put Pillow over Pillow-SIMD.
 $(PEERS_STAMP): pyproject.toml benchmarks/peers/requirements.txt benchmarks/peers/install.py

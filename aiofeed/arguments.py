@@ -187,7 +187,7 @@ def a_shuffle(value: object) -> Shuffle:
     raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
 
 
-def resolve_limits(limits: Limits | None, batch_size: int, source: object) -> ResolvedLimits:
+def resolve_limits(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
     """What may be used, with every number settled for this machine and this source."""
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
@@ -197,6 +197,7 @@ def resolve_limits(limits: Limits | None, batch_size: int, source: object) -> Re
         cpus=machine.cpus(),
         free_memory=machine.free_memory(),
         most_threads=source.threads if isinstance(source, FromDataset) else None,
+        engines=engines,
     )
 
 

@@ -84,7 +84,7 @@ class RowForm:
         import torch
 
         # The number that the decoder itself takes from a generator.
-        seed = None if self.direct else int(torch.randint(2**63 - 1, (), generator=rng()))
+        seed = None if self.direct else int(torch.randint(2**63 - 1, (), generator=rng(), device="cpu"))
         out = np.empty(self._row.shape, self._row.dtype)
         self.fill(kept, out, seed)
         return as_tensor(ArrayLeaf(out, self._row.axes))

@@ -14,7 +14,7 @@ from aiofeed.collate_tree import MISSING, Kept, TreeAssembly, compact, pick
 from aiofeed.errors import CollateError
 from aiofeed.staging import Lease, array
 from aiofeed.tensors import stage
-from aiofeed.tree import leaves
+from aiofeed.tree import total_nbytes
 from aiofeed.types import ArrayLeaf, Collate, Row
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class CollateAssembly:
         if self._lease is not None:
             batch, self.nbytes = stage(batch, self._lease)
         else:
-            self.nbytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(batch))
+            self.nbytes = total_nbytes(batch)
         return batch
 
 

@@ -28,7 +28,8 @@ class Limits:
             chosen: one batch, at least 64, and up to 512 where reads take 10 ms or more and decoding waits for them.
         decode_threads: threads that decode. Chosen: the cores this process may use, by affinity and cgroup, and fewer
             where they only wait for one another.
-        prefetch_batches: finished batches that may wait for the consumer. Chosen: 2.
+        prefetch_batches: finished batches that may wait for the consumer; with ``engine="process:N"`` N - 1 more.
+            Chosen: 2, and with processes 3, so that word of one that was taken need not come at once.
         memory_bytes: encoded plus decoded bytes in flight, the batches that wait included, those handed out not.
             One batch may always proceed. Chosen: a quarter of the free memory, at most 4 GiB.
         device_batches: batches that are on the device, or on their way, before the consumer asks. Chosen: 2.
@@ -69,7 +70,7 @@ class ResolvedLimits:
 
 
 def resolve(
-    limits: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int | None = None
+    limits: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int | None = None, engines: int = 0
 ) -> ResolvedLimits:
     """Settle what the user left open.
 
@@ -79,6 +80,7 @@ def resolve(
         cpus: cores this process may use.
         free_memory: bytes that can be had without swapping.
         most_threads: decode threads that the source allows (a Dataset that is not thread-safe: 1).
+        engines: engine processes; 0: it runs in threads.
     """
     threads = limits.decode_threads or cpus
     if most_threads is not None:
@@ -86,7 +88,7 @@ def resolve(
     return ResolvedLimits(
         read_concurrency=limits.read_concurrency or max(batch_size, READ_CONCURRENCY),
         decode_threads=threads,
-        prefetch_batches=limits.prefetch_batches or PREFETCH_BATCHES,
+        prefetch_batches=limits.prefetch_batches or PREFETCH_BATCHES + bool(engines),
         memory_bytes=limits.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB),
         device_batches=limits.device_batches or DEVICE_BATCHES,
     )

@@ -101,13 +101,19 @@ class CopyThread:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it rather than wait
             self._outgoing.put(Failed(_as_copy_error(error)))
         finally:
-            while self._copying:
-                self._give_back_oldest()
-            self._copier.release()
+            self._settle()
             if self._stopped or (self._watched is not None and self._watched() is None):
                 # Nobody takes them, and a feeder that was left may keep this handoff for long.
                 drop_batches(self._incoming)
                 drop_batches(self._outgoing)
+
+    def _settle(self) -> None:
+        try:
+            while self._copying:
+                self._give_back_oldest()
+            self._copier.release()
+        except Exception:  # noqa: BLE001 - the device is beyond use: nothing reads host memory, and whoever uses it hears
+            self._copying.clear()
 
     def _wait_for_room(self) -> bool:
         return self._get(self._room.get_nowait, self._room.get) is True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.copy_thread import CopyThread
 from aiofeed.handoff import Handoff
-from aiofeed.items import Item, Ready
+from aiofeed.items import Item, Ready, release
 from aiofeed.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -21,15 +21,8 @@ Transform = Callable[[Any], Any]
 
 def _released(runtime: Runtime, item: Ready) -> None:
     """Tell the engine that a batch has left the host's queue."""
-    if item.release is not None:
-        runtime.call(_release, item)
-
-
-def _release(item: Ready) -> None:
-    # On the loop, where no signal handler runs. A take that was interrupted and is repeated says it twice.
-    release, item.release = item.release, None
-    if release is not None:
-        release(item)
+    if item.release is not None and (item.note is None or not item.note(item)):
+        runtime.call(release, item)
 
 
 class HostDelivery:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
+from aiofeed import cuda_calls
 from aiofeed.absent import hidden_by, present, why_absent
 from aiofeed.errors import DeviceCopyError
 
@@ -117,24 +118,30 @@ class TorchBackend:
         self._new_stream: Callable[[], Any] = lambda: torch.Stream(device)
         self._new_event: Callable[[], Any] = lambda: torch.Event(device)
         self._current: Callable[[], Any] = lambda: torch.accelerator.current_stream(device)
+        self._here: Callable[[], AbstractContextManager[object]] = partial(_device_current, device.index)
         if device.type == "cuda":
             # torch.Event cannot wait without spinning, which would take a core from the decoders while a copy runs;
             # CUDA's own can, and it records CUDA's own streams only.
-            cuda: Any = torch.cuda  # in part without types
-            self._new_stream = lambda: cuda.Stream(device)
-            self._new_event = lambda: cuda.Event(blocking=True)
-            self._current = lambda: torch.cuda.current_stream(device)
+            module: Any = torch.cuda  # in part without types
+            self._new_stream = lambda: module.Stream(device)
+            self._new_event = lambda: module.Event(blocking=True)
+            self._current = lambda: module.current_stream(device)
+            # Setting a device starts it and takes half a gigabyte of its memory. Going back to one that is current by
+            # default alone, every rank would do so to the first; this context only remembers it.
+            self._here = lambda: module.device(device)
             # What else a backend may have: shared memory is page-locked by these, once, and copied from directly.
             # Without them it is copied to memory from `pin` first.
-            self.register: Callable[[NDArray[np.uint8]], None] = partial(_register, device)
-            self.unregister: Callable[[NDArray[np.uint8]], None] = partial(_unregister, device)
+            self.register: Callable[[NDArray[np.uint8]], None] = partial(cuda_calls.register, device)
+            self.unregister: Callable[[NDArray[np.uint8]], None] = partial(cuda_calls.unregister, device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
     def enter_thread(self) -> None:
-        """Make the device current in the calling thread."""
+        """Make the device current in the calling thread, which is ours: graphs may be captured in others meanwhile."""
         _set_device_index(self.device.index)
+        if self.device.type == "cuda":
+            cuda_calls.set_capture_mode(cuda_calls.THREAD_LOCAL)
 
     def side_stream(self) -> Stream:
         """The process-wide stream of copies; the current stream where the device has only one."""
@@ -154,15 +161,14 @@ class TorchBackend:
         """Make a stream current. Setting it by hand nests, which torch's own context manager long did not."""
         import torch
 
-        index = _device_index()
-        before = self._current()
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            # set_stream also makes the stream's device current, so the index is restored last.
-            torch.accelerator.set_stream(before)
-            _set_device_index(index)
+        # set_stream also makes the stream's device current, so that one is restored last.
+        with self._here():
+            before = self._current()
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """Queue a copy on the current stream."""
@@ -199,7 +205,8 @@ class TorchBackend:
         """Memory from torch's own pinned allocator, which is the only one whose copies torch knows to be safe."""
         import torch
 
-        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with cuda_calls.allocating(self.device) if self.device.type == "cuda" else nullcontext():
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes and not tensor.is_pinned():
             raise RuntimeError(f"torch gave pageable memory where {nbytes} pinned bytes were asked for")
         return tensor.numpy()
@@ -218,39 +225,31 @@ class TorchBackend:
                 return None if ask is None else ask(self.device)
             except RuntimeError:  # allocators that cannot tell: Metal's had no such function for long
                 return None
-        cuda: Any = torch.cuda  # in part without types
-        free, total = cuda.mem_get_info(self.device)
-        return free + cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device), total
-
-
-def _register(device: torch.device, memory: NDArray[np.uint8]) -> None:
-    """Page-lock memory that is there already. torch does not track its copies: whoever reuses it waits for an event."""
-    import torch
-
-    cuda: Any = torch.cuda  # in part without types
-    with cuda.device(device):
-        cuda.check_error(cuda.cudart().cudaHostRegister(memory.__array_interface__["data"][0], memory.nbytes, 0))
-
-
-def _unregister(device: torch.device, memory: NDArray[np.uint8]) -> None:
-    """Undo ``_register``."""
-    import torch
-
-    cuda: Any = torch.cuda
-    with cuda.device(device):
-        cuda.check_error(cuda.cudart().cudaHostUnregister(memory.__array_interface__["data"][0]))
+        module: Any = torch.cuda  # in part without types
+        free, total = module.mem_get_info(self.device)
+        return free + module.memory_reserved(self.device) - module.memory_allocated(self.device), total
 
 
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     import torch
 
-    if tensor.layout is torch.strided:
-        return [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if not by_row and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor]  # a jagged one sees to its parts itself
     indices = [tensor.crow_indices(), tensor.col_indices()] if by_row else [tensor.ccol_indices(), tensor.row_indices()]
     return [*indices, tensor.values()]
+
+
+@contextmanager
+def _device_current(index: int) -> Iterator[None]:
+    before = _device_index()
+    _set_device_index(index)
+    try:
+        yield
+    finally:
+        _set_device_index(before)
 
 
 def _device_index() -> int:
@@ -291,7 +290,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
             f"device={device!r}: expected None, 'auto', 'cpu', 'cuda', 'cuda:1', an index, a torch.device or a device "
             f"backend, not {type(device).__name__}"
         )
-    kind = _accelerator_type()
+    kind = _accelerator_type(usable=device == "auto")
     if device == "auto":
         return None if kind is None else TorchBackend(torch.device(kind, _default_index(kind)))
     wanted_type, index = _parse(device, kind)
@@ -299,7 +298,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
         return None
     if wanted_type is None or wanted_type != kind:
         raise ValueError(f"device={device!r}: {why_absent(wanted_type, kind)}")
-    count = torch.accelerator.device_count()
+    count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
     if index is None:
         index = _default_index(kind)
     if not 0 <= index < count:
@@ -307,10 +306,16 @@ def resolve_device(device: object) -> DeviceBackend | None:
     return TorchBackend(torch.device(wanted_type, index))
 
 
-def _accelerator_type() -> str | None:
+def _accelerator_type(*, usable: bool) -> str | None:
+    """The type of the machine's accelerator; ``usable``: of one that works, where a driver may be too old for it."""
     import torch
 
-    # A build of torch has an accelerator even where the machine has none, so the machine is asked first.
+    # A build of torch has an accelerator even where the machine has none, so the machine is asked.
+    if cast("Any", torch.backends.cuda).is_built():
+        # Devices are counted without starting CUDA. Whether it works is asked by starting it, and forked processes can
+        # then use it no more. In torch 2.6 torch.accelerator starts it for either.
+        there = torch.cuda.is_available() if usable else torch.cuda.device_count() > 0
+        return "cuda" if there else None
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if accelerator is None else accelerator.type
 

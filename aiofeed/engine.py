@@ -114,6 +114,8 @@ class Engine:
         self._held_by_reads = False
         self._failed = False
         self._full_since: float | None = None
+        # See ``Ready``.
+        self._note: Callable[[Ready], bool] | None = None
         self.chunk_size = 0
         if tuner is not None:
             self._follow(tuner)
@@ -340,6 +342,7 @@ class Engine:
                 self.taken,
                 batch.counters,
                 failures,
+                note=self._note,
             )
         )
 

@@ -150,7 +150,7 @@ class Feeder(Generic[BatchT]):
             collate_fn=adopt_collate(self._source, collate_fn),
             backend=resolve_devices(device),
             transform=a_callable("transform", transform),
-            limits=resolve_limits(limits, batch_size, self._source),
+            limits=resolve_limits(limits, batch_size, self._source, an_engine(engine)),
             in_order=a_bool("in_order", in_order),
             length=self._length,
             policy=as_policy(on_error),

@@ -32,8 +32,10 @@ from aiofeed.types import BatchPlan, RowDecoder, Source
 SLOW_READ_S = 0.010
 SLOW_READ_CHUNKS = 8
 SLOW_READ_LEAST = 8
-# Samples that decode faster than this are small: a read takes a few microseconds, most of them under the GIL.
-SMALL_DECODE_S = 0.000150
+# Samples that decode faster than this are small: a read takes a few microseconds, most of them under the GIL. Well
+# above what Pillow takes for 64 x 64 pixels (120 us): a pace that falls to either side of it has threads in each
+# other's way half of the time.
+SMALL_DECODE_S = 0.000400
 
 # Below this the GIL is held nearly all the time, reading included, and a second thread only waits for it.
 TINY_DECODE_S = 0.000030

@@ -67,6 +67,8 @@ def _permuted(rows: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
 
 def _collated(store: ResidentStore) -> Any:
     """All targets as one batch; in the places of samples that are not kept stand others'."""
+    import torch
+
     at = np.flatnonzero(store.slots >= 0)
     assembly = TreeAssembly(len(store), HostMemory(0))
     known = store.targets
@@ -74,4 +76,5 @@ def _collated(store: ResidentStore) -> Any:
     kept = set(at.tolist())
     for index in range(len(store)):
         assembly.put(index, known[index] if index in kept else stand_in)
-    return assembly.finish([])
+    with torch.device("cpu"):  # the user may have set another as torch's default in this thread
+        return assembly.finish([])

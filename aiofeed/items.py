@@ -24,6 +24,8 @@ class Ready:
         lease: the memory to give back once it has been copied from.
         reserved: bytes to release once it has left the queue.
         release: called with the item then, on the engine's loop.
+        note: called with the item then, in the thread that takes it; whether that is word enough, and the loop need not
+            be woken for it.
         counters: of its epoch.
         failures: of samples that were skipped or replaced.
         taken: whether the producer was told that the consumer takes it.
@@ -38,6 +40,7 @@ class Ready:
     counters: Counters = field(default_factory=Counters)
     failures: tuple[SampleError, ...] = ()
     taken: bool = False
+    note: Callable[[Ready], bool] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,14 @@ class Closed:
 
 
 Item: TypeAlias = Ready | Failed | Ended | Closed
+
+
+def release(item: Ready) -> None:
+    """Say that a batch has left the queue; on the engine's loop, where no signal handler runs."""
+    # A take that was interrupted and is repeated says it twice.
+    said, item.release = item.release, None
+    if said is not None:
+        said(item)
 
 
 def drop_batches(handoff: Handoff[Item]) -> None:

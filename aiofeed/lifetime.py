@@ -115,6 +115,8 @@ class Stoppable(Protocol):
 # No WeakSet: its callback is Python code, and a Ctrl-C that came as the collector called it would be lost.
 _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
+# Since this module was imported.
+_forked = False
 _running: set[DaemonThread] = set()
 
 
@@ -169,7 +171,22 @@ def _wait(all_of: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:
         pass  # somebody is in a hurry, and the interpreter ends anyway
 
 
+def may_be_fork() -> bool:
+    """Whether this process may have been forked from one with threads of native libraries, which a fork does not copy.
+
+    OpenMP waits for them for ever.
+    """
+    import multiprocessing
+
+    if multiprocessing.parent_process() is None:
+        return _forked
+    # A child of multiprocessing that was not forked has loaded its parent's main module anew, under this name.
+    return _forked or getattr(sys.modules.get("__main__"), "__name__", None) != "__mp_main__"
+
+
 def _keep_inherited() -> None:
+    global _forked
+    _forked = True
     _inherited.extend(_registered())
     _live.clear()
     _running.clear()

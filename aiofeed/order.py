@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Int64: TypeAlias = "NDArray[np.int64]"
 UInt64: TypeAlias = "NDArray[np.uint64]"
 
-# Samples whose order is computed at once.
+# Samples whose order is computed at once: for batches that are planned one by one, and for stretches of them.
 PLANNED = 1024
+STRETCHED = 1 << 14
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -79,7 +80,7 @@ def shuffled(n: int, seed: int, epoch: int) -> Listed:
 
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    return Listed(torch.randperm(n, generator=generator).numpy())
+    return Listed(torch.randperm(n, generator=generator, device="cpu").numpy())
 
 
 class Keyed:
@@ -250,6 +251,9 @@ class Stretches:
         self._permute = permute
         self._permutation: Permutation | None = None
         self._skip = skip
+        # Indices of some batches, of which stretches are slices, and which batches those are.
+        self._block: Int64 = np.empty(0, np.int64)
+        self._of = range(0)
 
     def at(self, first: int, most: int) -> Stretch | None:
         """Up to ``most`` batches, the first of them number ``first`` or the next that is not left out."""
@@ -259,17 +263,27 @@ class Stretches:
         count = min(most, stripe.batches - first)
         if count <= 0:
             return None
-        if self._permutation is None:
-            self._permutation = self._permute()
-        permutation = self._permutation
         numbers: Sequence[int] = range(first, first + count)
-        positions = stripe.positions(first, count)
         if skip and not skip.isdisjoint(numbers):
             numbers = [number for number in numbers if number not in skip]
-            positions = np.concatenate([positions[:0], *map(stripe.positions, numbers)])
+            indices = np.concatenate([self._indices(number, 1) for number in numbers])
+        else:
+            indices = self._indices(first, count)
         # With one rank there is no padding, so that positions that follow one another are a run.
-        run = isinstance(permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
-        return Stretch(numbers, permutation(positions % stripe.length), stripe.batch_size, run)
+        run = isinstance(self._permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
+        return Stretch(numbers, indices, stripe.batch_size, run)
+
+    def _indices(self, first: int, count: int) -> Int64:
+        """Of ``count`` batches from ``first`` on. A view of memory that is not written to again."""
+        stripe = self._stripe
+        if first not in self._of or first + count > self._of.stop:
+            if self._permutation is None:
+                self._permutation = self._permute()
+            several = max(count, STRETCHED // stripe.batch_size)
+            block = self._permutation(stripe.positions(first, several) % stripe.length)
+            self._block, self._of = block, range(first, first + several)
+        at = (first - self._of.start) * stripe.batch_size
+        return self._block[at : at + count * stripe.batch_size]
 
 
 def _as_list(values: Int64) -> Sequence[int]:

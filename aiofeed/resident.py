@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aiofeed import trace
@@ -234,7 +233,6 @@ class _Epoch:
         self.stretches = stream.schedule.stretches(start.position, start.permutation)
 
 
-@dataclass(frozen=True, eq=False)
 class _Walk:
     """Where a stream stands: what was made ahead, and what is to be made next. It does not change.
 
@@ -247,12 +245,23 @@ class _Walk:
         over: whether the stream has ended.
     """
 
-    store: Store
-    stream: Stream
-    ahead: tuple[tuple[_Epoch, Made | None], ...] = ()
-    epoch: _Epoch | None = None
-    number: int = 0
-    over: bool = False
+    __slots__ = ("ahead", "epoch", "number", "over", "store", "stream")
+
+    def __init__(
+        self,
+        store: Store,
+        stream: Stream,
+        ahead: tuple[tuple[_Epoch, Made | None], ...] = (),
+        epoch: _Epoch | None = None,
+        number: int = 0,
+        over: bool = False,
+    ) -> None:
+        self.store = store
+        self.stream = stream
+        self.ahead = ahead
+        self.epoch = epoch
+        self.number = number
+        self.over = over
 
     def items(self) -> _Items:
         """The next window's items, or an epoch's end; none behind the last."""
@@ -264,7 +273,7 @@ class _Walk:
         items = _Items()
         if walk.ahead:
             (epoch, made), rest = walk.ahead[0], walk.ahead[1:]
-            items.after = replace(walk, ahead=rest)
+            items.after = _Walk(walk.store, walk.stream, rest, walk.epoch, walk.number, walk.over)
             if made is None:
                 items.append(Ended())
             else:
@@ -282,13 +291,8 @@ class _Walk:
         stretch = epoch.stretches.at(self.number, windows.most)
         if stretch is None:
             following = self.stream.after(epoch.start)
-            return replace(
-                self,
-                ahead=(*self.ahead, (epoch, None)),
-                epoch=None if following is None else _Epoch(self.stream, following),
-                number=0,
-                over=following is None,
-            )
+            upcoming = None if following is None else _Epoch(self.stream, following)
+            return _Walk(self.store, self.stream, (*self.ahead, (epoch, None)), upcoming, over=following is None)
         made = windows.make(stretch)
         ended, first, last = time.perf_counter(), made[0].numbers[0], made[0].numbers[-1]
         if windows.stage == "copy":
@@ -297,7 +301,7 @@ class _Walk:
             epoch.counters.collate_s += ended - began
         if trace.listeners:
             trace.emit(windows.stage, began, ended, first)
-        return replace(self, ahead=(*self.ahead, (epoch, made)), epoch=epoch, number=last + 1)
+        return _Walk(self.store, self.stream, (*self.ahead, (epoch, made)), epoch, last + 1)
 
 
 def _batches(stretch: Stretch, window: Window, counters: Counters) -> list[Item]:

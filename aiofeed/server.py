@@ -176,17 +176,20 @@ class Server:
         if not len(self._feeder):
             raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.sharing.address import SERVER, Listener
+        from aiofeed.sharing.address import SERVER, Listener, check_free
         from aiofeed.sharing.hub import Hub
         from aiofeed.sharing.passing import Passable
 
+        check_free(self._path, SERVER)
+        # Before anybody can connect, who would not wait for long: a process's first use of a GPU takes seconds.
+        ring = self._ring()
         listener = Listener(self._path, SERVER)
         # Of engine processes that are still to be started, the memory is handed on as it is.
         passable = self._feeder._recipe.passable or Passable(self._terms.lag)
         self._feeder._pass_on(passable)
         runtime = Runtime(read_threads=1, decode_threads=1)
         try:
-            hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable, self._ring())
+            hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable, ring)
             self._hub = hub
             done: Future[None] = Future()
             self._done = done

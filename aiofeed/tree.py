@@ -88,3 +88,14 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(getattr(tree, field.name))
     else:
         yield tree
+
+
+def total_nbytes(tree: Any) -> int:
+    """Bytes of the arrays and tensors of a tree; sparse tensors, which do not tell theirs, count as none."""
+    total = 0
+    for leaf in leaves(tree):
+        try:
+            total += int(getattr(leaf, "nbytes", 0))
+        except RuntimeError:
+            pass  # torch's word for sparse ones
+    return total

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -75,6 +76,12 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
     for name in pictures:
         (folder / name).mkdir()
     names = list(pictures)
+
+    def write(name: str, number: int, box: tuple[float, float, float, float]) -> None:
+        part = pictures[name].resize((width, height), Image.Resampling.LANCZOS, box=box)
+        part.save(folder / name / f"{number:05d}.jpg", quality=QUALITY)
+
+    jobs = []
     for number in range(count):
         name = names[number % len(names)]
         picture = pictures[name]
@@ -83,23 +90,32 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
         across = min(picture.width, picture.height * width / height) * share
         down = across * height / width
         left, top = random.uniform(0, picture.width - across), random.uniform(0, picture.height - down)
-        box = (left, top, left + across, top + down)
-        part = picture.resize((width, height), Image.Resampling.LANCZOS, box=box)
-        part.save(folder / name / f"{number:05d}.jpg", quality=QUALITY)
+        jobs.append((name, number, (left, top, left + across, top + down)))
+    _in_threads(write, jobs)
+
+
+def _in_threads(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
+    """Do the jobs, on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda job: work(*job), jobs):
+            pass
 
 
 def _write_noise(folder: Path, count: int) -> None:
     import numpy as np
     from PIL import Image
 
-    random = np.random.default_rng(0)
-    for number in range(count):
-        parent = folder / f"{number % 10}"
-        parent.mkdir(exist_ok=True)
+    def write(number: int) -> None:
+        random = np.random.default_rng(number)
         coarse = Image.fromarray(random.integers(0, 256, (20, 25, 3), dtype=np.uint8))
         picture = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)).astype(np.int16)
         picture += random.integers(-12, 13, picture.shape, dtype=np.int16)
-        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(parent / f"{number:05d}.jpg", quality=QUALITY)
+        path = folder / f"{number % 10}" / f"{number:05d}.jpg"
+        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(path, quality=QUALITY)
+
+    for number in range(10):
+        (folder / f"{number}").mkdir()
+    _in_threads(write, [(number,) for number in range(count)])
 
 
 def photographs() -> dict[str, Image.Image]:

@@ -96,3 +96,8 @@ def rates(samples: Sequence[Sample]) -> tuple[float, ...]:
 def cpu_us_per_item(samples: Sequence[Sample]) -> tuple[float, ...]:
     """CPU time of the process tree per item, in microseconds, round by round."""
     return per(column(samples, "cpu_s", 1e6), column(samples, "items"))
+
+
+def turns(count: int, round_number: int) -> list[int]:
+    """The order of ``count`` contenders in a round: each round begins with the next one."""
+    return [(position + round_number) % count for position in range(count)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.figures import Sample
+from benchmarks.figures import Sample, turns
 from benchmarks.processes import Memory, peak, tree_memory
 from benchmarks.worker import measured, resolve
 
@@ -186,11 +186,6 @@ class Inline:
 
 def start(contender: Contender, settings: Settings) -> Process | Inline:
     return Process(contender) if settings.own_processes else Inline(contender)
-
-
-def turns(count: int, round_number: int) -> list[int]:
-    """The order of ``count`` contenders in a round: each round begins with the next one."""
-    return [(position + round_number) % count for position in range(count)]
 
 
 def interleave(

@@ -35,7 +35,9 @@ def train(source: aiofeed.ImageFolder, options: argparse.Namespace) -> None:
         shuffle=True,
         device="auto",
     )
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")  # What "auto" means.
+    # What "auto" means. A build for CUDA names its accelerator where there is none, too.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = found or torch.device("cpu")
     model = network(len(source.classes)).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     with feeder:

@@ -94,11 +94,15 @@ def test_the_markdown_lists_every_figure_and_names_what_is_short() -> None:
     assert "| rate: other | 31,000/s | 31,000/s to 31,000/s |  |  |" in text
 
 
-def test_the_readme_table_has_all_figures_with_a_target_those_missed_too() -> None:
-    text = report.readme_table(RESULTS, "A machine.")
+def test_the_readme_table_has_the_first_target_of_each_and_says_which_of_all_are_missed() -> None:
+    other = report.Result("idle", "Nothing", [Figure("rate", (1.0,), "/s")])
+    second = report.Result("time", "A wait", [Figure("rest", (1.0,)), Figure("wait", (70.0,), "us", at_most(50))])
+    text = report.readme_table([*RESULTS, other, second], "A machine.")
     assert "| A race: speed / other | 1.10 | ≥ 1.15 | SHORT |" in text
-    assert "| A race: time | 13 us | ≤ 50 us | met |" in text
-    assert "rate: other" not in text
+    assert "| A wait: wait | 70 us | ≤ 50 us | SHORT |" in text
+    assert "A race: time" not in text
+    assert "rate" not in text
+    assert "1 of 3 targets met; short: speed: speed / other; time: wait." in text
 
 
 def test_a_ratio_short_of_its_target_by_less_than_it_shows_still_reads_short() -> None:

@@ -172,3 +172,13 @@ def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> Non
     assert back[0].data_ptr() != tensor.data_ptr()
     if tensor.dim() == 4:
         assert back[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_sparse_batches_are_the_collate_functions_own() -> None:
+    """They come out as they are, though torch does not tell their bytes."""
+    assembly = CollateAssembly(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], None)
+    for position in range(2):
+        assembly.put(position, position)
+    batch, _ = assembly.finish(["a", "b"])
+    assert batch.layout is torch.sparse_coo
+    assert assembly.nbytes == 12

@@ -23,6 +23,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index, raising=False)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: kind == "cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: index > 0)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.version, "hip", None)
@@ -34,7 +37,7 @@ def machine(monkeypatch):
 
 def test_imports_without_torch():
     """Neither the device's seam nor the copier brings torch in."""
-    code = "import sys, aiofeed.device, aiofeed.copier; sys.exit('torch' in sys.modules)"
+    code = "import sys, aiofeed.cuda_calls, aiofeed.device, aiofeed.copier; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -72,11 +75,20 @@ class TestResolve:
         machine("cuda", 2, index=1)
         assert resolve_device(given).name == "cuda:1"
 
-    def test_resolving_does_not_start_cuda(self, machine, monkeypatch):
-        """A process that only names a device can still fork."""
+    @pytest.mark.parametrize("given", ["cuda", "cuda:0", 0])
+    def test_resolving_does_not_start_cuda(self, machine, monkeypatch, given):
+        """A process that only names a device can still fork, and use it in the child."""
         machine("cuda", 1)
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: pytest.fail("started CUDA"))
-        assert resolve_device("auto").name == "cuda:0"
+        for name in ("current_device_index", "is_available", "current_accelerator", "device_count"):
+            monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("started CUDA"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("started CUDA"))
+        assert resolve_device(given).name == "cuda:0"
+
+    def test_auto_takes_what_works(self, machine, monkeypatch):
+        """Where devices are counted that the driver cannot run for this torch, "auto" means the host."""
+        machine("cuda", 1)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert resolve_device("auto") is None
 
     def test_other_accelerators(self, machine):
         """Whatever torch calls the accelerator will do."""
@@ -208,6 +220,14 @@ class TestTorchBackend:
         monkeypatch.delattr(torch.accelerator, "get_memory_info")
         assert TorchBackend(torch.device("xpu", 1)).memory() is None
 
+    def test_hold_leaves_a_jagged_tensor_to_itself(self, monkeypatch):
+        """Its parts are held by its own record_stream."""
+        held = []
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor, stream)))
+        tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        TorchBackend(torch.device("cpu")).hold(tensor, "stream")
+        assert [(found is tensor, stream) for found, stream in held] == [(True, "stream")]
+
     def test_one_side_stream_per_device(self, monkeypatch):
         """Every backend of a device has the same side stream, for good."""
         monkeypatch.setattr(device_module, "_side_streams", {})
@@ -233,7 +253,7 @@ class TestTorchBackend:
         monkeypatch.setattr(torch.accelerator, f"set_device_{names}", set_device, raising=False)
         monkeypatch.setattr(torch.accelerator, f"current_device_{names}", lambda: current["device"], raising=False)
         monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
-        backend = TorchBackend(torch.device("cuda", 0))
+        backend = TorchBackend(torch.device("xpu", 0))
         monkeypatch.setattr(backend, "_current", lambda: current["stream"])
         with pytest.raises(KeyError), backend.on("side"):
             assert current == {"device": 0, "stream": "side"}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType
 
+pytestmark = pytest.mark.usefixtures("accelerator_started")
+
 PROJECT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 NEEDS = {"docs/training-frameworks.md": ("accelerate", "lightning")}

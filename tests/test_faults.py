@@ -23,6 +23,7 @@ from aiofeed import DecodeError, DeviceCopyError, FailurePolicy, Feeder, FeedErr
 from aiofeed.executor import ThreadPool
 from aiofeed.staging import SMALL_BYTES, HostMemory
 from aiofeed.testing import SimulatedDevice
+from aiofeed.testing.simulated_streams import SimulatedEvent
 from tests.soak.faulty import threads_refused
 
 WIDE = SMALL_BYTES  # bytes of a sample; a batch of them takes a block of memory of its own
@@ -453,3 +454,21 @@ def test_a_read_that_cancels_itself_is_an_error_of_its_own() -> None:
     ) as feeder:
         [batch] = list(feeder)
     assert batch.tolist() == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_a_device_beyond_use_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal kernel of the training, say, each question fails: it is raised once, and no thread tells."""
+
+    def lost(event: SimulatedEvent) -> bool:
+        raise RuntimeError("the device is lost")
+
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice(latency="late"))
+    iterator = iter(feeder)
+    next(iterator)
+    with monkeypatch.context() as patched:
+        patched.setattr(SimulatedEvent, "query", lost)
+        patched.setattr(SimulatedEvent, "synchronize", lost)
+        with pytest.raises(DeviceCopyError, match="the device is lost"):
+            for _ in iterator:
+                pass
+        feeder.close()

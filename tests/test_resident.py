@@ -32,7 +32,7 @@ from aiofeed import (
 )
 from aiofeed.device_windows import DeviceWindows
 from aiofeed.order import Stretch
-from aiofeed.windows import HostWindows
+from aiofeed.windows import HOST_WINDOW_BYTES, HostWindows
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "1000"))
 LATENCIES = ("random", "late", "early")
@@ -643,7 +643,7 @@ def test_a_failed_upload_names_the_data() -> None:
 
 def test_memory_bytes_bounds_the_windows_of_the_host() -> None:
     """Two windows within the limit, where a batch allows."""
-    for memory_bytes, batches in ((1, 1), (2 * 4 * 8 * 100, 4), (1 << 40, (2 << 20) // 800)):
+    for memory_bytes, batches in ((1, 1), (2 * 4 * 8 * 100, 4), (1 << 40, HOST_WINDOW_BYTES // 800)):
         assert HostWindows(Tensors(torch.zeros(10, 25)), 8, memory_bytes).most == batches
 
 

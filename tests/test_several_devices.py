@@ -152,9 +152,8 @@ class TestResolve:
         device = SimulatedDevice(index=3)
         with pytest.raises(ValueError, match="simulated:3 is there twice"):
             resolve_devices([device, device])
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert resolve_devices(["cuda:0", 1]).name == "cuda:0, cuda:1"
         with pytest.raises(ValueError, match="cuda:1 is there twice"):
             resolve_devices([1, "cuda:0", "cuda:1"])

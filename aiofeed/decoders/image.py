@@ -149,7 +149,7 @@ class DecodeImage:
         if self.takes_seed:
             if rng is None:
                 raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
-            seed = int(torch.randint(2**63 - 1, (), generator=rng))
+            seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
         return torch.from_numpy(out).permute(2, 0, 1)

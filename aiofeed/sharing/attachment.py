@@ -104,6 +104,7 @@ class Attachment:
         # Its last words may still be on their way.
         watch = ProcessWatch(self._server, lambda: loop.call_later(LAST_WORDS_S, self._lost, None))
         try:
+            self.taker.enter_thread()
             while True:
                 await asyncio.sleep(HEARTBEAT_S)
                 for dropped in self.owners.dropped():

@@ -126,13 +126,18 @@ class Consumer:
         self.ticket = None
         self._host.gone(self, reading=reading)
 
+    @property
+    def lives(self) -> bool:
+        """Whether its process does; a killed one that has not ended yet is exiting."""
+        return is_alive(self.pid) and not exiting(self.pid)
+
     def _impatient(self) -> None:
         log.warning("process %d connected and said nothing for %.0f s: it is let go", self.pid, HANDSHAKE_S)
         self.close()
 
     def _lost(self, error: Exception | None) -> None:
-        # One that lives may still hand out what it was given, whatever made it close. A killed one is exiting by now.
-        self.close(reading=error is not None or (is_alive(self.pid) and not exiting(self.pid)))
+        # One that lives may still hand out what it was given, whatever made it close.
+        self.close(reading=error is not None or self.lives)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_consumer(payload)
@@ -228,10 +233,10 @@ class Reception:
             consumer.close()
 
     def close(self) -> None:
-        """Let everybody go."""
+        """Let everybody go; those who live, and have not gone by themselves, may still read what they have."""
         self.close_door()
         for consumer in list(self._all):
-            consumer.close()
+            consumer.close(reading=consumer.lives)
 
     def gone(self, consumer: Consumer) -> None:
         """Somebody is not there any more."""

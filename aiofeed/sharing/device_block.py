@@ -1,12 +1,16 @@
-"""A block of device memory that a server and its consumers have, as the server keeps it, and tensors in it."""
+"""A block of device memory that a server and its consumers have, as the server keeps it, and what lies in it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from aiofeed.sharing.messages import Leaf
+from aiofeed.sharing.packing import axes_of
+from aiofeed.sharing.slots import extent
 from aiofeed.sharing.talk import Block
+from aiofeed.sharing.wire import WireError
 
 if TYPE_CHECKING:
     import torch
@@ -73,3 +77,33 @@ def in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int] | Non
     if not flat.is_contiguous():
         return tensor, None
     return flat, sorted(range(len(order)), key=order.__getitem__)
+
+
+class Place:
+    """Where a tensor lies in a slot's device memory. No dataclass: that would be taken apart with the batch.
+
+    Args:
+        leaf: described so.
+        nbytes: of the slot.
+    """
+
+    __slots__ = ("_axes", "_dtype", "_leaf", "_nbytes")
+
+    def __init__(self, leaf: Leaf, nbytes: int) -> None:
+        import torch
+
+        self._leaf = leaf
+        self._axes = axes_of(leaf)
+        dtype, self._nbytes = extent(leaf)
+        torch_dtype: Any = getattr(torch, leaf.torch_dtype or "", None)
+        if not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != dtype.itemsize:
+            raise WireError(f"torch_dtype {leaf.torch_dtype!r} for {leaf.dtype}")
+        self._dtype = torch_dtype
+        if leaf.offset < 0 or leaf.offset % dtype.itemsize or leaf.offset + self._nbytes > nbytes:
+            raise WireError(f"{self._nbytes} bytes at {leaf.offset} do not lie in a block of {nbytes}")
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the slot's memory or in a copy of it."""
+        start = self._leaf.offset
+        flat = memory[start : start + self._nbytes].view(self._dtype).view(self._leaf.shape)
+        return flat if self._axes is None else flat.permute(self._axes)

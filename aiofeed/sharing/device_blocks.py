@@ -7,6 +7,7 @@ may have died in the middle of filling, is seen to live.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -14,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.copier import Copier, InFlight
 from aiofeed.errors import DeviceCopyError, FeedError
+from aiofeed.sharing.device_block import Place
 from aiofeed.sharing.device_handles import HandleError
 from aiofeed.sharing.messages import Leaf, Node
-from aiofeed.sharing.packing import axes_of, unpack
+from aiofeed.sharing.packing import unpack
 from aiofeed.sharing.pulse import Pulse
-from aiofeed.sharing.slots import extent
 from aiofeed.sharing.talk import MAX_REASON_LETTERS, Block, Given, Trial
 from aiofeed.sharing.wire import WireError
 from aiofeed.tree import map_leaves
 
 if TYPE_CHECKING:
-    import torch
-
     from aiofeed.device import DeviceBackend, Event
     from aiofeed.sharing.shared_device import SharedDevice, SharedEvent
     from aiofeed.staging import Lease
@@ -37,7 +36,7 @@ TRIAL_S = 10.0
 # The last copies, when the server ends or this process leaves it.
 LAST_COPIES_S = 1.5
 
-# Memory that is left open, because copies from it did not come to an end: a server that died, a device that failed.
+# Memory that is left open until the interpreter ends: copies from it had not come to an end when it was let go.
 _abandoned: list[object] = []
 
 
@@ -76,15 +75,15 @@ class Blocks:
         try:
             with self.backend.on(self.side):
                 opened = _Opened(self.shared, trial.block)
-                self.pulse.wait(opened.filled, TRIAL_S)
-                copy = self.shared.clone(opened.memory)
-                opened.read.record(self.side)
                 try:
+                    self.pulse.wait(opened.filled, TRIAL_S)
+                    copy = self.shared.clone(opened.memory)
+                    opened.read.record(self.side)
                     self.pulse.wait(self.backend.record(self.side), TRIAL_S)
-                except BaseException:
-                    _abandoned.append(opened)
+                    seen = bytes(self.shared.to_host(copy).tolist())
+                except BaseException as error:
+                    _leave_open([opened], error)
                     raise
-                seen = bytes(self.shared.to_host(copy).tolist())
                 del opened
         except (HandleError, RuntimeError, TimeoutError, FeedError) as error:
             return (str(error) or type(error).__name__).splitlines()[0][:MAX_REASON_LETTERS]
@@ -148,14 +147,31 @@ class Blocks:
             return
         try:
             self.pulse.wait(self.backend.record(self.side), LAST_COPIES_S)
-        except (FeedError, TimeoutError):
-            _abandoned.extend(each for each in opened if not _complete(each))
+        except (FeedError, TimeoutError) as error:
+            _leave_open([each for each in opened if not _complete(each)], error)
+        except RuntimeError as error:
+            log.debug("the device is beyond use, and the server's memory is left open: %s", error)
+            _leave_open(opened, error)
         with self.backend.on(self.side):
             opened.clear()
 
 
 def _complete(opened: _Opened) -> bool:
-    return opened.copied is None or opened.copied.query()
+    try:
+        return opened.copied is None or opened.copied.query()
+    except RuntimeError:
+        return False  # the device is beyond use
+
+
+def _leave_open(opened: Sequence[_Opened], error: BaseException) -> None:
+    """Do not close these, because of an error: of a device that failed, never.
+
+    Closing waits for the device; where that fails torch aborts the process, and nobody reads why.
+    """
+    _abandoned.extend(opened)
+    if isinstance(error, RuntimeError):
+        for each in opened:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 class InSlot:
@@ -219,36 +235,6 @@ class InSlot:
                 self._opened = None
 
 
-class Place:
-    """Where a tensor lies in a slot's device memory. No dataclass: that would be taken apart with the batch.
-
-    Args:
-        leaf: described so.
-        nbytes: of the slot.
-    """
-
-    __slots__ = ("_axes", "_dtype", "_leaf", "_nbytes")
-
-    def __init__(self, leaf: Leaf, nbytes: int) -> None:
-        import torch
-
-        self._leaf = leaf
-        self._axes = axes_of(leaf)
-        dtype, self._nbytes = extent(leaf)
-        torch_dtype: Any = getattr(torch, leaf.torch_dtype or "", None)
-        if not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != dtype.itemsize:
-            raise WireError(f"torch_dtype {leaf.torch_dtype!r} for {leaf.dtype}")
-        self._dtype = torch_dtype
-        if leaf.offset < 0 or leaf.offset % dtype.itemsize or leaf.offset + self._nbytes > nbytes:
-            raise WireError(f"{self._nbytes} bytes at {leaf.offset} do not lie in a block of {nbytes}")
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, in the slot's memory or in a copy of it."""
-        start = self._leaf.offset
-        flat = memory[start : start + self._nbytes].view(self._dtype).view(self._leaf.shape)
-        return flat if self._axes is None else flat.permute(self._axes)
-
-
 class Taken:
     """A batch in device memory on its way to one iterator.
 
@@ -287,6 +273,7 @@ class BlockCopier(Copier):
             try:
                 own = batch.slot.copied(batch.tree)
             except RuntimeError as error:
+                self._pulse.check()
                 raise DeviceCopyError(f"a batch could not be copied on {self.backend.name}: {error}") from error
             in_flight = super().issue(own)
         batch.lease.give_back()

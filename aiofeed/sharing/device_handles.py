@@ -12,6 +12,8 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
+
 from aiofeed.sharing.tensor_messages import Handle
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class DeviceHandles(Protocol):
         """The storage of a handle; ``HandleError`` where it cannot be opened, or is not on the wanted device."""
         ...
 
+    def forget(self, handle: Handle, /) -> None:
+        """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that. Once."""
+        ...
+
     def find(self, identity: str, /) -> torch.device | None:
         """The device of that identity, or else any of its kind; ``None`` where there is none."""
         ...
@@ -81,40 +87,31 @@ class CudaHandles:
         try:
             _, allocation, nbytes, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()
         except RuntimeError as error:
-            raise HandleError(_first_line(error)) from error
+            raise HandleError(first_line(error)) from error
         return Handle(identity, allocation, nbytes, offset, counter, counter_offset, event, event_needed)
 
     def open(self, handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage:
-        """Map the allocation; the current stream waits for the event."""
+        """Map the allocation; the current stream waits for the event, where that is needed."""
+        try:
+            return _opened(handle, wanted)
+        except HandleError:
+            self.forget(handle)
+            raise
+        except RuntimeError as error:  # in a fork of a process that had begun to use CUDA, for one
+            self.forget(handle)
+            raise HandleError(first_line(error)) from error
+
+    def forget(self, handle: Handle) -> None:
+        """Take back the count of one export. Once: torch takes one below zero for a large one, and keeps the memory."""
         import torch
 
-        index = _index(handle.device)
+        if not handle.counter:
+            return
+        untyped: Any = torch.UntypedStorage
         try:
-            if index is None:
-                raise HandleError(f"GPU {handle.device} is not visible to this process")
-            if wanted is not None and wanted != torch.device("cuda", index):
-                raise HandleError(f"the tensors lie on cuda:{index}, and {wanted} was asked for")
-            untyped: Any = torch.UntypedStorage
-            if handle.nbytes == 0:
-                return cast("torch.UntypedStorage", untyped(0, device=torch.device("cuda", index)))
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            try:
-                storage: torch.UntypedStorage = untyped._new_shared_cuda(
-                    index,
-                    handle.allocation,
-                    handle.nbytes,
-                    handle.offset,
-                    handle.counter,
-                    handle.counter_offset,
-                    handle.event,
-                    handle.event_needed,
-                )
-            except RuntimeError as error:
-                raise HandleError(_first_line(error)) from error
-            return storage
-        except HandleError:
-            _uncount(handle)
-            raise
+            untyped._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            pass  # without CUDA there is no such call, and the owner's memory is kept until it ends
 
     def find(self, identity: str) -> torch.device | None:
         """By UUID; else the current device."""
@@ -122,8 +119,11 @@ class CudaHandles:
 
         if not torch.cuda.is_available():
             return None
-        index = _index(identity)
-        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        try:
+            index = _index(identity)
+            return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        except RuntimeError:
+            return None  # there is one, but not for this process, which is a fork
 
 
 # Streams are for good, as those of copies are.
@@ -170,22 +170,31 @@ class CudaSlots:
 
     def export(self, memory: torch.Tensor) -> Handle:
         """A handle and one count, for one process."""
+        import torch
+
+        if torch.version.hip is not None:
+            # github.com/ROCm/hip/issues/3778: they count as complete once they are recorded.
+            raise HandleError("ROCm's events do not tell other processes when work is complete")
         if (name := _expandable()) is not None:
             # Some versions of torch export these by descriptors, which not every container lets through.
             raise HandleError(f"{name} sets expandable_segments, whose memory is not exported here")
         return self._handles.export(memory)
 
     def open(self, handle: Handle) -> torch.Tensor:
-        """Map the allocation; the current stream waits for the event of the export."""
+        """Map the allocation. Nothing waits: not for the event of the export either."""
         import torch
 
-        if handle.nbytes < 1 or handle.offset < 0 or handle.counter_offset < 0:
-            raise HandleError(f"a handle of {handle.nbytes} bytes at {handle.offset}")
-        if handle.event_needed and len(handle.event) != _EVENT_BYTES:
-            raise HandleError(f"an event's handle has {_EVENT_BYTES} bytes, this one {len(handle.event)}")
-        storage = self._handles.open(handle, self._device)
+        if handle.nbytes < 1:
+            raise HandleError(f"a handle of {handle.nbytes} bytes")
+        # `filled` tells when it may be read. A stream that waits for torch's event would wait for ever if the server
+        # were killed before that is complete.
+        storage = self._handles.open(msgspec.structs.replace(handle, event_needed=False), self._device)
         empty: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
         return cast("torch.Tensor", empty.set_(storage, 0, (handle.nbytes,), (1,)))
+
+    def forget(self, handle: Handle) -> None:
+        """Take back the count of one export."""
+        self._handles.forget(handle)
 
     def event(self) -> Any:
         """An event of torch's own class, interprocess and without timing."""
@@ -203,7 +212,7 @@ class CudaSlots:
             with cuda.device(self._device):
                 return bytes(event.ipc_handle())
         except RuntimeError as error:
-            raise HandleError(_first_line(error)) from error
+            raise HandleError(first_line(error)) from error
 
     def open_event(self, handle: bytes) -> Any:
         """The event of another process, to be recorded and waited for as one of this process's."""
@@ -215,7 +224,7 @@ class CudaSlots:
         try:
             return cuda.Event.from_ipc_handle(self._device, handle)
         except RuntimeError as error:
-            raise HandleError(_first_line(error)) from error
+            raise HandleError(first_line(error)) from error
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A kernel or a copy on the current stream."""
@@ -251,18 +260,35 @@ def _index(uuid: str) -> int | None:
     return next((index for index in range(count) if _uuid(index) == uuid), None)
 
 
-def _uncount(handle: Handle) -> None:
-    """Tell the owner's torch that nobody opens this one, or it keeps the memory for good."""
+def _opened(handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage:
     import torch
 
-    if not handle.counter:
-        return
+    if handle.nbytes < 0 or handle.offset < 0 or handle.counter_offset < 0:
+        raise HandleError(f"a handle of {handle.nbytes} bytes at {handle.offset}")
+    if handle.event_needed and len(handle.event) != _EVENT_BYTES:
+        raise HandleError(f"an event's handle has {_EVENT_BYTES} bytes, this one {len(handle.event)}")
+    index = _index(handle.device)
+    if index is None:
+        raise HandleError(f"GPU {handle.device} is not visible to this process")
+    if wanted is not None and wanted != torch.device("cuda", index):
+        raise HandleError(f"the tensors lie on cuda:{index}, and {wanted} was asked for")
     untyped: Any = torch.UntypedStorage
-    try:
-        untyped._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
-    except (RuntimeError, NotImplementedError, AttributeError):
-        pass  # without CUDA there is no such call, and the owner's memory is kept until it ends
+    if handle.nbytes == 0:
+        return cast("torch.UntypedStorage", untyped(0, device=torch.device("cuda", index)))
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage: torch.UntypedStorage = untyped._new_shared_cuda(
+        index,
+        handle.allocation,
+        handle.nbytes,
+        handle.offset,
+        handle.counter,
+        handle.counter_offset,
+        handle.event,
+        handle.event_needed,
+    )
+    return storage
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What is said of an error; CUDA's go on with advice for whoever debugs torch."""
     return (str(error).splitlines() or [type(error).__name__])[0]

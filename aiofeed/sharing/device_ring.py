@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.sharing.device_block import DTYPES, DeviceBlock, Share, aligned, in_memory_order, is_read
-from aiofeed.sharing.device_handles import HandleError
+from aiofeed.sharing.device_handles import HandleError, first_line
 from aiofeed.sharing.messages import Leaf
 from aiofeed.sharing.packing import refusal
 from aiofeed.sharing.talk import MAX_DEVICE_LETTERS, Block, Trial
@@ -100,14 +100,16 @@ class DeviceRing:
             block = self._allocate(_TRIAL_BYTES)
             # Kept: the copy reads it when the device comes to it.
             host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            self._shared.put(block.memory, self._backend.copy(host))
-            block.filled.record(self._stream)
+            try:
+                self._shared.put(block.memory, self._backend.copy(host))
+                block.filled.record(self._stream)
+            except RuntimeError as error:
+                what = f"{_TRIAL_BYTES} bytes cannot be copied to {self._backend.name}"
+                raise HandleError(f"{what}: {first_line(error)}") from error
             self._trial = block, host, content
         block, _, content = self._trial
         self._export(block, consumer)
-        message = block.shared[consumer].message
-        assert message is not None
-        return Trial(message, content)
+        return Trial(self._told(block, consumer), content)
 
     # --- filling ---
 
@@ -130,6 +132,8 @@ class DeviceRing:
             CollateError: it has a tensor that cannot be described.
         """
         tensors = [leaf for leaf in leaves(batch) if self._shared.holds(leaf)]
+        for tensor in tensors:
+            self._check(tensor, advice)
         nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         if not nbytes:
             return None
@@ -140,7 +144,7 @@ class DeviceRing:
             nonlocal start
             if not self._shared.holds(value):
                 return value
-            leaf = self._put(block, start, value, advice)
+            leaf = self._put(block, start, value)
             start += aligned(value.nbytes)
             return leaf
 
@@ -153,12 +157,14 @@ class DeviceRing:
             raise
         return batch, DeviceSlot(self, block)
 
-    def _put(self, block: DeviceBlock, start: int, tensor: torch.Tensor, advice: str) -> Leaf:
+    def _check(self, tensor: torch.Tensor, advice: str) -> None:
         import torch
 
         if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DTYPES:
             what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
             raise refusal(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
+
+    def _put(self, block: DeviceBlock, start: int, tensor: torch.Tensor) -> Leaf:
         flat, axes = in_memory_order(tensor)
         shape, dtype = list(flat.shape), str(tensor.dtype).removeprefix("torch.")
         if flat.numel():
@@ -187,18 +193,23 @@ class DeviceRing:
         """A consumer reads a slot from now on: its number, what is new to the consumer, and what it may forget."""
         block = slot.block
         block.readers.add(consumer)
+        return block.number, self._told(block, consumer), tuple(self._retired.pop(consumer, ()))
+
+    def _told(self, block: DeviceBlock, consumer: Hashable) -> Block | None:
         shared = block.shared[consumer]
         message, shared.message = shared.message, None
-        return block.number, message, tuple(self._retired.pop(consumer, ()))
+        return message
 
     def gone(self, consumer: Hashable, *, reading: bool) -> None:
         """A consumer is gone. Where it may still be ``reading``, what it copies from is not written again."""
         self._retired.pop(consumer, None)
         for block in [*self._blocks, *([self._trial[0]] if self._trial is not None else [])]:
             shared = block.shared.pop(consumer, None)
+            if shared is not None and shared.message is not None:  # it never heard of the block
+                self._shared.forget(shared.message.handle)
             if shared is not None and reading:
                 self._kept.append(shared.read)
-                block.spoiled = block.spoiled or (consumer in block.readers and not shared.read.query())
+                block.spoiled = block.spoiled or (consumer in block.readers and not _complete(shared.read))
                 if block.spoiled and block in self._free:
                     self.abandon(block)
             block.readers.discard(consumer)
@@ -250,16 +261,20 @@ class DeviceRing:
             memory = self._shared.allocate(nbytes)
             filled = self._shared.event()
         except RuntimeError as error:
-            raise HandleError(f"{nbytes} bytes of {self._backend.name} cannot be had: {error}") from error
+            raise HandleError(f"{nbytes} bytes of {self._backend.name} cannot be had: {first_line(error)}") from error
         self._number += 1
         return DeviceBlock(self._number, memory, filled)
 
     def _export(self, block: DeviceBlock, consumer: Hashable) -> None:
         read = self._shared.event()
-        message = Block(
-            block.number,
-            self._shared.export(block.memory),
-            self._shared.export_event(block.filled),
-            self._shared.export_event(read),
-        )
-        block.shared[consumer] = Share(read, message)
+        filled_handle, read_handle = self._shared.export_event(block.filled), self._shared.export_event(read)
+        # The last: it is counted, and what fails after it would have to take that back.
+        handle = self._shared.export(block.memory)
+        block.shared[consumer] = Share(read, Block(block.number, handle, filled_handle, read_handle))
+
+
+def _complete(event: SharedEvent) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:
+        return False  # the device is beyond use, and those who go are let go all the same

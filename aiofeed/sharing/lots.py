@@ -21,7 +21,7 @@ from aiofeed.sharing.packing import pack
 from aiofeed.sharing.remote import INLINE_BYTES
 from aiofeed.sharing.talk import MAX_REASON_LETTERS, Given, Trial
 from aiofeed.sharing.wire import MAX_DESCRIPTORS
-from aiofeed.tree import leaves
+from aiofeed.tree import total_nbytes
 
 if TYPE_CHECKING:
     from aiofeed.sharing.device_ring import DeviceRing, DeviceSlot
@@ -121,7 +121,7 @@ class Lots:
             CollateError: it cannot be described.
             FeedError: there is no room for it.
         """
-        lot = Lot(sum(getattr(leaf, "nbytes", 0) for leaf in leaves(batch)))
+        lot = Lot(total_nbytes(batch))
         try:
             while True:
                 expected = readers()
@@ -156,9 +156,8 @@ class Lots:
         if placed is None:
             return False
         rest, slot = placed
-        on_host = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(rest))
         try:
-            node, beside = await self._pack(rest, on_host)
+            node, beside = await self._pack(rest, total_nbytes(rest))
         except BaseException:
             slot.give_back()
             raise

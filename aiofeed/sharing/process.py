@@ -73,6 +73,8 @@ class EngineProcess:
         self.number = number
         self.ring = Ring(backend, passable)
         self.ready = False
+        # Batches that it may decode and has not finished.
+        self.decoding = 0
         self.at_work: dict[int, Work] = {}
         self._owner = owner
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

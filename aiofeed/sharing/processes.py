@@ -84,6 +84,12 @@ class EngineProcesses:
         """Their process ids."""
         return tuple(process.pid for process in self._processes)
 
+    @property
+    def busy(self) -> bool:
+        """Whether each has a batch to decode, and one of them another behind it; asked in any thread."""
+        decoding = [process.decoding for process in self._processes]
+        return min(decoding, default=0) > 0 and sum(decoding) > len(decoding)
+
     async def start(self) -> None:
         """Start them, and wait until all are ready; idempotent.
 

@@ -69,13 +69,20 @@ class Pulse:
             TimeoutError: it took longer than ``limit_s``.
         """
         pause_s, deadline = _FIRST_LOOK_S, None if limit_s is None else time.monotonic() + limit_s
-        while not event.query():
+        while not self._complete(event):
             self.check()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
         self.check()
+
+    def _complete(self, event: Event | SharedEvent) -> bool:
+        try:
+            return event.query()
+        except RuntimeError:
+            self.check()  # the server has died, and what it had with it: that is what is to be heard of
+            raise
 
     def settle(self) -> None:
         """All that was copied is right, and nothing is copied any more: from here on the process may end."""

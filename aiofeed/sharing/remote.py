@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from aiofeed.errors import FeedError, SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
-from aiofeed.items import Item, Ready
+from aiofeed.items import Item, Ready, release
 from aiofeed.policy import FailurePolicy
 from aiofeed.sharing.failures import rebuild
 from aiofeed.sharing.lending import Loan
@@ -83,11 +84,33 @@ class RemoteEngine(Engine):
         self._wrap = wrap
         # A copy to a device wants its memory pinned, unless the ring is.
         self._lends = isinstance(memory, HostMemory)
+        # Batches that were taken, of which the loop has not heard.
+        self._noted: deque[Ready] = deque()
+        self._note = self._noted_until_heard
 
     async def run(self) -> None:
         """As of any engine; it ends early where a process does."""
         self._processes.when_broken(self._broke)
-        await super().run()
+        try:
+            await super().run()
+        finally:
+            self._noted.clear()  # the feeder may keep this engine
+
+    def _noted_until_heard(self, item: Ready) -> bool:
+        """Let word of a batch wait for the next that a process finishes; in the consumer's thread.
+
+        To be woken, the loop takes the GIL from the step that has just begun: a millisecond or two of it. So it is not
+        where all processes have work, and one of them more than the batch that it is at.
+        """
+        if not self._processes.busy:
+            return False
+        self._noted.append(item)
+        # Asked again: the loop may have heard of their last ones in between, and then it has to be woken.
+        return self._processes.busy
+
+    def _hear(self) -> None:
+        while self._noted:
+            release(self._noted.popleft())
 
     def _broke(self, error: FeedError) -> None:
         self._deliver_failure(error)
@@ -106,7 +129,11 @@ class RemoteEngine(Engine):
         if not opened:
             await batch.gate.wait()
             work.open()
-        reply, loan = await work.reply, None
+        work.process.decoding += 1
+        try:
+            reply, loan = await work.reply, None
+        finally:
+            work.process.decoding -= 1
         spent, counters = reply.spent, batch.counters
         for name in reply.spent.__struct_fields__:
             setattr(counters, name, getattr(counters, name) + getattr(spent, name))
@@ -122,6 +149,7 @@ class RemoteEngine(Engine):
         if loan is not None:
             # Last: the word wakes another process, which may take this one's core from the consumer's thread.
             loan.settle()
+        self._hear()
 
     async def _take(self, batch: Batch, work: Work, filled: Filled) -> Loan | None:
         """The batch out of its slot, or as it lies there; and what is to be settled once it is handed over."""
@@ -156,6 +184,7 @@ class RemoteEngine(Engine):
 
     def taken(self, item: Ready) -> None:
         """A batch has left the queue, and an earlier one may be used no more; called on the loop."""
+        self._hear()
         self._processes.lending.collect()
         super().taken(item)
 

@@ -65,6 +65,10 @@ class SharedDevice(Protocol):
         """Another process's memory, uint8 [nbytes]; ``HandleError`` where it cannot be opened."""
         ...
 
+    def forget(self, handle: Handle, /) -> None:
+        """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that."""
+        ...
+
     def event(self) -> SharedEvent:
         """An event to be exported."""
         ...

@@ -69,6 +69,11 @@ class Taker:
         self._unused: deque[object] = deque()
         self._leases: dict[Any, tuple[Pass, int]] = {}
 
+    def enter_thread(self) -> None:
+        """The calling thread is the loop's: where device memory is opened, looked at and closed."""
+        if self._blocks is not None:
+            self._blocks.backend.enter_thread()
+
     def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
         """What copies batches to the device."""
         return Copier(backend, transform) if self._blocks is None else self._blocks.copier(transform)

@@ -113,7 +113,17 @@ class Attacher:
             raise WireError(f"{len(offer.keys)} keys for a {offer.kind} of {len(offer.places)}")
         if not offer.places or (offer.kind == "tensor" and len(offer.places) != 1):
             raise WireError(f"a {offer.kind} of {len(offer.places)}")
-        return assemble(offer.kind, offer.keys, [self._tensor(place, segments) for place in offer.places])
+        tensors: list[torch.Tensor] = []
+        try:
+            for place in offer.places:
+                tensors.append(self._tensor(place, segments))  # noqa: PERF401 - how many there are counts below
+        except HandleError:
+            # That one is forgotten already, as is what is open with its tensor; the rest will not be opened.
+            for place in offer.places[len(tensors) + 1 :]:
+                if isinstance(place, OnDevice):
+                    self._handles.forget(place.handle)
+            raise
+        return assemble(offer.kind, offer.keys, tensors)
 
     def _tensor(self, place: InSegment | OnDevice, segments: list[Bytes]) -> torch.Tensor:
         dtype, nbytes = _dtype(place.dtype), _dtype(place.dtype).itemsize
@@ -134,7 +144,7 @@ class Attacher:
     def _in_segment(self, place: InSegment, dtype: torch.dtype, nbytes: int, segments: list[Bytes]) -> torch.Tensor:
         try:
             if nbytes == 0:
-                return torch.empty(place.shape, dtype=dtype)
+                return torch.empty(place.shape, dtype=dtype, device="cpu")
             if not 0 <= place.segment < len(segments) or place.offset < 0 or place.offset % dtype.itemsize:
                 raise WireError(f"a tensor at {place.offset} of segment {place.segment}")
             memory = segments[place.segment]

@@ -96,7 +96,8 @@ class TensorStore:
         known: dict[int, int] = {}
         for at, part in enumerate(parts):
             if isinstance(part, torch.Tensor) and self._handles.holds(part):
-                tensors.append(part.contiguous())
+                # As bits lie there is what others see: no view that negates, or conjugates, as it is read.
+                tensors.append(part.resolve_conj().resolve_neg().contiguous())
                 places.append(None)
             elif isinstance(part, torch.Tensor) and (place := self._as_it_lies(part, known)) is not None:
                 tensors.append(part)
@@ -171,6 +172,9 @@ class TensorStore:
                 handle = self._handles.export(tensor)
             except HandleError as error:
                 log.warning("device memory cannot be shared here (%s): every process gets its own copy", str(error))
+                for exported in places:
+                    if isinstance(exported, OnDevice):
+                        self._handles.forget(exported.handle)
                 return None
             places.append(OnDevice(list(tensor.shape), _name(tensor.dtype), int(tensor.storage_offset()), handle))
         return places
@@ -212,7 +216,7 @@ def tensor_in(memory: Bytes, offset: int, shape: list[int], dtype: torch.dtype) 
     for size in shape:
         nbytes *= size
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(memory[offset : offset + nbytes]).view(dtype).reshape(shape)
 
 

@@ -22,6 +22,7 @@ _AHEAD = 2  # batches issued before the consumer takes the first
 _SLOTS = 3  # pieces of host memory, written in turn
 _SWITCH = 7  # the consumer changes its stream every so many batches
 _PHASE = 64  # batches for which the side stream is slow, then the consumer's: each mistake shows in one of the two
+_PLAIN = 64  # numbers in the tensor that lies in pageable memory in the first half of a phase
 
 
 class WrongBytesError(AssertionError):
@@ -58,7 +59,8 @@ def check_copier(
 
     The consumer works on one stream after the other, behind slow kernels, drops each batch at once and never
     synchronises before the end. A batch is nested: images [N, 3, H, W] in channels_last memory, converted and
-    scaled by ``transform``; labels; a plain tensor that nobody else keeps; a string.
+    scaled by ``transform``; labels; a plain tensor that nobody else keeps, or, since a copy from pageable memory may
+    wait for the stream and so hide what comes too soon, more of the slot's memory; a string.
 
     Args:
         backend: the device.
@@ -82,7 +84,7 @@ def check_copier(
         slot = free.popleft()
         while slot.copied is not None and not slot.copied.query():
             pass
-        batch, sums = consumer.fill(slot.memory, rng)
+        batch, sums = consumer.fill(slot.memory, rng, plain=len(expected) % _PHASE < _PHASE // 2)
         expected.append(sums)
         flying.append(mover.issue(batch))
         del batch
@@ -113,7 +115,8 @@ class _Consumer:
         self.slow = slow
         self.shape = shape
         self.pixels = shape[0] * shape[1] * shape[2] * shape[3]
-        self.slot_bytes = -(-self.pixels // 8) * 8 + 8 * shape[0]
+        self.numbers_at = -(-self.pixels // 8) * 8
+        self.slot_bytes = self.numbers_at + 8 * (shape[0] + _PLAIN)
         self.taken = 0
         self.transformed = 0
         # A weight for each position, so that bytes in the wrong place count as wrong. In the memory's order.
@@ -124,17 +127,20 @@ class _Consumer:
         self.device_sums = backend.copy(self.host_sums)
         backend.record(backend.current_stream()).synchronize()
 
-    def fill(self, memory: NDArray[np.uint8], rng: np.random.Generator) -> tuple[Any, list[int]]:
+    def fill(self, memory: NDArray[np.uint8], rng: np.random.Generator, *, plain: bool) -> tuple[Any, list[int]]:
         images = memory[: self.pixels].reshape(self.shape)
         images[...] = rng.integers(0, 256, self.shape, dtype=np.uint8)
-        labels = memory[self.slot_bytes - 8 * self.shape[0] :].view(np.int64)
-        labels[...] = rng.integers(0, 1 << 40, self.shape[0])
-        plain = torch.from_numpy(rng.integers(0, 1 << 40, 64))
+        numbers = memory[self.numbers_at :].view(np.int64)
+        numbers[...] = rng.integers(0, 1 << 40, len(numbers))
+        labels, others = numbers[: self.shape[0]], numbers[self.shape[0] :]
         weighted = ((torch.from_numpy(images).to(torch.int64) * 2 + 1) * self.host_weights).sum()
-        sums = [int(weighted), int(labels.sum()), int(plain.sum())]
+        sums = [int(weighted), int(labels.sum()), int(others.sum())]
         batch = (
             {"images": ArrayLeaf(images, axes=(0, 3, 1, 2), pinned=True)},
-            [ArrayLeaf(labels, pinned=True), plain],
+            [
+                ArrayLeaf(labels, pinned=True),
+                torch.from_numpy(others.copy()) if plain else ArrayLeaf(others, pinned=True),
+            ],
             "a key",
         )
         return batch, sums

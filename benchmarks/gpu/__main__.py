@@ -1,57 +1,74 @@
-"""``python -m benchmarks.gpu [names...] [--device cuda:1] [--rounds N] [--quick] [--write]``."""
+"""``python -m benchmarks.gpu [names...] [--device cuda:1] [--rounds N] [--quick] [--save FILE] [--write]``.
+
+``--load FILE`` takes parts of earlier runs along. Without names nothing is measured then, and ``--write`` makes the
+page of them, on a machine without a GPU too.
+"""
 
 from __future__ import annotations
 
 import argparse
-import platform
-import time
+import signal
+import sys
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.__main__ import say, say_of
 from benchmarks.data import default_folder
 from benchmarks.gpu import MODULES
-from benchmarks.gpu.setup import Setup
-from benchmarks.harness import PROJECT
+from benchmarks.gpu.apart import PROJECT, each
+from benchmarks.gpu.part import Task
+from benchmarks.gpu.results import PAGE, Part, from_json, merged, plain, tally, to_json, write
 
 LEAST_ROUNDS = 5
-PAGE = "docs/benchmarks-gpu.md"
+LIMIT_S = 480.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what was asked for; without a GPU say so. The exit code is 0 either way."""
+    """Run what was asked for. Without a GPU say so, and give 0; give 1 where a part failed."""
     given = parse(arguments)
-    if given.device is None and (reason := why_not()):
+    on_cuda = given.device is None or given.device.startswith("cuda")
+    if given.names and on_cuda and (reason := why_not()):
         print(f"The GPU benchmarks were not run: {reason}.")
+        print("Where another Python has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3")
         return 0
-    setup = Setup(given.device or "cuda", given.rounds, given.quick, given.data)
-    found = conditions(setup)
-    print(found)
-    results = run(given.names or MODULES, setup)
-    print("\n" + report.tally(results))
+    parts: list[Part] = given.loaded
+    machine = ""
+
+    def show(part: Part) -> None:
+        nonlocal machine
+        if part.machine and part.machine != machine:
+            machine = part.machine
+            print(f"\n{machine}")
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print(f"\n{plain(part)}\n  {part.took_s:.0f} s", flush=True)
+
+    for part in parts:
+        show(part)
+    # Kept as they come: what ends this run in the middle takes nothing along.
+    for part in each(given.names, partial(task_of, given), given.limit_s):
+        show(part)
+        parts = merged(parts, [part])
+        keep(parts, given)
+    keep(parts, given)
+    print("\n" + tally(parts))
     if given.quick:
         print("These were tiny inputs (--quick): the figures mean nothing.")
     if given.write:
-        print(f"wrote {write(results, found, PROJECT)}")
-    return 0
+        print(f"wrote {PROJECT / PAGE}")
+    return 1 if any(part.failed for part in parts) else 0
 
 
-def run(names: list[str] | tuple[str, ...], setup: Setup) -> list[report.Result]:
-    """The results of the benchmarks named, printed as they come; those that do not apply are left out."""
-    results = []
-    for name in names:
-        started = time.perf_counter()
-        module = import_module(f"benchmarks.gpu.{name}")
-        own = Setup(setup.device, setup.rounds, setup.quick, setup.data, partial(say_of, name))
-        if figures := module.run(own):
-            results.append(report.Result(name, module.TITLE, figures))
-            print("\n" + report.plain(results[-1]), flush=True)
-        else:
-            print(f"\n{module.TITLE}  [{name}]\n  does not apply here", flush=True)
-        say(f"{name}: {time.perf_counter() - started:.0f} s\n")
-    return results
+def task_of(given: argparse.Namespace, name: str, limit_s: float, result: str) -> Task:
+    device = given.device or "cuda"
+    return Task(name, device, given.rounds, given.quick, str(given.data), result, limit_s)
+
+
+def keep(parts: list[Part], given: argparse.Namespace) -> None:
+    """Write what was asked for."""
+    if given.save is not None:
+        given.save.write_text(to_json(parts))
+    if given.write:
+        write(parts, PROJECT)
 
 
 def why_not() -> str:
@@ -63,41 +80,16 @@ def why_not() -> str:
     return "" if torch.cuda.is_available() else why_none()
 
 
-def conditions(setup: Setup) -> str:
-    """The machine with its accelerator, the versions, and the number of rounds, in one line."""
-    from aiofeed.diagnosis.accelerators import described
-
-    accelerator = described(setup.backend)
-    memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"
-    return f"{accelerator.name} ({accelerator.device}{memory}), driver {driver()}; {report.conditions(setup.rounds)}"
-
-
-def driver() -> str:
-    from aiofeed.diagnosis.surroundings import surroundings
-
-    return surroundings().nvidia_driver or f"unknown ({platform.system()})"
-
-
-def write(results: list[report.Result], found: str, project: Path) -> Path:
-    """Put the results into the page."""
-    path = project / PAGE
-    parts = [found, report.tally(results)]
-    for result in results:
-        parts += [
-            f"### {result.title}",
-            report.markdown_table(report.HEADER, [report.row(line) for line in result.figures]),
-        ]
-    path.write_text(report.replace_between(path.read_text(), "results", "\n\n".join(parts)))
-    return path
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measures aiofeed on a GPU.")
     parser.add_argument("names", nargs="*", metavar="name", help=f"which ones (default: all): {', '.join(MODULES)}")
     parser.add_argument("--device", help="another one than the current CUDA device; 'cpu' shows that everything runs")
     parser.add_argument("--rounds", type=int, help=f"turns of every contender (default: {LEAST_ROUNDS}; --quick: 2)")
     parser.add_argument("--quick", action="store_true", help="tiny inputs: shows that everything runs")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE}")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together (default: %(default).0f)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the results there, as JSON, as they come")
+    parser.add_argument("--load", type=Path, metavar="FILE", nargs="+", help="take results that were saved along")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE}, as results come")
     parser.add_argument("--data", type=Path, default=default_folder(), help="keep inputs here (default: %(default)s)")
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(MODULES):
@@ -106,10 +98,31 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         given.rounds = 2 if given.quick else LEAST_ROUNDS
     if given.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {given.rounds}")
-    if given.write and (given.names or given.quick or given.rounds < LEAST_ROUNDS or given.device == "cpu"):
-        parser.error(f"--write takes a GPU, all benchmarks, real inputs and {LEAST_ROUNDS} rounds or more")
+    if not given.limit_s > 0:
+        parser.error(f"--limit-s must be more than 0, got {given.limit_s:g}")
+    wanted = given.names or (() if given.load else MODULES)
+    given.names = [name for name in MODULES if name in wanted]
+    try:
+        given.loaded = merged([], [part for path in given.load or () for part in from_json(path.read_text())])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--load: {error}")
+    check_write(parser, given)
     return given
 
 
+def check_write(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Refuse to write a page that would not hold what it promises."""
+    if not given.write:
+        return
+    there = {*given.names, *(part.name for part in given.loaded if part.real)}
+    unreal = given.names and (given.quick or given.rounds < LEAST_ROUNDS or given.device == "cpu")
+    if unreal or there != set(MODULES):
+        parser.error(
+            f"--write takes a GPU, all benchmarks (measured, or loaded), real inputs and {LEAST_ROUNDS} rounds or more"
+        )
+
+
 if __name__ == "__main__":
+    # As Ctrl-C: the process of the part that runs is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise SystemExit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, cast
 from aiofeed.device import DeviceBackend
 from aiofeed.devices import resolve_devices
 from aiofeed.host_backend import HostBackend
-from benchmarks.harness import turns
+from benchmarks.figures import turns
 
 Work = Callable[[], Mapping[str, float]]
 """Does the work once; returns what else there is to say beside ``wall_s``."""
@@ -19,7 +20,7 @@ Work = Callable[[], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run of the benchmarks was told.
+    """What a benchmark was told.
 
     Args:
         device: what a feeder gets: "cuda", or a device backend.
@@ -27,6 +28,9 @@ class Setup:
         quick: tiny inputs: shows that everything runs, measures nothing.
         data: the folder that generated inputs are kept in.
         say: told of progress.
+        note: told what belongs beside the figures: who was left out, say.
+        until: by ``clock``; no round begins that would most likely end later, the first excepted.
+        clock: seconds.
     """
 
     device: Any
@@ -34,11 +38,18 @@ class Setup:
     quick: bool
     data: Path
     say: Callable[[str], None] = field(default=lambda line: None)
+    note: Callable[[str], None] = field(default=lambda line: None)
+    until: float = math.inf
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def backend(self) -> DeviceBackend:
         """The device's backend; the host's where there is no other."""
         return cast("DeviceBackend", resolve_devices(self.device) or HostBackend())
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.backend.device.type == "cuda"
 
     def size(self, full: int, quick: int) -> int:
         """One number for real runs, another for quick ones."""
@@ -46,16 +57,22 @@ class Setup:
 
     def interleave(self, contenders: Mapping[str, Work]) -> dict[str, list[Mapping[str, float]]]:
         """Measure every contender once per round, taking turns, after one turn each that does not count."""
-        labels = list(contenders)
-        samples: dict[str, list[Mapping[str, float]]] = {label: [] for label in labels}
-        for label in labels:
+        samples: dict[str, list[Mapping[str, float]]] = {label: [] for label in contenders}
+        for label, work in contenders.items():
             self.say(f"warming up: {label}")
-            contenders[label]()
+            work()
+        labels = list(samples)
+        longest = 0.0
         for number in range(self.rounds):
+            began = self.clock()
+            if number and began + longest > self.until:
+                self.note(f"{number} rounds instead of {self.rounds}: the time was up.")
+                break
             for position in turns(len(labels), number):
                 label = labels[position]
                 self.say(f"round {number + 1} of {self.rounds}: {label}")
                 samples[label].append(self.timed(contenders[label]))
+            longest = max(longest, self.clock() - began)
         return samples
 
     def timed(self, work: Work) -> Mapping[str, float]:
@@ -65,6 +82,12 @@ class Setup:
         found = work()
         synchronize(self.backend)
         return {**found, "wall_s": time.perf_counter() - started}
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def synchronize(backend: DeviceBackend) -> None:

@@ -1,5 +1,6 @@
 """Everything here needs a CUDA device, and is skipped where there is none."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interprocess():
+    """Have CUDA open what it keeps, once, for events that other processes know: no test of it leaves that behind."""
+    import torch
+
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # a driver without, or a container
+            torch.cuda.Event(interprocess=True).ipc_handle()
 
 
 @pytest.fixture

@@ -16,14 +16,18 @@ from aiofeed.types import ArrayLeaf
 
 
 def slow():
-    """About half a millisecond on the current stream: longer than the host takes for a batch."""
-    torch.cuda._sleep(1_000_000)
+    """About a millisecond on the current stream: some three times what the host takes for a batch."""
+    torch.cuda._sleep(2_000_000)
+
+
+def in_turn(backend):
+    """The default stream and two others."""
+    return [backend.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
 
 
 def check(backend, **options):
-    """The check with the default stream and two others."""
-    streams = [backend.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    check_copier(backend, streams, slow=slow, **options)
+    """The check, behind slow kernels."""
+    check_copier(backend, options.pop("streams", None) or in_turn(backend), slow=slow, **options)
 
 
 class NoWait(Copier):
@@ -84,8 +88,10 @@ class TestCheck:
     def test_memory_in_use_is_flat(self, backend):
         """Once the cache has its size, more batches reserve no more."""
         reserved = []
+        # The same streams each time: the allocator has a pool for each, and none for all.
+        streams = in_turn(backend)
         for _ in range(4):
-            check(backend, batches=512)
+            check(backend, streams=streams, batches=512)
             torch.cuda.synchronize()
             reserved.append(torch.cuda.memory_reserved(backend.device))
         assert reserved[3] <= reserved[1] + (4 << 20)
@@ -97,6 +103,9 @@ class TestBackend:
         memory = backend.pin(1 << 20)
         memory[:] = 7
         copier = Copier(backend)
+        # The device's memory is there from now on: to get it from the driver may take until the device idles.
+        copier.deliver(copier.issue(ArrayLeaf(memory, pinned=True)))
+        torch.cuda.synchronize()
         with backend.on(backend.side_stream()):
             torch.cuda._sleep(500_000_000)
         in_flight = copier.issue(ArrayLeaf(memory, pinned=True))

@@ -1,10 +1,16 @@
 """Whole feeders on CUDA devices: the checks that the simulated ones pass, CUDA graphs, and compiled steps."""
 
+import subprocess
+import sys
+import textwrap
+import threading
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
+from aiofeed import cuda_calls
 from aiofeed.copier import Copier
 from aiofeed.static_copier import StaticCopier
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
@@ -23,13 +29,13 @@ def another(backend):
 
 
 def slow(backend):
-    """About half a millisecond on the current stream of a device: longer than the host takes for a batch."""
+    """About a millisecond on the current stream of a device: longer than the host takes for a batch."""
     with torch.cuda.device(backend.device):
-        torch.cuda._sleep(1_000_000)
+        slow_here()
 
 
 def slow_here():
-    torch.cuda._sleep(1_000_000)
+    torch.cuda._sleep(2_000_000)
 
 
 class NoGuard(StaticCopier):
@@ -52,6 +58,20 @@ class TestBytes:
         """10,000 batches with no synchronisation in between."""
         check_feeder("cuda", streams=in_turn, slow=slow, batches=10_000, static_batches=static)
 
+    @pytest.mark.parametrize("source", [TensorDataset, aiofeed.Tensors])
+    def test_another_default_device(self, backend, source, caplog):
+        """Where torch makes tensors on the device by default, the feeder makes its own where they belong, pinned."""
+        x = torch.arange(256)
+        with (
+            torch.device(backend.device),
+            aiofeed.Feeder(source(x), batch_size=8, shuffle=True, device="cuda") as feeder,
+        ):
+            seen = torch.cat([batch for [batch] in feeder])
+            again = torch.cat([batch for [batch] in feeder])
+        assert torch.equal(seen.sort().values.cpu(), x)
+        assert torch.equal(again.sort().values.cpu(), x)
+        assert "pinned" not in caplog.text
+
     def test_larger_batches(self, backend):
         """Copies that take a while."""
         check_feeder("cuda", streams=in_turn, slow=slow, batches=60, batch_size=2_048)
@@ -70,7 +90,8 @@ class TestBytes:
 
 
 class TestGraphs:
-    def test_captured_graph(self, backend):
+    @pytest.mark.parametrize("mode", ["global", "thread_local"])
+    def test_captured_graph(self, backend, mode):
         """A graph captured on the first batch, while the feeder runs, sees each batch when it is replayed."""
         x = torch.arange(40_000.0, dtype=torch.float64).view(-1, 4)
         feeder = aiofeed.Feeder(
@@ -95,13 +116,51 @@ class TestGraphs:
             torch.cuda.current_stream().wait_stream(warm)
             number.fill_(-1)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode=mode):
                 step(batch)
             graph.replay()
             for [again] in batches:
                 assert again is batch
                 graph.replay()
         assert torch.equal(sums.cpu(), x.view(len(feeder), -1).sum(1) * 2)
+
+    def test_our_threads_allocate_beside_a_capture(self, backend):
+        """In the mode in which any other thread's allocation would fail and end the capture, theirs do neither."""
+        errors, modes = [], []
+
+        def copy():
+            try:
+                backend.enter_thread()
+                modes.append(cuda_calls.set_capture_mode(cuda_calls.THREAD_LOCAL))
+                copier = Copier(backend, lambda batch: batch.float())
+                # Host and device memory of a size that nobody has had before.
+                in_flight = copier.issue(torch.from_numpy(backend.pin(37 << 20)))
+                in_flight.ready.synchronize()
+                copier.release()
+            except Exception as error:  # the test's to report
+                errors.append(error)
+
+        def allocate():
+            try:
+                backend.pin(41 << 20)
+            except Exception as error:
+                errors.append(error)
+
+        x = torch.zeros(8, device=backend.device)
+        # Kernels are there from now on.
+        x.add_(1)
+        torch.zeros(8, dtype=torch.uint8, device=backend.device).float()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            for work in (copy, allocate):
+                thread = threading.Thread(target=work)
+                thread.start()
+                thread.join()
+                x.add_(1)
+        graph.replay()
+        assert errors == []
+        assert modes == [cuda_calls.THREAD_LOCAL]
+        assert x.tolist() == [3.0] * 8
 
     def test_addresses_outlive_close(self, backend):
         """After ``close`` the next pass fills the same memory."""
@@ -152,6 +211,26 @@ class TestSeveral:
             torch.cuda.set_device(0)
 
     @two_devices
+    def test_no_other_device_is_started(self):
+        """A rank that feeds the second device takes no memory of the first, though that is the thread's current one."""
+        finished = run("""
+            import torch
+            from aiofeed import Feeder, Tensors
+            from torch.utils.data import TensorDataset
+
+            x = torch.arange(4096.0)
+            for data in (TensorDataset(x), Tensors(x)):
+                with Feeder(data, batch_size=8, shuffle=True, device="cuda:1") as feeder:
+                    for _ in feeder.epochs(2):
+                        for [batch] in feeder:
+                            assert batch.device.index == 1
+            assert torch.cuda.current_device() == 0
+            assert torch._C._cuda_hasPrimaryContext(1)
+            assert not torch._C._cuda_hasPrimaryContext(0)
+        """)
+        assert finished.returncode == 0, finished.stderr
+
+    @two_devices
     def test_scatter(self, backend):
         """From the host, and from a device where the batch is still being computed."""
         x = torch.arange(1_000_000)
@@ -166,6 +245,41 @@ class TestSeveral:
         [part] = aiofeed.scatter({"x": torch.arange(4)}, ["cuda:0"])
         assert part["x"].tolist() == [0, 1, 2, 3]
         check_feeder(["cuda:0"], streams=in_turn, slow=slow, batches=500)
+
+
+FORK = """
+    import os, sys, traceback
+    import torch
+    from aiofeed import Feeder, Tensors
+
+    def feeder():
+        return Feeder(Tensors(torch.arange(8.0)), batch_size=4, device="cuda")
+
+    {named}
+    child = os.fork()
+    if child == 0:
+        try:
+            assert sum(float(batch.sum()) for [batch] in feeder()) == 28.0
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_naming_a_device_leaves_a_process_free_to_fork():
+    """A feeder that has not been iterated has not started CUDA, which the child then can."""
+    if run(FORK.format(named="torch.cuda.device_count()")).returncode:
+        pytest.skip("devices are not counted by NVML here")
+    finished = run(FORK.format(named="kept = feeder()"))
+    assert finished.returncode == 0, finished.stderr
+
+
+def run(code):
+    """Run a program in a process of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
 def test_report(backend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -35,11 +36,20 @@ sys.stdin.readline()
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Addresses of this test's own."""
+    """Addresses of this test's own, and of its processes."""
     tmp_path_factory.getbasetemp()  # pytest's own is made when first asked for, and is not to be in here
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
         monkeypatch.setattr(tempfile, "tempdir", made)
+        monkeypatch.setenv("TMPDIR", made)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield
+
+
+def allocate_by(settings: str) -> None:
+    """Have torch allocate so from now on, and nothing from what it has kept."""
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (set_settings or torch.cuda.memory._set_allocator_settings)(settings)  # the latter, where both are, is deprecated
+    torch.cuda.empty_cache()
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -91,12 +101,22 @@ def test_another_process_has_the_same_device_memory() -> None:
     assert torch.cuda.memory_allocated() < before
 
 
+def test_memory_that_could_not_be_opened_is_not_kept_for_that() -> None:
+    """In the process that has it CUDA opens none."""
+    before = torch.cuda.memory_allocated()
+    with share(tensors(), "copy"):
+        assert attach_tensors("copy")["part"].tolist() == [[10, 11], [12, 13]]
+    gc.collect()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", ["cpu", "expandable", "same process"])
 def test_without_ipc_there_is_a_copy(way: str, caplog: pytest.LogCaptureFixture) -> None:
     """For host memory, for an allocator without handles, for the process itself."""
     if way == "expandable":
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        allocate_by("expandable_segments:True")
     try:
         with share(tensors(), "copy") as shared:
             if way == "same process":
@@ -114,4 +134,4 @@ def test_without_ipc_there_is_a_copy(way: str, caplog: pytest.LogCaptureFixture)
                 assert shared.tensors["x"][0].item() == 0
     finally:
         if way == "expandable":
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+            allocate_by("expandable_segments:False")

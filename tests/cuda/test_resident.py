@@ -186,7 +186,7 @@ def test_a_cache_on_the_device_goes_with_its_feeder(backend):
     with feeder:
         for _ in range(3):
             for batch in feeder:
-                del batch  # A view of a window.
+                del batch  # a view of a window that may have the whole epoch
     assert torch.cuda.memory_allocated(backend.device) >= before + 4096 * 384
     del feeder
     torch.cuda.synchronize()

@@ -124,6 +124,7 @@ class LateDevice:
         self.closed = False
         self.hasty, self.mute, self.refuses = hasty, mute, refuses
         self.exports = self.puts = 0
+        self.forgotten: list[Handle] = []
         self._identity = identity
         self._late_s = late_s
         self._random = random.Random(0)
@@ -212,6 +213,9 @@ class LateDevice:
         if self.refuses == "open":
             raise HandleError("this device opens nothing")
         return torch.frombuffer(_open(handle.allocation, handle.nbytes), dtype=torch.uint8)
+
+    def forget(self, handle: Handle, /) -> None:
+        self.forgotten.append(handle)
 
     def event(self) -> LateEvent:
         descriptor = os.memfd_create("late")

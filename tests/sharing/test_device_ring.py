@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,9 @@ from serve_parts import Started
 import aiofeed
 import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
-from aiofeed.sharing.device_blocks import Blocks, Place, Taken
+from aiofeed.sharing import device_blocks
+from aiofeed.sharing.device_block import Place
+from aiofeed.sharing.device_blocks import Blocks, Taken
 from aiofeed.sharing.device_handles import CudaSlots, HandleError
 from aiofeed.sharing.device_ring import DeviceRing
 from aiofeed.sharing.messages import Leaf, Table
@@ -154,6 +158,27 @@ def test_the_servers_own_process_has_batches_through_the_host(
     other.close()
     assert caplog.text.count("come through host memory") == 1
     assert "cannot open it a second time" in caplog.text
+
+
+def test_where_there_is_no_memory_for_a_trial_batches_come_through_the_host(
+    address: str, device: LateDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = device.copy
+
+    def refuse(tensor: torch.Tensor, /) -> torch.Tensor:
+        if tensor.nbytes == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation.")
+        return copy(tensor)
+
+    device.copy = refuse  # type: ignore[method-assign]
+    with feeder(device=device) as feeding, Started(ring_parts.epochs, address, 1, {}) as consumer:
+        aiofeed.serve(feeding, address).run(epochs=1)
+        assert consumer.hear() == (expected(), [])
+        on_device, [line] = consumer.hear()
+    assert not on_device
+    assert line.endswith("64 bytes cannot be copied to late:0: CUDA out of memory.")
+    [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "64 bytes cannot be copied to late:0: CUDA out of memory.)" in told
 
 
 def test_memory_that_is_refused_in_mid_epoch_is_the_hosts_from_there_on(address: str, device: LateDevice) -> None:
@@ -396,6 +421,94 @@ def test_a_complete_event_proves_nothing_once_its_server_has_died() -> None:
         pulse.close()
 
 
+class Failing:
+    """An event of a device that is beyond use."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+
+def test_an_event_that_fails_because_its_server_has_died_tells_of_that() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        pulse = Pulse(process.pid, lambda: died("there", process.pid))
+        with pytest.raises(RuntimeError, match="invalid resource handle"):
+            pulse.wait(Failing())
+        process.kill()
+        until(lambda: not pulse.alive())
+        with pytest.raises(WorkerDiedError, match="has died"):
+            pulse.wait(Failing())
+        pulse.close()
+
+
+def test_a_copy_that_fails_because_the_server_has_died_tells_of_that(device: LateDevice) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        pulse = Pulse(process.pid, lambda: died("there", process.pid))
+        mine, ring = LateDevice(), DeviceRing(device, device, 2)
+        blocks, given = Blocks(mine, mine, pulse), given_from(ring, device)
+        blocks.learn(given)
+        waiting = blocks.slot(given)
+        taken = Taken(waiting, waiting.tree(given.batch, lambda leaf: leaf), Noted())
+        waiting.wait()
+
+        def refuse(source: torch.Tensor, /) -> torch.Tensor:
+            process.kill()
+            until(lambda: not pulse.alive())
+            raise RuntimeError("CUDA error: invalid resource handle")
+
+        mine.clone = refuse  # type: ignore[method-assign]
+        with pytest.raises(WorkerDiedError, match="has died"):
+            blocks.copier(None).issue(taken)
+        pulse.close()
+        mine.close()
+
+
+def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is raised where the rest is still to be closed."""
+    left: list[object] = []
+    monkeypatch.setattr(device_blocks, "_abandoned", left)
+    mine, pulse, ring = LateDevice(), Pulse(os.getpid(), lambda: died("here", 0)), DeviceRing(device, device, 2)
+    blocks = Blocks(mine, mine, pulse)
+    blocks.learn(given_from(ring, device))
+    monkeypatch.setattr(mine, "record", lambda stream: Failing())
+    blocks.close()
+    assert len(left) == 1
+    pulse.close()
+    mine.close()
+
+
+def test_what_a_device_beyond_use_has_is_left_open_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when all that referred to it is gone, as at the interpreter's end; what was only late is closed then."""
+
+    class Memory:
+        pass
+
+    memory, other = Memory(), Memory()
+    kept, dropped = weakref.ref(memory), weakref.ref(other)
+    left: list[object] = []
+    monkeypatch.setattr(device_blocks, "_abandoned", left)
+    device_blocks._leave_open([memory], RuntimeError())  # type: ignore[list-item]
+    device_blocks._leave_open([other], TimeoutError())  # type: ignore[list-item]
+    del memory, other
+    gc.collect()
+    assert dropped() is not None
+    left.clear()
+    gc.collect()
+    assert dropped() is None
+    assert kept() is not None
+
+
+def test_consumers_are_let_go_though_the_device_is_beyond_use(device: LateDevice) -> None:
+    """What one of them may still read is not written again."""
+    ring = DeviceRing(device, device, 2)
+    given_from(ring, device)
+    [block] = ring._blocks
+    block.shared["me"].read = Failing()  # type: ignore[assignment]
+    ring.gone("me", reading=True)
+    assert block.spoiled
+
+
 class Noted:
     """A lease that notes how often it was given back."""
 
@@ -411,17 +524,22 @@ class Noted:
         self.given_back += 1
 
 
-def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
-    """Until then nobody knows whether the server lived to the end of it."""
-    mine, pulse, lease = LateDevice(late_s=0.5), Pulse(os.getpid(), lambda: died("here", 0)), Noted()
-    ring = DeviceRing(device, device, 2)
+def given_from(ring: DeviceRing, device: LateDevice) -> Given:
+    """Word of a batch in a slot, as a consumer hears it."""
     with ring.entered():
         placed = ring.place({"x": device.clone(torch.arange(4))}, "")
         assert placed is not None
         tree, slot = placed
         ring.share(slot, "me")
         number, block, retired = ring.introduce(slot, "me")
-    given = Given(0, 0, 0, Table("dict", ["x"], [tree["x"]]), 32, [], [], number, block, retired)
+    return Given(0, 0, 0, Table("dict", ["x"], [tree["x"]]), 32, [], [], number, block, retired)
+
+
+def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
+    """Until then nobody knows whether the server lived to the end of it."""
+    mine, pulse, lease = LateDevice(late_s=0.5), Pulse(os.getpid(), lambda: died("here", 0)), Noted()
+    ring = DeviceRing(device, device, 2)
+    given = given_from(ring, device)
     blocks = Blocks(mine, mine, pulse)
     blocks.learn(given)
     waiting = blocks.slot(given)
@@ -451,6 +569,66 @@ def test_what_one_that_was_let_go_has_not_opened_yet_can_still_be_opened(device:
         assert mine.open_event(block.read).query()
         assert mine.open(block.handle)[:8].view(torch.int64).tolist() == [0]
     mine.close()
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_block_is_not_kept_for_one_that_went_before_it_was_told_of_it(device: LateDevice, reading: bool) -> None:
+    """One that was told may have it open, and takes its own count back."""
+    ring = DeviceRing(device, device, 2)
+    with ring.entered():
+        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
+        assert placed is not None
+        _, slot = placed
+        for consumer in ("told", "not told"):
+            assert ring.trial(consumer).block is not None
+            ring.share(slot, consumer)
+        _, block, _ = ring.introduce(slot, "told")
+        assert block is not None
+        [untold] = [block.handle for block in [slot.block.shared["not told"].message] if block is not None]
+        ring.gone("told", reading=reading)
+        assert device.forgotten == []
+        ring.gone("not told", reading=reading)
+        assert device.forgotten == [untold]
+        ring.close()
+
+
+def test_nobody_can_connect_before_the_device_is_ready(address: str, device: LateDevice) -> None:
+    """A process's first use of a GPU takes seconds, and a consumer does not wait for so long for a word."""
+    found, stream = [], device.stream
+
+    def first_use() -> Any:
+        found.append(os.path.exists(address))
+        return stream()
+
+    device.stream = first_use  # type: ignore[method-assign]
+    with feeder(device=device) as feeding, aiofeed.serve(feeding, address):
+        assert os.path.exists(address)
+        with pytest.raises(FeedError, match="a server listens"):
+            aiofeed.serve(feeding, address).start()
+    assert found == [False]
+
+
+def test_the_threads_that_open_memory_and_look_at_events_have_entered_the_device(address: str) -> None:
+    """Calls of a thread that has not could fail beside a graph that another one captures, and the graph with them."""
+    entered, opened = set(), set()
+
+    class Watched(LateDevice):
+        def enter_thread(self) -> None:
+            entered.add(threading.get_ident())
+
+        def open(self, handle: Handle, /) -> torch.Tensor:
+            opened.add(threading.get_ident())
+            return super().open(handle)
+
+    device = Watched()
+    with Started(ring_parts.serves, address, {}, {}) as server:
+        assert server.hear() == "serving"
+        with aiofeed.attach(address, device=device) as feed:
+            assert wrong(next(iter(feed))) == []
+    device.close()
+    opened.discard(threading.get_ident())  # the trial's, in the user's own thread
+    assert opened
+    assert opened <= entered
 
 
 def test_a_server_that_is_about_to_end_counts_as_dead() -> None:
@@ -503,6 +681,14 @@ def test_handles_of_the_wrong_size_are_refused_before_cuda_sees_them() -> None:
     ):
         with pytest.raises(HandleError):
             slots.open(handle)
+
+
+def test_where_events_of_other_processes_are_always_complete_nothing_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(HandleError, match="ROCm"):
+        CudaSlots(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

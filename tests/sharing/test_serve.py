@@ -19,7 +19,8 @@ from conftest import until
 from serve_parts import Started
 
 import aiofeed
-from aiofeed import Feeder, FeedError, ReadError, StateError, WorkerDiedError
+from aiofeed import CollateError, Feeder, FeedError, ReadError, StateError, WorkerDiedError
+from aiofeed.sharing import hub
 from aiofeed.testing import SimulatedDevice
 
 if TYPE_CHECKING:
@@ -432,3 +433,26 @@ def test_consumers_wait_for_a_server_to_come(address: str) -> None:
     timer.join()
     server.close()
     feeder.close()
+
+
+def test_a_sparse_tensor_is_refused_by_name(address: str) -> None:
+    with numbers(collate_fn=lambda samples: torch.eye(2).to_sparse()) as feeder, aiofeed.serve(feeder, address):
+        with aiofeed.attach(address) as feed, pytest.raises(CollateError, match=r"sparse_coo.*in the server's script"):
+            next(iter(feed))
+
+
+def test_one_that_lives_and_has_not_gone_when_the_server_closes_may_still_read(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, say; what it was given is not written again by whoever else has that memory."""
+    gone: list[bool] = []
+
+    def note(ledger: hub.Ledger, reader: object, *, reading: bool = False) -> None:
+        gone.append(reading)
+
+    monkeypatch.setattr(hub, "FAREWELL_S", 0.1)
+    monkeypatch.setattr(hub.Ledger, "gone", note)
+    with numbers() as feeder, Started(serve_parts.stops, address) as consumer:
+        with aiofeed.serve(feeder, address):
+            assert consumer.hear() == "stopping"
+        assert gone == [True]

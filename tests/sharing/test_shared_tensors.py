@@ -604,9 +604,16 @@ def test_an_interpreter_that_exits_without_closing_leaves_nothing(start: Callabl
 
 
 class FakeHandles:
-    """Device memory is whatever has been put there; a handle's allocation is its number."""
+    """Device memory is whatever has been put there; a handle's allocation is its number.
 
-    def __init__(self) -> None:
+    Args:
+        no_open_from: that one and later ones are not opened.
+        no_export_from: that one and later ones are not exported.
+    """
+
+    def __init__(self, *, no_open_from: int = 1 << 30, no_export_from: int = 1 << 30) -> None:
+        self._no_open_from, self._no_export_from = no_open_from, no_export_from
+        self.forgotten: list[Handle] = []
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.settled = 0
         self.exported: list[Handle] = []
@@ -628,18 +635,23 @@ class FakeHandles:
         self.settled += 1
 
     def export(self, tensor: torch.Tensor) -> Handle:
-        if self.no_export:
+        if self.no_export or len(self.exported) >= self._no_export_from:
             raise HandleError("expandable segments")
         storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage
         number = storage.data_ptr().to_bytes(8, "little")
         self.exported.append(Handle("GPU-7", number, storage.nbytes(), 0, b"counter", 3, b"event", True))
         return self.exported[-1]
 
     def open(self, handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage:
         self.opens.append(wanted)
-        if self.no_open:
+        if self.no_open or len(self.opens) > self._no_open_from:
+            self.forget(handle)
             raise HandleError("not visible")
         return self.storages[int.from_bytes(handle.allocation, "little")]
+
+    def forget(self, handle: Handle) -> None:
+        self.forgotten.append(handle)
 
     def find(self, identity: str) -> torch.device | None:
         assert identity == "GPU-7"
@@ -697,6 +709,41 @@ def test_device_memory_in_host_memory() -> None:
         attached = attach(handles, "cpu")
     assert torch.equal(attached["part"], tensors["part"])
     assert handles.exported == handles.opens == []
+
+
+@pytest.mark.parametrize("opened", [0, 1])
+def test_what_one_that_cannot_open_it_was_given_is_not_kept_for_it(opened: int) -> None:
+    """Each handle is forgotten once, but for those that were opened, whose tensors are dropped."""
+    handles = FakeHandles(no_open_from=opened)
+    tensors = [*on_both(handles).values(), handles.put(torch.ones(3))]
+    with share_through(handles, tensors, "gpu"):
+        attached = attach(handles)
+    assert all(torch.equal(*pair) for pair in zip(attached, tensors, strict=True))
+    assert len(handles.exported) == 3
+    assert handles.forgotten == handles.exported[opened:]
+
+
+def test_what_was_exported_beside_one_that_is_not_is_not_kept() -> None:
+    """The attacher gets a copy of everything."""
+    handles = FakeHandles(no_export_from=1)
+    tensors = on_both(handles)
+    with share_through(handles, tensors, "gpu"):
+        attached = attach(handles)
+    assert torch.equal(attached["part"], tensors["part"])
+    assert len(handles.exported) == 1
+    assert handles.forgotten == handles.exported
+    assert handles.opens == []
+
+
+def test_views_that_are_conjugated_as_they_are_read_arrive_as_they_are_seen() -> None:
+    """Others have the bits, without the mark on the tensor."""
+    handles = FakeHandles()
+    plain = handles.put(torch.tensor([1 + 2j, 3 - 4j]))
+    with share_through(handles, [plain.conj(), plain.conj().imag, plain], "gpu"):
+        attached = attach(handles)
+    assert attached[0].tolist() == [1 - 2j, 3 + 4j]
+    assert attached[1].tolist() == [-2, 4]
+    assert attached[2].tolist() == [1 + 2j, 3 - 4j]
 
 
 def test_too_little_host_memory_for_device_memory_reaches_the_attacher(monkeypatch: pytest.MonkeyPatch) -> None:

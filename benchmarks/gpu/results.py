@@ -1,0 +1,117 @@
+"""The results of the parts: as JSON, so that they outlast a run, and as the page. No device is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.figures import Figure, Target
+from benchmarks.gpu import MODULES
+
+PAGE = "docs/benchmarks-gpu.md"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What became of one benchmark.
+
+    Args:
+        name: of its module.
+        title: what its table is called.
+        figures: none where it failed, or does not apply.
+        notes: what belongs beside the figures, a sentence each.
+        failed: why there are no figures; empty where it did not fail.
+        machine: the hardware, the versions, and the number of rounds.
+        took_s: its time.
+        real: whether it measured anything: a GPU, and real inputs.
+    """
+
+    name: str
+    title: str
+    figures: tuple[Figure, ...] = ()
+    notes: tuple[str, ...] = ()
+    failed: str = ""
+    machine: str = ""
+    took_s: float = 0.0
+    real: bool = True
+
+    @property
+    def result(self) -> report.Result:
+        return report.Result(self.name, self.title, self.figures)
+
+
+def to_json(parts: Iterable[Part]) -> str:
+    return json.dumps([asdict(part) for part in parts], indent=1)
+
+
+def from_json(text: str) -> list[Part]:
+    """What ``to_json`` wrote."""
+    parts = []
+    for fields in json.loads(text):
+        figures = tuple(_figure(figure) for figure in fields["figures"])
+        parts.append(Part(**{**fields, "figures": figures, "notes": tuple(fields["notes"])}))
+    return parts
+
+
+def _figure(fields: dict[str, object]) -> Figure:
+    target = fields["target"]
+    return Figure(
+        **{  # type: ignore[arg-type]
+            **fields,
+            "values": tuple(fields["values"]),  # type: ignore[arg-type]
+            "target": None if target is None else Target(**target),  # type: ignore[arg-type]
+        }
+    )
+
+
+def merged(before: Iterable[Part], later: Iterable[Part]) -> list[Part]:
+    """One part per name, the later one, in the order of the modules."""
+    found = {part.name: part for part in (*before, *later)}
+    return [found[name] for name in MODULES if name in found]
+
+
+def plain(part: Part) -> str:
+    """A part for the terminal."""
+    lines = [report.plain(part.result) if part.figures else f"{part.title}  [{part.name}]"]
+    if not part.figures and not part.failed:
+        lines.append("  does not apply here")
+    if part.failed:
+        lines.append(f"  FAILED: {part.failed}")
+    lines += [f"  {note}" for note in part.notes]
+    return "\n".join(lines)
+
+
+def tally(parts: Sequence[Part]) -> str:
+    """How many targets are met, and which are not; which parts failed."""
+    line = report.tally([part.result for part in parts])
+    failed = [part.name for part in parts if part.failed]
+    return line + (f" Failed: {', '.join(failed)}." if failed else "")
+
+
+def markdown(parts: Sequence[Part]) -> str:
+    """All parts, for the page. What machine they are of is said once, where it is one."""
+    machines = {part.machine for part in parts if part.machine}
+    text = [*machines] if len(machines) == 1 else []
+    text.append(tally(parts))
+    for part in parts:
+        if not (part.figures or part.failed):
+            continue
+        text.append(f"### {part.title}")
+        if len(machines) > 1 and part.machine:
+            text.append(part.machine)
+        if part.figures:
+            text.append(report.markdown_table(report.HEADER, [report.row(figure) for figure in part.figures]))
+        if part.failed:
+            text.append(f"Failed: {part.failed}")
+        text += part.notes
+    return "\n\n".join(text)
+
+
+def write(parts: Sequence[Part], project: Path) -> Path:
+    """Put the parts into the page."""
+    path = project / PAGE
+    path.write_text(report.replace_between(path.read_text(), "results", markdown(parts)))
+    return path

@@ -1,0 +1,88 @@
+"""Copies beside kernels, as torch's profiler sees the device."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import aiofeed
+from aiofeed.device import resolve_device
+from benchmarks.gpu.trace import profiled, recorded
+
+# The profiler says in some versions of torch what it is going to do in others.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+
+BATCHES = 24
+SETTLE = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _started():
+    """The profiler opens descriptors that stay, once."""
+    if torch.cuda.is_available():
+        backend = resolve_device("cuda")
+        recorded(backend, lambda: torch.zeros(8, device="cuda").add_(1))
+
+
+class Large:
+    """A few samples of 3 MiB per batch: what the host takes for a batch is little beside the step."""
+
+    def __len__(self):
+        return 4 * (BATCHES + SETTLE)
+
+    def key(self, index):
+        return str(index)
+
+    async def read(self, index):
+        return b""
+
+    def decode(self, data):
+        return np.ones((1024, 1024, 3), np.uint8)
+
+
+def a_step(backend):
+    """Matrix products that take some milliseconds, and read the batch."""
+    matrix = torch.randn(8192, 8192, device=backend.device, dtype=torch.bfloat16) / 90
+    total = torch.zeros((), device=backend.device)
+
+    def step(batch):
+        result = matrix
+        for _ in range(6):
+            result = result @ matrix
+        total.add_(batch.sum(dtype=torch.float32))
+
+    return step
+
+
+def fed(backend):
+    images = Large()
+    return aiofeed.Feeder(images, decode=images.decode, batch_size=4, device=backend)
+
+
+def test_copies_run_under_the_step(backend):
+    """From pinned memory, on a stream without kernels, and most of their time while kernels run."""
+    with fed(backend) as feeder:
+        found = profiled(backend, iter(feeder), a_step(backend), settle=SETTLE, steps=BATCHES)
+    # Those that were ahead when the profiler began are not in its trace.
+    assert found.copies >= BATCHES // 2
+    assert found.beside_kernels == 0
+    assert found.pageable == 0
+    assert found.hidden > 0.5
+
+
+def test_copies_in_the_way_are_seen(backend, monkeypatch):
+    """A feeder whose side stream is the step's own hides none of its copies."""
+    monkeypatch.setattr(backend, "side_stream", lambda: torch.cuda.default_stream(backend.device))
+    with fed(backend) as feeder:
+        found = profiled(backend, iter(feeder), a_step(backend), settle=SETTLE, steps=BATCHES)
+    assert found.beside_kernels == found.copies > 0
+    assert found.hidden < 0.5
+
+
+def test_pageable_copies_are_seen(backend):
+    """Tensors that are copied from where they lie, in the stream of the step."""
+    batches = (torch.ones(4, 1024, 1024, 3, dtype=torch.uint8).to(backend.device) for _ in itertools.count())
+    found = profiled(backend, batches, a_step(backend), settle=SETTLE, steps=BATCHES)
+    assert found.pageable == found.beside_kernels == found.copies == BATCHES
+    assert found.hidden < 0.5
