@@ -14,7 +14,7 @@ from aiofeed import lifetime
 from aiofeed.arguments import a_callable
 from aiofeed.config import PREFETCH_BATCHES
 from aiofeed.counters import Counters, FeedStatistics
-from aiofeed.device import resolve_device
+from aiofeed.devices import resolve_device
 from aiofeed.errors import StateError
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator

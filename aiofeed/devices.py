@@ -1,11 +1,12 @@
-"""One device or several: what ``device=`` means where a list will do too."""
+"""What ``device=`` means: a device or, where a list will do too, several. Imports without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from aiofeed.device import DeviceBackend, resolve_device
+from aiofeed.absent import hidden_by, present, why_absent
+from aiofeed.device import DeviceBackend, TorchBackend, current_device_index
 from aiofeed.host_backend import HostBackend
 
 if TYPE_CHECKING:
@@ -38,6 +39,46 @@ class DeviceGroup:
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
         """Page-locked memory; what one device's driver has locked, all of its kind copy from."""
         return self.backends[0].pin(nbytes)
+
+
+def resolve_device(device: object) -> DeviceBackend | None:
+    """The backend of a device; ``None`` for host tensors.
+
+    Args:
+        device: ``None`` or "cpu" for host tensors, "auto" for the accelerator if there is one, "cuda", "cuda:1", an
+            index, a ``torch.device``, or an object with the methods of ``DeviceBackend``.
+
+    Raises:
+        TypeError: ``device`` is nothing of the kind.
+        ValueError: there is no such device; the message says what there is, and why.
+    """
+    if device is None or (isinstance(device, str) and device == "cpu"):
+        return None
+    if isinstance(device, DeviceBackend) and not isinstance(device, type):
+        return device
+    if isinstance(device, list | tuple):
+        raise TypeError(f"device={device!r}: one device is wanted here, not several")
+    import torch
+
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise TypeError(
+            f"device={device!r}: expected None, 'auto', 'cpu', 'cuda', 'cuda:1', an index, a torch.device or a device "
+            f"backend, not {type(device).__name__}"
+        )
+    kind = _accelerator_type(usable=device == "auto")
+    if device == "auto":
+        return None if kind is None else TorchBackend(torch.device(kind, _default_index(kind)))
+    wanted_type, index = _parse(device, kind)
+    if wanted_type == "cpu":
+        return None
+    if wanted_type is None or wanted_type != kind:
+        raise ValueError(f"device={device!r}: {why_absent(wanted_type, kind)}")
+    count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
+    if index is None:
+        index = _default_index(kind)
+    if not 0 <= index < count:
+        raise ValueError(f"device={device!r}: there is no index {index}; {present(kind, count)}{hidden_by(kind)}")
+    return TorchBackend(torch.device(wanted_type, index))
 
 
 def resolve_devices(device: Any) -> DeviceBackend | DeviceGroup | None:
@@ -73,6 +114,43 @@ def resolve_devices(device: Any) -> DeviceBackend | DeviceGroup | None:
                 f"device={device!r}: {backend.name} is there twice; for smaller parts on one device, split them there"
             )
     return DeviceGroup(found)
+
+
+def _accelerator_type(*, usable: bool) -> str | None:
+    """The type of the machine's accelerator; ``usable``: of one that works, where a driver may be too old for it."""
+    import torch
+
+    # A build of torch has an accelerator even where the machine has none, so the machine is asked.
+    if cast("Any", torch.backends.cuda).is_built():
+        # Devices are counted without starting CUDA. Whether it works is asked by starting it, and forked processes can
+        # then use it no more. In torch 2.6 torch.accelerator starts it for either.
+        there = torch.cuda.is_available() if usable else torch.cuda.device_count() > 0
+        return "cuda" if there else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None else accelerator.type
+
+
+def _default_index(kind: str) -> int:
+    import torch
+
+    # Asking starts CUDA, and a process that has started it can no longer fork; before that, the index is 0.
+    untyped = cast("Any", torch)
+    return 0 if kind == "cuda" and not untyped.cuda.is_initialized() else current_device_index()
+
+
+def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | None, int | None]:
+    import torch
+
+    if isinstance(device, int):
+        return kind, device
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is no device that torch knows: expected None, 'auto', 'cpu', 'cuda', 'cuda:1' or the "
+            f"like ({str(error).splitlines()[0]})"
+        ) from error
+    return parsed.type, parsed.index
 
 
 def _same(one: DeviceBackend, other: DeviceBackend) -> bool:

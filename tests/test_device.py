@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from aiofeed import device as device_module
-from aiofeed.device import DeviceBackend, TorchBackend, resolve_device
+from aiofeed.device import DeviceBackend, TorchBackend
+from aiofeed.devices import resolve_device
 from aiofeed.errors import DeviceCopyError
 from aiofeed.testing import SimulatedDevice
 
@@ -37,7 +38,7 @@ def machine(monkeypatch):
 
 def test_imports_without_torch():
     """Neither the device's seam nor the copier brings torch in."""
-    code = "import sys, aiofeed.cuda_calls, aiofeed.device, aiofeed.copier; sys.exit('torch' in sys.modules)"
+    code = "import sys, aiofeed.cuda_calls, aiofeed.devices, aiofeed.copier; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

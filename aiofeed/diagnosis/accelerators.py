@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.device import resolve_device
+from aiofeed.devices import resolve_device
 from aiofeed.diagnosis.bandwidth import NBYTES, SECONDS, copy_rate
 from aiofeed.diagnosis.report import AcceleratorReport
 

@@ -150,7 +150,7 @@ def attach_through(
     path = resolve(address, TENSORS)
     import torch
 
-    from aiofeed.device import resolve_device
+    from aiofeed.devices import resolve_device
     from aiofeed.sharing.tensor_client import Attacher
 
     backend = resolve_device(device)

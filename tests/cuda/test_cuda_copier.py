@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from aiofeed.copier import Copier
-from aiofeed.device import TorchBackend, resolve_device
+from aiofeed.device import TorchBackend
+from aiofeed.devices import resolve_device
 from aiofeed.errors import DeviceCopyError
 from aiofeed.testing import WrongBytesError, check_copier
 from aiofeed.tree import leaves

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from aiofeed.copier import Copier
-from aiofeed.device import TorchBackend, resolve_device
-from aiofeed.devices import resolve_devices
+from aiofeed.device import TorchBackend
+from aiofeed.devices import resolve_device, resolve_devices
 from aiofeed.errors import DeviceCopyError
 from aiofeed.static_copier import StaticCopier
 from aiofeed.testing import check_copier
