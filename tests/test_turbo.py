@@ -59,8 +59,8 @@ def calls(monkeypatch):
         found.append(pixels.shape)
         return pixels
 
-    monkeypatch.setattr("aiofeed.decoders.image.jpeg_decoder", lambda: spy)
-    monkeypatch.setattr("aiofeed.decoders.image.required_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.backends.jpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.backends.required_decoder", lambda: spy)
     return found
 
 
@@ -77,7 +77,7 @@ def absent(monkeypatch):
 @pytest.fixture
 def no_library(monkeypatch):
     """The library that is built with aiofeed was not."""
-    monkeypatch.setattr("aiofeed.decoders.image.native_decoder", lambda: None)
+    monkeypatch.setattr("aiofeed.decoders.backends.native_decoder", lambda: None)
 
 
 # --- the same pixels

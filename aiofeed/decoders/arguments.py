@@ -1,13 +1,19 @@
-"""The arguments of ``DecodeImage``, checked: every refusal says what was given and what is allowed."""
+"""The arguments of ``DecodeImage`` and its methods, checked: every refusal says what was given and what is allowed."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from aiofeed.decoders.opening import FORMATS, known_formats
+from aiofeed.types import Row
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def positive(name: str, value: object) -> int:
@@ -59,3 +65,25 @@ def names_of(formats: Any) -> tuple[str, ...]:
         known = ", ".join(sorted(known_formats()))
         raise ValueError(f"formats has {min(unknown)!r}, which this Pillow cannot open; it knows {known}")
     return names
+
+
+def check_memory(out: NDArray[np.uint8], row: Row) -> None:
+    """Memory that a row can be written to: C-contiguous uint8 of its shape."""
+    if out.shape != row.shape or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(
+            f"out must be writable C-contiguous uint8 {list(row.shape)}, "
+            f"got {out.dtype} {list(out.shape)} with strides {out.strides}, writable={out.flags.writeable}"
+        )
+
+
+def as_bytes(data: object) -> bytes:
+    """The bytes of anything with a buffer."""
+    if isinstance(data, bytes):
+        return data
+    try:
+        return bytes(memoryview(data))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"DecodeImage takes the bytes of one image, got {type(data).__name__}; where a sample is of several files, "
+            "decode= takes a callable of your own, which may hand the image's bytes to a DecodeImage"
+        ) from None

@@ -2,7 +2,7 @@
 
 Two steps, kept apart so that something may stand between them: ``load_picture`` (deterministic: bytes to an upright RGB
 picture) and ``render`` (what a ``View``, drawn from the sample's seed, shows of it). Where there is something faster
-for plain JPEGs, it is asked first (``native``, ``turbo``). Torch is imported by ``__call__`` alone.
+for plain JPEGs, it is asked first (``backends``). Torch is imported by ``__call__`` alone.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import PIL
 
-from aiofeed.decoders.arguments import bounds, names_of, positive, size_of
+from aiofeed.decoders.arguments import as_bytes, bounds, check_memory, names_of, positive, size_of
+from aiofeed.decoders.backends import Backends
 from aiofeed.decoders.geometry import Box, SplitMix64, View, center_box, random_box
 from aiofeed.decoders.larger import keep, larger_bytes, show
-from aiofeed.decoders.loading import load_picture
-from aiofeed.decoders.native import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.opening import FORMATS
 from aiofeed.decoders.rendering import render
-from aiofeed.decoders.turbo import BACKENDS, decode_jpeg_into, jpeg_decoder, required_decoder
 from aiofeed.types import Row
 
 if TYPE_CHECKING:
@@ -102,6 +100,7 @@ class DecodeImage:
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
     cached_row: Row = field(init=False, repr=False, compare=False)
+    _backends: Backends = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -123,14 +122,7 @@ class DecodeImage:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         put(self, "max_pixels", positive("max_pixels", self.max_pixels))
         put(self, "formats", names_of(self.formats))
-        if self.backend not in BACKENDS:
-            raise ValueError(f'backend must be "auto", "native", "pillow" or "turbo", got {self.backend!r}')
-        if self.backend == "native" and not self.scaled:
-            raise ValueError('backend="native" is faster than it is exact; scaled=False is for exact pixels')
-        if self.backend == "turbo":
-            required_decoder()
-        elif self.backend == "native":
-            required_native_decoder()
+        put(self, "_backends", Backends(self.backend, self.scaled, self.max_pixels, self.formats))
         put(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         put(self, "takes_seed", self.crop == "random" or self.flip)
         put(self, "cached_row", self.row)
@@ -161,8 +153,8 @@ class DecodeImage:
             data: the bytes of one image file; anything with a buffer.
             seed: an integer, 64 bits of it count; needed where ``takes_seed``, else without effect.
         """
-        _check_memory(out, self.row)
-        self._decode(_as_bytes(data), out, lambda width, height: self.view(width, height, seed))
+        check_memory(out, self.row)
+        self._backends.decode(as_bytes(data), out, lambda width, height: self.view(width, height, seed))
 
     def decode_many_into(
         self, data: Sequence[bytes], out: NDArray[np.uint8], seeds: Sequence[int] | None = None
@@ -181,7 +173,7 @@ class DecodeImage:
         if out.ndim != 4 or len(out) != count:
             raise ValueError(f"out must be uint8 {[count, *self.row.shape]}, got {out.dtype} {list(out.shape)}")
         if count:
-            _check_memory(out[0], self.row)
+            check_memory(out[0], self.row)
         if seeds is not None and len(seeds) != count:
             raise ValueError(f"seeds must be as many as data, {count}, got {len(seeds)}")
         errors: list[Exception | None] = [None] * count
@@ -189,7 +181,7 @@ class DecodeImage:
         for at, file in enumerate(files):
             if type(file) is not bytes:
                 try:
-                    files[at] = _as_bytes(file)
+                    files[at] = as_bytes(file)
                 except TypeError as error:
                     files[at], errors[at] = b"", error
 
@@ -200,44 +192,8 @@ class DecodeImage:
                 return fixed(width, height)
             return self.view(width, height, None if seeds is None else seeds[at])
 
-        library = self._library()
-        left: Iterable[int] = range(count)
-        if library is not None:
-            left = library.decode(files, out, choose, max_pixels=self.max_pixels)
-        for at in left:
-            if errors[at] is None:
-                try:
-                    self._decode_alone(files[at], out[at], functools.partial(choose, at))
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is of this file and not of the others
-                    errors[at] = error
+        self._backends.decode_many(files, out, choose, errors)
         return errors
-
-    def _library(self) -> NativeDecoder | None:
-        """What decodes many at once, where it may."""
-        if not self.scaled or self.backend in ("pillow", "turbo") or not {"JPEG", "MPO"} & set(self.formats):
-            return None
-        # Asked for here and not kept: a decoder may be pickled on one machine and decode on another.
-        return required_native_decoder() if self.backend == "native" else native_decoder()
-
-    def _decode(self, data: bytes, out: NDArray[np.uint8], choose: Callable[[int, int], View]) -> None:
-        library = self._library()
-        if library is None or library.decode(
-            [data], out[np.newaxis], lambda _, width, height: choose(width, height), max_pixels=self.max_pixels
-        ):
-            self._decode_alone(data, out, choose)
-
-    def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose: Callable[[int, int], View]) -> None:
-        """By simplejpeg or by Pillow."""
-        if self.backend in ("auto", "turbo") and ("JPEG" in self.formats or "MPO" in self.formats):
-            every = self.backend == "turbo"
-            jpegs = required_decoder() if every else jpeg_decoder()
-            if jpegs is not None and decode_jpeg_into(
-                out, data, choose, jpegs, scaled=self.scaled, max_pixels=self.max_pixels, large=every
-            ):
-                return
-        target = (out.shape[1], out.shape[0]) if self.scaled else None
-        picture, view = load_picture(data, choose, target=target, max_pixels=self.max_pixels, formats=self.formats)
-        render(picture, view, out)
 
     @property
     def _kept_size(self) -> tuple[int, int]:
@@ -248,10 +204,10 @@ class DecodeImage:
 
     def decode_cached_into(self, data: bytes, out: NDArray[np.uint8]) -> None:
         """Decode into ``out``, of ``cached_row``, all that does not depend on a seed: what a cache keeps."""
-        _check_memory(out, self.cached_row)
-        data = _as_bytes(data)
+        check_memory(out, self.cached_row)
+        data = as_bytes(data)
         if self.crop != "random":
-            self._decode(data, out, lambda width, height: View(self._fixed_box(width, height)))
+            self._backends.decode(data, out, lambda width, height: View(self._fixed_box(width, height)))
             return
         original = (0, 0)
 
@@ -261,8 +217,7 @@ class DecodeImage:
             return View((0, 0, width, height))
 
         height, width = self._kept_size
-        target = (width, height) if self.scaled else None
-        picture, view = load_picture(data, choose, target=target, max_pixels=self.max_pixels, formats=self.formats)
+        picture, view = self._backends.load(data, choose, (width, height))
         pixels = np.empty((height, width, 3), np.uint8)
         render(picture, view, pixels)
         keep(pixels, original, out)
@@ -287,7 +242,7 @@ class DecodeImage:
         else:
             form = f"size={self.size}, resize={self.resize}"
         which = f"{'Pillow-SIMD' if '.post' in PIL.__version__ else 'Pillow'} {PIL.__version__}"
-        library = None if self.crop == "random" else self._library()
+        library = None if self.crop == "random" else self._backends.library()
         if library is not None:
             which += f", libjpeg-turbo {library.version} by itself"
         rules = f"scaled={self.scaled}, max_pixels={self.max_pixels}, formats={','.join(self.formats)}"
@@ -312,23 +267,3 @@ class DecodeImage:
         if isinstance(self.size, tuple):
             return 0, 0, width, height
         return center_box(width, height, self.size, self.resize or self.size)
-
-
-def _check_memory(out: NDArray[np.uint8], row: Row) -> None:
-    if out.shape != row.shape or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(
-            f"out must be writable C-contiguous uint8 {list(row.shape)}, "
-            f"got {out.dtype} {list(out.shape)} with strides {out.strides}, writable={out.flags.writeable}"
-        )
-
-
-def _as_bytes(data: object) -> bytes:
-    if isinstance(data, bytes):
-        return data
-    try:
-        return bytes(memoryview(data))  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"DecodeImage takes the bytes of one image, got {type(data).__name__}; where a sample is of several files, "
-            "decode= takes a callable of your own, which may hand the image's bytes to a DecodeImage"
-        ) from None
