@@ -288,7 +288,7 @@ class _Keeper:
 
 def _release_unused() -> None:
     """Let the device forget shared memory whose last copy has ended just now."""
-    from aiofeed.sharing.slots import release_unused
+    from aiofeed.sharing.ring import release_unused
 
     release_unused()
 

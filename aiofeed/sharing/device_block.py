@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.sharing.arrays import extent
 from aiofeed.sharing.messages import Leaf
 from aiofeed.sharing.packing import axes_of
-from aiofeed.sharing.slots import extent
 from aiofeed.sharing.talk import Block
 from aiofeed.sharing.wire import WireError
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from aiofeed.sharing.messages import Leaf, Node
 from aiofeed.sharing.packing import as_it_is, copied, leaves_of
-from aiofeed.sharing.slots import Ring
+from aiofeed.sharing.ring import Ring
 from aiofeed.staging import SMALL_BYTES, Bytes, Lease
 
 # What is less than this part of its segment is copied: a user who keeps the labels of all batches keeps them alone.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from aiofeed.errors import CollateError
+from aiofeed.sharing.arrays import plain_dtype
 from aiofeed.sharing.messages import Items, Leaf, Named, Node, Plain, Plains, Raw, Table
-from aiofeed.sharing.slots import plain_dtype
 from aiofeed.sharing.wire import WireError
 from aiofeed.staging import Bytes, HostMemory, Lease, array
 from aiofeed.tree import is_dataclass_instance, is_namedtuple

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from aiofeed.sharing.messages import Broken, Filled, Free, FromEngine, Open, ToEngine, decode_from_engine, encode
-from aiofeed.sharing.slots import Ring
+from aiofeed.sharing.ring import Ring
 from aiofeed.sharing.wire import Wire
 from aiofeed.types import BatchPlan
 

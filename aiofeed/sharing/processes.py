@@ -32,7 +32,7 @@ from aiofeed.sharing.messages import (
     WasRead,
 )
 from aiofeed.sharing.process import EngineProcess, Work
-from aiofeed.sharing.slots import release_unused
+from aiofeed.sharing.ring import release_unused
 from aiofeed.sharing.travel import Cargo, load_up
 from aiofeed.sharing.wire import WireError
 from aiofeed.types import BatchPlan

@@ -25,7 +25,7 @@ from aiofeed.sharing.messages import Broken, Filled
 from aiofeed.sharing.packing import in_place, unpack
 from aiofeed.sharing.process import Work
 from aiofeed.sharing.processes import EngineProcesses
-from aiofeed.sharing.slots import Ring
+from aiofeed.sharing.ring import Ring
 from aiofeed.sharing.wire import WireError
 from aiofeed.staging import Bytes, HostMemory, Lease, Memory
 from aiofeed.stream import Step

@@ -17,7 +17,7 @@ from aiofeed.sharing.messages import Items, Leaf, Named, Node, Table
 from aiofeed.sharing.packing import copied, in_place, unpack
 from aiofeed.sharing.passes import Pass, Word
 from aiofeed.sharing.remote import INLINE_BYTES, RingLease
-from aiofeed.sharing.slots import Ring, release_unused
+from aiofeed.sharing.ring import Ring, release_unused
 from aiofeed.sharing.talk import Given
 from aiofeed.sharing.wire import WireError
 from aiofeed.staging import HostMemory, Memory

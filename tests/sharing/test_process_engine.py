@@ -380,7 +380,7 @@ def test_copies_to_a_device_leave_the_ring_unharmed(latency: Any, jpeg_folder: P
         assert device.pinned_bytes > 0
     del feeder, images, targets
     gc.collect()
-    from aiofeed.sharing.slots import release_unused
+    from aiofeed.sharing.ring import release_unused
 
     device.synchronize()
     until(lambda: (gc.collect(), release_unused(), device.pinned_bytes == 0)[-1])

@@ -13,7 +13,8 @@ import pytest
 from aiofeed import machine
 from aiofeed.errors import FeedError
 from aiofeed.sharing import segments
-from aiofeed.sharing.slots import Ring, SlotMemory
+from aiofeed.sharing.ring import Ring
+from aiofeed.sharing.slots import SlotMemory
 from aiofeed.sharing.wire import WireError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /dev/shm and memfd")

@@ -21,7 +21,7 @@ from aiofeed.sharing import messages
 from aiofeed.sharing.failures import describe, rebuild
 from aiofeed.sharing.messages import Answer, Ask, Filled, Leaf, Named, NewSegment, Plains, Plan, Raw, Spent, Table
 from aiofeed.sharing.packing import unpack
-from aiofeed.sharing.slots import Ring
+from aiofeed.sharing.ring import Ring
 from aiofeed.sharing.wire import MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, Framer, Wire, WireError, frame
 
 FILLED = Filled(3, Leaf("tensor", 0, 0, [2, 3], "|u1"), Spent(), 6, 2, [NewSegment(0, 65536)])
