@@ -16,7 +16,8 @@ from aiofeed.errors import FeedError
 from aiofeed.sharing.address import TENSORS, connect
 from aiofeed.sharing.device_handles import DeviceHandles, HandleError
 from aiofeed.sharing.tensor_messages import VERSION, Attach, InSegment, Offer, OnDevice, Refused, decode_reply, encode
-from aiofeed.sharing.tensor_store import assemble, mapped, tensor_in
+from aiofeed.sharing.tensor_store import mapped, tensor_in
+from aiofeed.sharing.tensor_structure import assemble
 from aiofeed.sharing.wire import MAX_DESCRIPTORS, Framer, WireError, frame
 from aiofeed.staging import Bytes
 
