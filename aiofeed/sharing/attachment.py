@@ -242,21 +242,20 @@ class Attachment:
         except (FeedError, TimeoutError, RuntimeError) as error:  # the last: a device that is out of memory, say
             # Whoever's turn it is hears of it then, or has it nevertheless.
             log.warning("the last batches of the server at %s may be lost: %s", self._path, error)
-        assert self._wire is not None
-        self._wire.close()
-        self._broken(lambda: FeedError(text))
+        self._break_off(lambda: FeedError(text))
 
     def _lost(self, error: Exception | None) -> None:
-        assert self._wire is not None
-        self._wire.close()
         if error is None:
-            self._broken(lambda: died(self._path, self._server))
+            self._break_off(lambda: died(self._path, self._server))
         else:
             # This end has closed the connection, and the slots that waited here are the server's again.
             self._words.clear()
-            self._broken(lambda: FeedError(f"what the server at {self._path} sent was refused: {error}"))
+            self._break_off(lambda: FeedError(f"what the server at {self._path} sent was refused: {error}"))
 
-    def _broken(self, make: Callable[[], FeedError]) -> None:
+    def _break_off(self, make: Callable[[], FeedError]) -> None:
+        """Close the connection; a pass is told of the first reason for it, behind what is still here."""
+        assert self._wire is not None
+        self._wire.close()
         if self._error is None:
             self._error = make
             self._pump()
@@ -297,7 +296,5 @@ class Attachment:
                 pass_.handoff.put(Failed(rebuild(word.error)))
 
     def _refuse(self, error: BaseException) -> None:
-        assert self._wire is not None
-        self._wire.close()
         self._words.clear()
-        self._broken(lambda: FeedError(f"a batch of the server at {self._path} cannot be taken: {error}"))
+        self._break_off(lambda: FeedError(f"a batch of the server at {self._path} cannot be taken: {error}"))

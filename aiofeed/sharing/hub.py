@@ -195,30 +195,29 @@ class Hub:
             async with asyncio.timeout(HELD_UP_S):
                 await self._changed.wait()
         except TimeoutError:
-            held = {consumer: self._ledger.held_by(consumer) for consumer in self._members}
-            for consumer in [each for each, slots in held.items() if slots >= self._terms.lag and 0 in held.values()]:
+            for consumer, slots in self._slow().items():
                 if consumer not in self._blamed:
                     self._blamed.add(consumer)
                     log.warning(
                         "consumer %d holds up the others: it has read none of its %d batches for %.0f s. One that is "
                         'not iterated any more is to be closed; slow="drop" lets such a one go',
                         consumer.pid,
-                        held[consumer],
+                        slots,
                         HELD_UP_S,
                     )
 
     def _drop_slow(self) -> None:
-        """Those who have every slot of the ring, while somebody waits who has read all of its own."""
+        for consumer, slots in self._slow().items():
+            log.warning("consumer %d is dropped: it is %d batches behind", consumer.pid, slots)
+            consumer.dismiss(
+                f'it was dropped: it fell {slots} batches behind another consumer, and the server has slow="drop" '
+                f"and lag={self._terms.lag}"
+            )
+
+    def _slow(self) -> dict[Consumer, int]:
+        """Those who have every slot of the ring, and how many, while somebody waits who has read all of its own."""
         held = {consumer: self._ledger.held_by(consumer) for consumer in self._members}
-        if 0 not in held.values():
-            return
-        for consumer, slots in held.items():
-            if slots >= self._terms.lag:
-                log.warning("consumer %d is dropped: it is %d batches behind", consumer.pid, slots)
-                consumer.dismiss(
-                    f'it was dropped: it fell {slots} batches behind another consumer, and the server has slow="drop" '
-                    f"and lag={self._terms.lag}"
-                )
+        return {each: slots for each, slots in held.items() if slots >= self._terms.lag and 0 in held.values()}
 
     async def _publish(self, number: int, batch: Any) -> None:
         lot = await self._lots.fill(batch, self._next_readers)
