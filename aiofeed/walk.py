@@ -1,0 +1,158 @@
+"""The batches of resident data as items, made when they are asked for by whoever asks: a handoff without a producer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from aiofeed import trace
+from aiofeed.counters import Counters
+from aiofeed.handoff import Handoff
+from aiofeed.items import Closed, Ended, Failed, Item, Ready
+from aiofeed.order import Stretch
+from aiofeed.stream import EpochStart, Stream
+from aiofeed.windows import Made, Window, Windows
+
+
+class WindowItems(deque[Item]):
+    """The items of a window, and where to go on behind them: one assignment puts both in place."""
+
+    after: Walk | None = None
+    used: Callable[[], object] | None = None
+
+
+class Pulled(Handoff[Item]):
+    """A handoff into which nobody puts: the next items are made when they are asked for.
+
+    The queue is replaced whole, so that Ctrl-C anywhere in the making of a window loses nothing: it is made again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: WindowItems = WindowItems()
+
+    def begin(self, walk: Walk | None) -> None:
+        """Give the items of a walk from now on."""
+        items = WindowItems()
+        items.after = walk
+        self.items = items
+
+    def put(self, item: Item) -> None:
+        """Nobody waits here, so that nobody has to be told that it was closed."""
+
+    def first(self, timeout_s: float | None = None) -> Item:
+        """The next item, made now and kept until it is deleted; a failure as one."""
+        if not self.items:
+            self._make()
+        return self.items[0]
+
+    async def first_async(self) -> Item:
+        """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing."""
+        if not self.items:
+            await asyncio.sleep(0)
+        return self.first()
+
+    def _make(self) -> None:
+        now = self.items
+        items = WindowItems()
+        try:
+            if now.used is not None:
+                now.used()
+            if now.after is not None:
+                items = now.after.items()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised at the consumer's line
+            items.append(Failed(error))
+        if not items:
+            items.append(Closed())
+        self.items = items
+
+
+class _Epoch:
+    """An epoch of a stream, to be cut into windows."""
+
+    def __init__(self, stream: Stream, start: EpochStart) -> None:
+        self.start = start
+        self.counters = start.counters
+        self.stretches = stream.schedule.stretches(start.position, start.permutation)
+
+
+class Walk:
+    """Where a stream stands: what was made ahead, and what is to be made next. It does not change.
+
+    Args:
+        windows: opens the data.
+        stream: the epochs.
+        ahead: windows that were made but not asked for, and ends of epochs between them.
+        epoch: what is to be made next is of this; ``None``: nothing was made yet, or with ``over`` nothing is left.
+        number: the batch that is made next.
+        over: whether the stream has ended.
+    """
+
+    __slots__ = ("ahead", "epoch", "number", "over", "stream", "windows")
+
+    def __init__(
+        self,
+        windows: Callable[[], Windows],
+        stream: Stream,
+        ahead: tuple[tuple[_Epoch, Made | None], ...] = (),
+        epoch: _Epoch | None = None,
+        number: int = 0,
+        over: bool = False,
+    ) -> None:
+        self.windows = windows
+        self.stream = stream
+        self.ahead = ahead
+        self.epoch = epoch
+        self.number = number
+        self.over = over
+
+    def items(self) -> WindowItems:
+        """The next window's items, or an epoch's end; none behind the last."""
+        windows = self.windows()
+        walk = self
+        # The end of an epoch is passed on at once.
+        while not walk.over and not (walk.ahead and walk.ahead[0][1] is None) and walk._made <= windows.ahead:
+            walk = walk._further(windows)
+        items = WindowItems()
+        if walk.ahead:
+            (epoch, made), rest = walk.ahead[0], walk.ahead[1:]
+            items.after = Walk(walk.windows, walk.stream, rest, walk.epoch, walk.number, walk.over)
+            if made is None:
+                items.append(Ended())
+            else:
+                items.extend(_batches(*made, epoch.counters))
+                items.used = made[1].used
+        return items
+
+    @property
+    def _made(self) -> int:
+        return sum(made is not None for _, made in self.ahead)
+
+    def _further(self, windows: Windows) -> Walk:
+        epoch = self.epoch or _Epoch(self.stream, self.stream.first)
+        began = time.perf_counter()
+        stretch = epoch.stretches.at(self.number, windows.most)
+        if stretch is None:
+            following = self.stream.after(epoch.start)
+            upcoming = None if following is None else _Epoch(self.stream, following)
+            return Walk(self.windows, self.stream, (*self.ahead, (epoch, None)), upcoming, over=following is None)
+        made = windows.make(stretch)
+        ended, first, last = time.perf_counter(), made[0].numbers[0], made[0].numbers[-1]
+        if windows.stage == "copy":
+            epoch.counters.copy_s += ended - began
+        else:
+            epoch.counters.collate_s += ended - began
+        if trace.listeners:
+            trace.emit(windows.stage, began, ended, first)
+        return Walk(self.windows, self.stream, (*self.ahead, (epoch, made)), epoch, last + 1)
+
+
+def _batches(stretch: Stretch, window: Window, counters: Counters) -> list[Item]:
+    samples, size = len(stretch.indices), stretch.batch_size
+    items: list[Item] = []
+    for at, number in enumerate(stretch.numbers):
+        first, last = at * size, min((at + 1) * size, samples)
+        items.append(Ready(number, last - first, (window, first, last), None, 0, None, counters))
+    return items
