@@ -12,13 +12,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.data import default_folder
+from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, say, tell_of_quick
 from benchmarks.gpu import MODULES
 from benchmarks.gpu.apart import PROJECT, each
 from benchmarks.gpu.part import Task
 from benchmarks.gpu.results import PAGE, Part, from_json, merged, plain, tally, to_json, write
 
-LEAST_ROUNDS = 5
 LIMIT_S = 480.0
 
 
@@ -38,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         if part.machine and part.machine != machine:
             machine = part.machine
             print(f"\n{machine}")
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        say("")
         print(f"\n{plain(part)}\n  {part.took_s:.0f} s", flush=True)
 
     for part in parts:
@@ -51,8 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         keep(parts, given)
     keep(parts, given)
     print("\n" + tally(parts))
-    if given.quick:
-        print("These were tiny inputs (--quick): the figures mean nothing.")
+    tell_of_quick(given)
     if given.write:
         print(f"wrote {PROJECT / PAGE}")
     return 1 if any(part.failed for part in parts) else 0
@@ -82,22 +79,14 @@ def why_not() -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measures aiofeed on a GPU.")
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which ones (default: all): {', '.join(MODULES)}")
+    add_arguments(parser, "benchmark", MODULES)
     parser.add_argument("--device", help="another one than the current CUDA device; 'cpu' shows that everything runs")
-    parser.add_argument("--rounds", type=int, help=f"turns of every contender (default: {LEAST_ROUNDS}; --quick: 2)")
-    parser.add_argument("--quick", action="store_true", help="tiny inputs: shows that everything runs")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together (default: %(default).0f)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the results there, as JSON, as they come")
     parser.add_argument("--load", type=Path, metavar="FILE", nargs="+", help="take results that were saved along")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE}, as results come")
-    parser.add_argument("--data", type=Path, default=default_folder(), help="keep inputs here (default: %(default)s)")
     given = parser.parse_args(arguments)
-    if unknown := set(given.names) - set(MODULES):
-        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}")
-    if given.rounds is None:
-        given.rounds = 2 if given.quick else LEAST_ROUNDS
-    if given.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {given.rounds}")
+    check_arguments(parser, given, "benchmark", MODULES)
     if not given.limit_s > 0:
         parser.error(f"--limit-s must be more than 0, got {given.limit_s:g}")
     wanted = given.names or (() if given.load else MODULES)

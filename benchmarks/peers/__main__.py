@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.__main__ import LEAST_ROUNDS, say, say_of
-from benchmarks.data import default_folder
+from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, say, say_of, tell_of_quick
 from benchmarks.harness import PROJECT, Settings
 from benchmarks.peers import CASES, results, work
 from benchmarks.peers.adapters import ADAPTERS
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     conditions = results.conditions(given.rounds)
     print(conditions)
     found: list[tuple[str, Found]] = []
-    for name in given.cases or CASES:
+    for name in given.names or CASES:
         started = time.perf_counter()
         if missing := [each for each in getattr(case(name), "NEEDS", ()) if find_spec(each) is None]:
             print(f"\n[{name}] was not run: {', '.join(missing)} is not installed", flush=True)
@@ -36,8 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{results.plain(*found[-1])}\n  took {time.perf_counter() - started:.0f} s", flush=True)
         say("")
     print("\n" + report.tally([results.result(*each) for each in found]))
-    if given.quick:
-        print("These were tiny inputs (--quick): the figures mean nothing.")
+    tell_of_quick(given)
     if given.write:
         for path in results.write(found, conditions, PROJECT):
             print(f"wrote {path}")
@@ -59,24 +57,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.peers",
         description="Measures aiofeed beside other loaders; prints tables and ratios.",
     )
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"which ones (default: all): {', '.join(CASES)}")
+    add_arguments(parser, "case", CASES)
     parser.add_argument(
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
-    parser.add_argument("--rounds", type=int, help=f"turns of every contender (default: {LEAST_ROUNDS}; --quick: 2)")
-    parser.add_argument("--quick", action="store_true", help="tiny inputs: shows that everything runs")
     parser.add_argument("--write", action="store_true", help=f"write {results.PAGE} and {results.PICTURE}")
-    parser.add_argument("--data", type=Path, default=default_folder(), help="keep inputs here (default: %(default)s)")
     given = parser.parse_args(arguments)
-    if unknown := set(given.cases) - set(CASES):
-        parser.error(f"no case named {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    check_arguments(parser, given, "case", CASES)
     if unknown := set(given.only) - set(peers):
         parser.error(f"no peer named {', '.join(sorted(unknown))}; there are {', '.join(peers)}")
-    if given.rounds is None:
-        given.rounds = 2 if given.quick else LEAST_ROUNDS
-    if given.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {given.rounds}")
-    if given.write and (given.cases or given.only or given.quick or given.rounds < LEAST_ROUNDS):
+    if given.write and (given.names or given.only or given.quick or given.rounds < LEAST_ROUNDS):
         parser.error(f"--write takes all cases and peers, real inputs and {LEAST_ROUNDS} rounds or more")
     return given
 
