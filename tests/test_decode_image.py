@@ -25,9 +25,9 @@ from aiofeed.decoders.exif import orientation_in, orientation_of
 from aiofeed.decoders.modes import to_rgb
 from aiofeed.decoders.opening import JpegFile, open_image
 from aiofeed.types import Row, RowDecoder
+from tests.pictures import ORIENTATION, decode, encode, exif, psnr
 
 BILINEAR = Image.Resampling.BILINEAR
-ORIENTATION = 0x0112
 ROOT = Path(__file__).parents[1]
 
 
@@ -47,35 +47,12 @@ def picture(mode="RGB", width=83, height=61, seed=0):
     return image.convert("RGB").convert(mode) if mode in ("HSV", "YCbCr", "CMYK") else image.convert(mode)
 
 
-def encode(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def decode(decoder, data, seed=None):
-    out = np.empty(decoder.row.shape, np.uint8)
-    decoder.decode_into(data, out, seed)
-    return out
-
-
 def pillow(data, height, width):
     """The reference: Pillow's own functions, one after the other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         return np.asarray(image.convert("RGB").resize((width, height), BILINEAR))
-
-
-def psnr(a, b):
-    error = np.mean((a.astype(float) - b.astype(float)) ** 2)
-    return np.inf if error == 0 else 10 * np.log10(255**2 / error)
-
-
-def exif(orientation):
-    tags = Image.Exif()
-    tags[ORIENTATION] = orientation
-    return tags
 
 
 def chunk(name, payload):

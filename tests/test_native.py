@@ -19,6 +19,7 @@ import aiofeed
 from aiofeed.decoders import DecodeImage, native
 from aiofeed.decoders.geometry import View, stored_box
 from aiofeed.decoders.native import LIBRARY, NativeDecoder, native_decoder
+from tests.pictures import decode, exif, jpeg, psnr
 
 here = pytest.mark.skipif(native_decoder() is None, reason="the library was not built (hatch_build.py)")
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,29 +31,6 @@ def picture(width, height, mode="RGB"):
     planes = np.stack([np.sin(7 * x + k) * np.cos(5 * y - 2 * k) for k in range(3)], axis=-1)
     noise = np.random.default_rng(0).normal(0, 3, (height, width, 1))
     return Image.fromarray((planes * 90 + 128 + noise).clip(0, 255).astype(np.uint8)).convert(mode)
-
-
-def jpeg(image, **options):
-    file = io.BytesIO()
-    image.save(file, "JPEG", **{"quality": 90, **options})
-    return file.getvalue()
-
-
-def exif(orientation):
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags
-
-
-def decode(decoder, data, seed=None):
-    out = np.full(decoder.row.shape, 77, np.uint8)
-    decoder.decode_into(data, out, seed)
-    return out
-
-
-def psnr(ours, theirs):
-    error = np.mean((ours.astype(float) - theirs) ** 2)
-    return 10 * np.log10(255**2 / error) if error else np.inf
 
 
 @pytest.fixture

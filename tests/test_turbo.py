@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 import sys
@@ -13,6 +12,7 @@ from PIL import Image, ImageFile
 
 from aiofeed.decoders import DecodeImage, turbo
 from aiofeed.decoders.turbo import WORTHWHILE_PIXELS, JpegHeader, jpeg_decoder, read_header
+from tests.pictures import decode, exif, jpeg
 
 here = pytest.mark.skipif(jpeg_decoder() is None, reason="simplejpeg is not installed (the extra `turbo`)")
 
@@ -24,24 +24,6 @@ def picture(width, height, mode="RGB"):
     planes = np.stack([x * 255 // width, y * 255 // height, (x // 5 + y // 7) % 2 * 255], axis=-1)
     image = Image.fromarray((planes * 0.8 + rng.integers(0, 50, planes.shape)).astype(np.uint8))
     return image.convert(mode)
-
-
-def jpeg(image, **options):
-    file = io.BytesIO()
-    image.save(file, "JPEG", **{"quality": 90, **options})
-    return file.getvalue()
-
-
-def exif(orientation):
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags
-
-
-def decode(decoder, data, seed=None):
-    out = np.full(decoder.row.shape, 77, np.uint8)
-    decoder.decode_into(data, out, seed)
-    return out
 
 
 @pytest.fixture
