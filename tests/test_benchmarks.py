@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +11,14 @@ import pytest
 
 from benchmarks import MODULES, __main__, data, figures, harness, held, jpeg, report, worker
 from benchmarks.figures import Figure, at_least, at_most
+from tests import benchmarking
+from tests.benchmarking import check_refused
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+inputs = benchmarking.inputs
+tracked = benchmarking.tracked
 
 RESULTS = [
     report.Result(
@@ -162,9 +166,7 @@ def test_the_projects_documents_have_the_markers() -> None:
 def test_arguments_that_make_no_sense_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        __main__.parse(arguments)
-    assert message in capsys.readouterr().err
+    check_refused(__main__.parse, arguments, message, capsys)
 
 
 def test_every_benchmark_states_its_question_and_its_target() -> None:
@@ -191,13 +193,6 @@ def test_a_contender_that_fails_ends_the_benchmark_with_its_traceback(tmp_path: 
         harness.interleave([broken], harness.Settings(rounds=1, quick=True, data=tmp_path))
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("skimage")
-    pytest.importorskip("sklearn")
-    return tmp_path_factory.mktemp("inputs")
-
-
 @pytest.mark.slow
 def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
     import aiofeed
@@ -210,12 +205,6 @@ def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
             ours = decoder(file.read()).numpy()
         assert np.array_equal(ours, jpeg.decode_file(path).transpose(2, 0, 1))
         assert np.array_equal(ours, dataset[number][0].numpy())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracked() -> None:
-    """Have multiprocessing start its tracker, whose pipe stays open for the life of the process."""
-    resource_tracker.ensure_running()
 
 
 @pytest.mark.slow

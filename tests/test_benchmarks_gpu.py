@@ -15,6 +15,7 @@ from aiofeed.testing import SimulatedDevice
 from benchmarks import report
 from benchmarks.figures import Figure, at_least
 from benchmarks.gpu import MODULES, __main__, hardware, images, part, resnet, results, setup, threads
+from tests.benchmarking import check_refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,9 +101,7 @@ def test_the_command_line_names_the_device(inputs: Path, capfd: pytest.CaptureFi
 def test_arguments_that_make_no_sense_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        __main__.parse(arguments)
-    assert message in capsys.readouterr().err
+    check_refused(__main__.parse, arguments, message, capsys)
 
 
 def a_part(name: str, **options: object) -> results.Part:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +15,14 @@ from benchmarks.peers import CASES, __main__, contest, install, results, work
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.decoders import Decode, psnr, quiet_helpers
 from benchmarks.peers.quality import Judge
+from tests import benchmarking
+from tests.benchmarking import check_refused
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+inputs = benchmarking.inputs
+tracked = benchmarking.tracked
 
 FOUND = contest.Found(
     "A race",
@@ -42,12 +46,6 @@ JUDGED = [{**sample, "worst_db": 33.0} for sample in samples(2, 2.5)]
 RACE = contest.Race(
     {"aiofeed, thread": samples(1, 1), "two bare threads": samples(1, 1), "A": samples(4, 2), "B": JUDGED}, {}
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracked() -> None:
-    """Have multiprocessing start its tracker, whose pipe stays open for the life of the process."""
-    resource_tracker.ensure_running()
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
@@ -234,19 +232,10 @@ def test_writing_fills_the_document_and_draws_the_picture(tmp_path: Path) -> Non
 def test_arguments_that_make_no_sense_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        __main__.parse(arguments)
-    assert message in capsys.readouterr().err
+    check_refused(__main__.parse, arguments, message, capsys)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("skimage")
-    pytest.importorskip("sklearn")
-    return tmp_path_factory.mktemp("inputs")
 
 
 @pytest.mark.slow
