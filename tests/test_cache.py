@@ -30,6 +30,7 @@ from aiofeed import (
     Tensors,
 )
 from aiofeed.decoders.larger import mapped
+from tests.number_decoders import array, half, scalar, tensor
 
 
 class Numbers:
@@ -51,22 +52,6 @@ class Numbers:
     async def read(self, index: int) -> bytes:
         self.reads[index] += 1
         return b"bad" if index in self.bad else b"%d" % index
-
-
-def tensor(data: bytes) -> torch.Tensor:
-    return torch.arange(5, dtype=torch.float32) + int(data)
-
-
-def half(data: bytes) -> torch.Tensor:
-    return tensor(data).to(torch.bfloat16)
-
-
-def array(data: bytes) -> np.ndarray:
-    return np.full((2, 3), int(data), np.int16)
-
-
-def scalar(data: bytes) -> torch.Tensor:
-    return torch.tensor(int(data))
 
 
 class Split:

@@ -1,0 +1,31 @@
+"""Decoders of numbers, each its own digits, to samples of several kinds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def tensor(data: bytes) -> torch.Tensor:
+    """float32 [5]."""
+    return torch.arange(5, dtype=torch.float32) + int(data)
+
+
+def half(data: bytes) -> torch.Tensor:
+    """bfloat16 [5]."""
+    return tensor(data).to(torch.bfloat16)
+
+
+def array(data: bytes) -> NDArray[Any]:
+    """int16 [2, 3], by numpy."""
+    return np.full((2, 3), int(data), np.int16)
+
+
+def scalar(data: bytes) -> torch.Tensor:
+    """int64 []."""
+    return torch.tensor(int(data))
