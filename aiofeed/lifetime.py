@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 # An interpreter that ends waits this long for all feeders together.
@@ -23,6 +24,8 @@ EXIT_S = 1.0
 LOOK_S = 0.1
 # A thread whose start was interrupted has begun by then, or was never made.
 BEGIN_S = 0.2
+# Of Linux's flags of a process, include/linux/sched.h.
+_PF_FORKNOEXEC = 0x40
 
 
 class DaemonThread:
@@ -178,10 +181,24 @@ def may_be_fork() -> bool:
     """
     import multiprocessing
 
+    if _forked or _forked_by_the_kernel():
+        return True
     if multiprocessing.parent_process() is None:
-        return _forked
+        return False
     # A child of multiprocessing that was not forked has loaded its parent's main module anew, under this name.
-    return _forked or getattr(sys.modules.get("__main__"), "__name__", None) != "__mp_main__"
+    return getattr(sys.modules.get("__main__"), "__name__", None) != "__mp_main__"
+
+
+@cache
+def _forked_by_the_kernel() -> bool:
+    """Whether this process was forked and has begun no other program since; before this module was imported, say."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            # The program's name, in parentheses, may have spaces. The flags are the ninth field, its the second.
+            flags = int(file.read().rpartition(b")")[2].split()[6])
+    except (OSError, IndexError, ValueError):  # not Linux's
+        return False
+    return bool(flags & _PF_FORKNOEXEC)
 
 
 def _keep_inherited() -> None:
