@@ -156,14 +156,22 @@ class HostWindows:
 
     def _gathered(self, data: NDArray[Any], words: torch.Tensor | None, indices: NDArray[np.int64]) -> NDArray[Any]:
         target = array(self._memory, (len(indices), *data.shape[1:]), data.dtype)
-        if words is None or target.nbytes < PARALLEL_BYTES or not _threads():
+        if words is None or target.nbytes < PARALLEL_BYTES or not _threads() or not _gather(words, indices, target):
             # The indices are good, and any other mode would gather into a buffer first.
             np.take(data, indices, axis=0, out=target, mode="clip")
-        else:
-            import torch
-
-            torch.index_select(words, 0, torch.from_numpy(indices), out=torch.from_numpy(_as_words(target)))
         return target
+
+
+def _gather(words: torch.Tensor, indices: NDArray[np.int64], target: NDArray[Any]) -> bool:
+    """Gather rows by torch's own threads; whether that could be done."""
+    import torch
+
+    at, out = torch.from_numpy(indices), torch.from_numpy(_as_words(target))
+    # Where a mode of torch's makes fake tensors of all, what is done with them is done to no memory.
+    if not type(words) is type(at) is type(out) is torch.Tensor:
+        return False
+    torch.index_select(words, 0, at, out=out)
+    return True
 
 
 def as_tensor(given: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import Feeder, Tensors, order, windows
+from aiofeed import Feeder, Limits, Tensors, order, windows
 from aiofeed.order import Stretch, Stretches, Stripe, plans, shuffled
 
 
@@ -110,6 +110,27 @@ def test_under_inference_mode(gathered: list[int]) -> None:
     found += [rows for [rows] in feeder]
     assert sum(gathered) == 100
     assert not any(rows.is_inference() for rows in found)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("begun", ["before", "under it"])
+def test_under_a_mode_of_fake_tensors(gathered: list[int], begun: str, allow: bool) -> None:
+    """It has no failures, and no batch behind it has other rows than its own."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = np.arange(100.0).reshape(50, 2)
+    feeder: Feeder[Any] = Feeder(
+        Tensors(x), batch_size=7, sampler=list(range(49, -1, -1)), limits=Limits(memory_bytes=1)
+    )
+    iterator = iter(feeder)
+    if begun == "before":
+        next(iterator)
+    with FakeTensorMode(allow_non_fake_inputs=allow):
+        next(iterator)
+    found = torch.cat([rows for [rows] in iterator])
+    assert torch.equal(found, torch.from_numpy(x[::-1].copy()[-len(found) :]))
+    assert len(found) == (36 if begun == "before" else 43)
 
 
 FORKS = """
