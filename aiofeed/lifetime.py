@@ -120,6 +120,7 @@ _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
 # Since this module was imported.
 _forked = False
+_ending = False
 _running: set[DaemonThread] = set()
 
 
@@ -139,6 +140,8 @@ def _registered() -> list[Stoppable]:
 
 @atexit.register
 def _stop_all() -> None:
+    global _ending
+    _ending = True
     ours = [threads for threads in _registered() if threads.pid == os.getpid()]
     for threads in ours:
         threads.stop()
@@ -172,6 +175,11 @@ def _wait(all_of: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:
             threads.join(max(0.0, deadline - time.monotonic()))
     except KeyboardInterrupt:
         pass  # somebody is in a hurry, and the interpreter ends anyway
+
+
+def is_ending() -> bool:
+    """Whether the interpreter is about to end: daemon threads should begin no more C++ that comes back to it."""
+    return _ending
 
 
 def may_be_fork() -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from aiofeed.lifetime import may_be_fork
+from aiofeed.lifetime import is_ending, may_be_fork
 from aiofeed.order import Stretch
 from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import HostMemory, array
@@ -213,7 +213,7 @@ def _threads() -> bool:
     """Whether torch's threads may be asked: there are some, and they are this process's."""
     import torch
 
-    return not may_be_fork() and torch.get_num_threads() > 1
+    return not (is_ending() or may_be_fork()) and torch.get_num_threads() > 1
 
 
 def _host_rows(given: Any) -> tuple[NDArray[Any], torch.dtype | None]:

@@ -82,6 +82,16 @@ def test_one_thread_is_left_alone(gathered: list[int], two_threads: None) -> Non
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_an_interpreter_that_ends_begins_nothing_of_torchs(
+    gathered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon thread that comes back to it from C++ would abort the process."""
+    monkeypatch.setattr(lifetime, "_ending", True)
+    batches(torch.zeros(50, 100))
+    assert gathered == []
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_what_may_not_be_written_to(gathered: list[int]) -> None:
     """torch has no such tensors, and warns of them."""
     x = np.arange(100.0).reshape(50, 2)
