@@ -21,9 +21,10 @@ from aiofeed import trace
 from aiofeed.assembler import Assembler, AssemblyFactory
 from aiofeed.batch import Batch
 from aiofeed.budget import Budget
+from aiofeed.cancellation import TaskScope, is_cancelled
 from aiofeed.config import ResolvedLimits
 from aiofeed.counters import Counters
-from aiofeed.errors import SampleError
+from aiofeed.errors import FeedError, SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.failures import Tally
 from aiofeed.fetch import Fetcher, Outcome
@@ -124,7 +125,8 @@ class Engine:
         """Assemble every plan; ends when all are delivered, one has failed, or the task is cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                await self._plan()
+                with TaskScope():
+                    await self._plan()
         except BaseExceptionGroup as errors:
             # A bug, of ours or in a fetcher: the consumer must hear of it rather than wait.
             self._deliver_failure(errors.exceptions[0])
@@ -242,34 +244,35 @@ class Engine:
             await self._room.wait()
 
     async def _chunk(self, batch: Batch, start: int, stop: int) -> None:
-        started, concurrency = time.perf_counter(), self._limits.read_concurrency
         try:
-            read = await self._fetcher.read(batch.plan.indices[start:stop])
-            if self._tuner is not None and not read.retries:
-                self._learn_reads(self._tuner, time.perf_counter() - started, stop - start, concurrency)
-        finally:
-            self._reading -= stop - start
-            self._room.set()
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            return  # the source swallowed it; the gate below would never be opened
-        ended = time.perf_counter()
-        batch.counters.read_s += ended - started
-        batch.count_read(read)
-        batch.reserved = self._budget.at_least(batch.reserved, batch.encoded_bytes)
-        batch.unread -= 1
-        if not self._in_order:
-            self._open_gates()
-        if trace.listeners:
-            trace.emit("read", started, ended, batch.plan.number)
-        # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the loop.
-        # Once the decode thread has work, it wants the GIL, and they would wait for it half a millisecond.
-        for _ in range(3 if read.waited else 0):
-            await asyncio.sleep(0)
-        if not batch.gate.is_set():
-            await batch.gate.wait()
-        decoding = self._assembler.decode(batch, start, read.samples)
-        del read
-        self._count(batch, await decoding)
+            started, concurrency = time.perf_counter(), self._limits.read_concurrency
+            try:
+                read = await self._fetcher.read(batch.plan.indices[start:stop])
+                if self._tuner is not None and not read.retries:
+                    self._learn_reads(self._tuner, time.perf_counter() - started, stop - start, concurrency)
+            finally:
+                self._reading -= stop - start
+                self._room.set()
+            ended = time.perf_counter()
+            batch.counters.read_s += ended - started
+            batch.count_read(read)
+            batch.reserved = self._budget.at_least(batch.reserved, batch.encoded_bytes)
+            batch.unread -= 1
+            if not self._in_order:
+                self._open_gates()
+            if trace.listeners:
+                trace.emit("read", started, ended, batch.plan.number)
+            # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the
+            # loop. Once the decode thread has work, it wants the GIL, and they would wait for it half a millisecond.
+            for _ in range(3 if read.waited else 0):
+                await asyncio.sleep(0)
+            if not batch.gate.is_set():
+                await batch.gate.wait()
+            decoding = self._assembler.decode(batch, start, read.samples)
+            del read
+            self._count(batch, await decoding)
+        except asyncio.CancelledError:
+            raise _cancelled(batch) from None
 
     def _count(self, batch: Batch, outcome: Outcome) -> None:
         batch.count(outcome)
@@ -283,7 +286,10 @@ class Engine:
                 self._complete(batch)
 
     async def _mend(self, batch: Batch) -> None:
-        await self._assembler.mend(batch)
+        try:
+            await self._assembler.mend(batch)
+        except asyncio.CancelledError:
+            raise _cancelled(batch) from None
         self._complete(batch)
 
     def _complete(self, batch: Batch) -> None:
@@ -373,3 +379,10 @@ class Engine:
             elif not entry.gate.is_set() and (self._in_order or entry.unread == 0):
                 entry.gate.set()
                 self._opened += 1
+
+
+def _cancelled(batch: Batch) -> BaseException:
+    """What a cancelled task of a batch raises; an error, which is heard of, where that was not the engine's end."""
+    if is_cancelled():
+        return asyncio.CancelledError()
+    return FeedError(f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed")
