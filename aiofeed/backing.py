@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Protocol, cast
 
 from aiofeed.devices import DeviceGroup
-from aiofeed.fetch import decodes_in_place
+from aiofeed.fetch_bytes import decodes_in_place
 from aiofeed.iterator import Delivery
 from aiofeed.pipeline import Pipeline
 from aiofeed.recipe import Recipe

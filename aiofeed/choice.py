@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiofeed.collate import Assembly, CollateAssembly, RowAssembly
 from aiofeed.collate_tree import TreeAssembly
-from aiofeed.fetch import BytesFetcher, Fetcher, decodes_in_place
+from aiofeed.fetch import Fetcher
+from aiofeed.fetch_bytes import BytesFetcher, decodes_in_place
 from aiofeed.fetch_items import DatasetFetcher
 from aiofeed.policy import FailurePolicy
 from aiofeed.sources.dataset import FromDataset

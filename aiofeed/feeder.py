@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed import lifetime
-from aiofeed.arguments import (
-    a_bool,
-    a_callable,
-    a_seed,
-    a_shuffle,
-    adopt_cache,
-    adopt_collate,
-    adopt_decoder,
-    adopt_source,
-    an_engine,
-    an_int,
-    refuse_dataloader_arguments,
-    resolve_limits,
-)
+from aiofeed.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_dataloader_arguments
 from aiofeed.config import Limits, positive_int
 from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.devices import resolve_devices
@@ -31,8 +15,8 @@ from aiofeed.failures import Failure, FailureLog
 from aiofeed.iterator import FeedIterator
 from aiofeed.ordering import Order
 from aiofeed.passes import Passes
-from aiofeed.policy import Action, FailurePolicy, as_policy
-from aiofeed.recipe import Recipe, check_resident, check_travels, fingerprint_of, renew_statics, with_statics
+from aiofeed.policy import Action, FailurePolicy
+from aiofeed.recipe import Recipe, fingerprint_of, new_recipe, renew_statics
 from aiofeed.schedule import Shuffle
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
@@ -48,8 +32,6 @@ if TYPE_CHECKING:
     from aiofeed.types import Decoder
 
 BatchT = TypeVar("BatchT")
-
-log = logging.getLogger("aiofeed")
 
 # How long close() waits for threads that are at a sample they cannot leave.
 JOIN_S = 5.0
@@ -141,68 +123,55 @@ class Feeder(Generic[BatchT]):
             sampler=sampler,
             shard=shard,
         )
-        self._device = device
-        self._static_batches = a_bool("static_batches", static_batches)
-        recipe = Recipe(
-            source=self._source,
-            decode=adopt_decoder(self._source, decode),
-            batch_size=batch_size,
-            collate_fn=adopt_collate(self._source, collate_fn),
-            backend=resolve_devices(device),
-            transform=a_callable("transform", transform),
-            limits=resolve_limits(limits, batch_size, self._source, an_engine(engine)),
-            in_order=a_bool("in_order", in_order),
+        recipe = new_recipe(
+            self._source,
             length=self._length,
-            policy=as_policy(on_error),
-            engines=an_engine(engine),
-            said=limits or Limits(),
+            decode=decode,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            sampled=sampler is not None,
+            collate_fn=collate_fn,
+            device=device,
+            transform=transform,
+            on_error=on_error,
+            cache=cache,
+            limits=limits,
+            in_order=in_order,
+            engine=engine,
+            static_batches=static_batches,
         )
-        check_travels(recipe)
-        recipe = replace(
-            recipe,
-            cache=adopt_cache(
-                cache,
-                self._source,
-                recipe.decode,
-                engines=recipe.engines,
-                batch_size=batch_size,
-                backend=recipe.backend,
-                collate_fn=recipe.collate_fn,
-                static_batches=self._static_batches,
-                fingerprint=partial(fingerprint_of, self._source, self._length),
-            ),
-        )
-        if static_batches:
-            recipe = with_statics(recipe, drop_last=drop_last, sampled=sampler is not None)
-        check_resident(recipe)
-        self._recipe = recipe
-        self._failures = FailureLog(recipe.policy)
+        self._device = device
         self._progress = Progress()
-        self._fingerprint: str | None = None
+        self._failures = FailureLog(recipe.policy)
         self._past = Counters()
-        self._passes = self._new_passes()
+        self._fingerprint: str | None = None
+        self._passes = self._new_passes(recipe)
 
-    def _new_passes(self) -> Passes[BatchT]:
-        return Passes(
-            self._recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past
-        )
+    def _new_passes(self, recipe: Recipe) -> Passes[BatchT]:
+        return Passes(recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past)
+
+    @property
+    def _recipe(self) -> Recipe:
+        return self._passes.recipe
 
     def _pass_on(self, passable: Passable) -> None:
         """Let memory of engine processes that are still to be started be passed on; for a server."""
-        self._recipe = self._passes.recipe = replace(self._recipe, passable=passable)
+        self._passes.recipe = replace(self._passes.recipe, passable=passable)
 
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
-        kept = self.__dict__ | {"_recipe": replace(self._recipe, backend=None, statics=(), passable=None)}
-        del kept["_passes"]
-        return kept
+        kept = self.__dict__.copy()
+        recipe = kept.pop("_passes").recipe
+        return kept | {
+            "recipe": replace(recipe, backend=None, statics=(), passable=None),
+            "static": bool(recipe.statics),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        recipe, static = state.pop("recipe"), state.pop("static")
         self.__dict__.update(state)
-        self._recipe = replace(self._recipe, backend=resolve_devices(self._device))
-        if self._static_batches:
-            self._recipe = renew_statics(self._recipe)
-        self._passes = self._new_passes()
+        recipe = replace(recipe, backend=resolve_devices(self._device))
+        self._passes = self._new_passes(renew_statics(recipe) if static else recipe)
 
     def __len__(self) -> int:
         """Batches per epoch of this rank; it does not change after a resume."""
@@ -240,20 +209,7 @@ class Feeder(Generic[BatchT]):
         Raises:
             TypeError, ValueError: ``n`` is no positive int.
         """
-        last = positive_int("n", n) - 1
-        return self._epochs(last)
-
-    def _epochs(self, last: int) -> Iterator[int]:
-        epoch = self._order.settle(self._progress.next_position()).epoch
-        try:
-            while epoch <= last:
-                self._passes.last_epoch = last
-                yield epoch
-                epoch += 1
-                if self._progress.next_position().epoch != epoch:
-                    self.set_epoch(epoch)
-        finally:
-            self._passes.last_epoch = None
+        return self._passes.epochs(positive_int("n", n) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the user stands: batches handed out count, those read ahead do not.
@@ -292,20 +248,7 @@ class Feeder(Generic[BatchT]):
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Where the time went: of the current or last epoch, or of the feeder's life with ``total=True``."""
-        counters = Counters()
-        if total:
-            counters.add(self._past)
-        counters.add(self._passes.counters)
-        limits, tuner = self._recipe.limits, self._passes.tuner
-        gil = tuner.decoding.gil if tuner is not None else None
-        return FeedStatistics(
-            **counters.totals(),  # type: ignore[arg-type]
-            queue_depth=self._passes.queue_depth,
-            read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
-            decode_threads=limits.decode_threads if tuner is None else tuner.lanes,
-            gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
-            chunk_size=self._passes.chunk_size,
-        )
+        return self._passes.statistics(total)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -321,19 +264,11 @@ class Feeder(Generic[BatchT]):
         A thread that is inside a read or a decode it cannot leave is left behind, with a log line; it holds up
         neither this call beyond that time nor the interpreter's exit.
         """
-        self._close(JOIN_S)
-
-    def _close(self, limit_s: float) -> None:
-        if (pipeline := self._passes.stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
-            log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
+        self._passes.close(JOIN_S)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
-        if (pipeline := self._passes.stop("the feeder was closed")) is not None:
-            try:
-                await asyncio.wait_for(pipeline.stopped(), JOIN_S)
-            except TimeoutError:
-                log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", JOIN_S)
+        await self._passes.aclose(JOIN_S)
 
     def __enter__(self) -> Feeder[BatchT]:
         return self
@@ -341,7 +276,7 @@ class Feeder(Generic[BatchT]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Ctrl-C or sys.exit: the process is about to end, and waits no longer than it would without `with`.
         leaving = kind is not None and not issubclass(kind, Exception)
-        self._close(lifetime.EXIT_S if leaving else JOIN_S)
+        self._passes.close(lifetime.EXIT_S if leaving else JOIN_S)
 
     async def __aenter__(self) -> Feeder[BatchT]:
         return self

@@ -16,7 +16,8 @@ from aiofeed.cached_forms import Form, UnfitError, form_of
 from aiofeed.collate import Assembly, RowAssembly
 from aiofeed.config import ResolvedLimits
 from aiofeed.errors import CacheError, FeedError
-from aiofeed.fetch import UNREAD, BytesFetcher, Fetcher, Outcome, decodes_in_place, takes_rng
+from aiofeed.fetch import Fetcher, Outcome
+from aiofeed.fetch_bytes import UNREAD, BytesFetcher, decodes_in_place, takes_rng
 from aiofeed.guard import Guard, Watch
 from aiofeed.naming import without_our_frames
 from aiofeed.pace import Pace
@@ -115,7 +116,8 @@ class CachedFetcher(BytesFetcher):
             return self._copy(plan, start, len(encoded), assembly)
         before = Outcome()
         if unread := [at for at, data in enumerate(encoded) if data is UNREAD]:
-            read = self._read_chunk([plan.indices[start + at] for at in unread], before, watch)
+            assert self._blocking_reader is not None
+            read = self._blocking_reader.read([plan.indices[start + at] for at in unread], before, watch.stop)
             for at, data in zip(unread, read, strict=True):
                 encoded[at] = data
         outcome = super().decode(plan, start, encoded, assembly, watch)

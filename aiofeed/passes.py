@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from aiofeed.backing import Machinery, goes_on, machinery, serves, tie_memory
-from aiofeed.counters import Counters
+from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.failures import FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
@@ -14,9 +17,10 @@ from aiofeed.ordering import Order
 from aiofeed.recipe import Recipe
 from aiofeed.state import Account, Progress
 from aiofeed.stream import Stream
-from aiofeed.tuning import Tuner
 
 BatchT = TypeVar("BatchT")
+
+log = logging.getLogger("aiofeed")
 
 
 class Passes(Generic[BatchT]):
@@ -47,7 +51,7 @@ class Passes(Generic[BatchT]):
         self.counters = Counters()
         # Epochs that were finished one after the other, and the last one that is sure to be asked for.
         self._in_a_row = 0
-        self.last_epoch: int | None = None
+        self._last_epoch: int | None = None
         tie_memory(self, recipe)
 
     @property
@@ -55,20 +59,36 @@ class Passes(Generic[BatchT]):
         """Whether an iterator is open."""
         return self._live_iterator() is not None
 
-    @property
-    def queue_depth(self) -> int:
-        """Finished batches that wait for the consumer."""
-        return self.pipeline.queue_depth if self.pipeline is not None else 0
+    def statistics(self, total: bool) -> FeedStatistics:
+        """Of the current or last pass, or with ``total`` of all of them."""
+        counters = Counters()
+        if total:
+            counters.add(self._past)
+        counters.add(self.counters)
+        limits, pipeline = self.recipe.limits, self.pipeline
+        tuner = pipeline.tuner if pipeline is not None else None
+        gil = tuner.decoding.gil if tuner is not None else None
+        return FeedStatistics(
+            **counters.totals(),  # type: ignore[arg-type]
+            queue_depth=pipeline.queue_depth if pipeline is not None else 0,
+            read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
+            decode_threads=limits.decode_threads if tuner is None else tuner.lanes,
+            gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
+            chunk_size=pipeline.chunk_size if pipeline is not None else 0,
+        )
 
-    @property
-    def chunk_size(self) -> int:
-        """Samples per executor job, as chosen last."""
-        return self.pipeline.chunk_size if self.pipeline is not None else 0
-
-    @property
-    def tuner(self) -> Tuner | None:
-        """What chooses threads and reads as they go; ``None`` where nothing does."""
-        return self.pipeline.tuner if self.pipeline is not None else None
+    def epochs(self, last: int) -> Iterator[int]:
+        """The numbers of the epochs up to ``last``; while they are iterated, the next is begun ahead."""
+        epoch = self._order.settle(self._progress.next_position()).epoch
+        try:
+            while epoch <= last:
+                self._last_epoch = last
+                yield epoch
+                epoch += 1
+                if self._progress.next_position().epoch != epoch:
+                    self._progress.set_epoch(epoch, live=self.live)
+        finally:
+            self._last_epoch = None
 
     def begin(self) -> FeedIterator[BatchT]:
         """An iterator of the coming epoch; one that is still open is closed."""
@@ -151,8 +171,8 @@ class Passes(Generic[BatchT]):
         """Allow the next epochs to be begun while this one is consumed, where they are sure or likely to come."""
         if not stream.schedule.stripe().batches:
             return  # planning epochs without a batch waits for nothing: all of them would be, at once
-        if self.last_epoch is not None:
-            stream.allow(self.last_epoch)
+        if self._last_epoch is not None:
+            stream.allow(self._last_epoch)
         elif self._in_a_row:
             stream.allow(epoch + 1)
 
@@ -164,6 +184,19 @@ class Passes(Generic[BatchT]):
             return None
         pipeline.stop()
         return pipeline
+
+    def close(self, limit_s: float) -> None:
+        """Stop, and wait so long for the threads to end."""
+        if (pipeline := self.stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
+            log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
+
+    async def aclose(self, limit_s: float) -> None:
+        """``close``, without blocking the caller's loop."""
+        if (pipeline := self.stop("the feeder was closed")) is not None:
+            try:
+                await asyncio.wait_for(pipeline.stopped(), limit_s)
+            except TimeoutError:
+                log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", limit_s)
 
     def _close_iterator(self, reason: str) -> None:
         if (iterator := self._live_iterator()) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiofeed.cancellation import clear_cancellation, is_cancelled
 from aiofeed.policy import FailurePolicy, backoff_s
 from aiofeed.types import Source
 
@@ -46,9 +47,15 @@ class Reader:
         self._left: set[asyncio.Future[Any]] = set()
 
     async def read(self, indices: Sequence[int]) -> Encoded:
-        """The samples, errors in their places."""
+        """The samples, errors in their places.
+
+        Raises:
+            CancelledError: the task was cancelled; also where the source kept that to itself.
+        """
         got = Encoded()
         got.samples = await self._read(indices, got)
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            await clear_cancellation()
         got.nbytes = total_bytes(got.samples)
         return got
 
@@ -61,6 +68,7 @@ class Reader:
                     raise
                 if isinstance(error, GeneratorExit):
                     return [error] * len(indices)  # it may be this coroutine that is closed: it must not go on
+                await clear_cancellation()
             else:
                 if len(samples) != len(indices):
                     wrong = f"read_many returned {len(samples)} samples for {len(indices)} indices"
@@ -131,6 +139,8 @@ class Reader:
                 if is_cancelled():
                     raise
                 failed = error
+                if not isinstance(error, GeneratorExit):
+                    await clear_cancellation()
 
     async def _limited(self, reading: Any) -> Any:
         limit_s = self._policy.read_timeout_s
@@ -166,12 +176,6 @@ async def _caught(reading: Any) -> tuple[Any, BaseException | None]:
         raise
     except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
         return None, error
-
-
-def is_cancelled() -> bool:
-    """Whether somebody cancelled the running task; an error of the user's may be a ``CancelledError`` as well."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def unless_overridden(source: object, name: str, others: Sequence[str]) -> Any:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+from aiofeed.arguments import (
+    a_bool,
+    a_callable,
+    adopt_cache,
+    adopt_collate,
+    adopt_decoder,
+    an_engine,
+    resolve_limits,
+)
 from aiofeed.config import Limits, ResolvedLimits
 from aiofeed.delivery import Transform
-from aiofeed.devices import DeviceGroup
+from aiofeed.devices import DeviceGroup, resolve_devices
 from aiofeed.host_backend import HostBackend
-from aiofeed.policy import FailurePolicy
+from aiofeed.policy import Action, FailurePolicy, as_policy
 from aiofeed.schedule import fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Collate, Source
 
 if TYPE_CHECKING:
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.host import HostCache
     from aiofeed.cache.store import Store as Cache
     from aiofeed.device import DeviceBackend
+    from aiofeed.devices import Device
     from aiofeed.sharing.passing import Passable
     from aiofeed.static_copier import StaticBatch
 
@@ -42,6 +55,63 @@ class Recipe:
     cache: Cache | None = None
     said: Limits | None = None
     passable: Passable | None = None
+
+
+def new_recipe(
+    source: Source[Any] | FromDataset | Tensors,
+    *,
+    length: int,
+    decode: Callable[..., Any] | None,
+    batch_size: int,
+    drop_last: bool,
+    sampled: bool,
+    collate_fn: Collate | None,
+    device: Device | Sequence[Device],
+    transform: Transform | None,
+    on_error: Action | FailurePolicy,
+    cache: Literal["host", "device"] | HostCache | DiskCache | None,
+    limits: Limits | None,
+    in_order: bool,
+    engine: str,
+    static_batches: bool,
+) -> Recipe:
+    """A recipe of what a user hands over; arguments as of ``Feeder``, of which ``source`` is adopted.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range, or two do not go together.
+    """
+    static_batches = a_bool("static_batches", static_batches)
+    recipe = Recipe(
+        source=source,
+        decode=adopt_decoder(source, decode),
+        batch_size=batch_size,
+        collate_fn=adopt_collate(source, collate_fn),
+        backend=resolve_devices(device),
+        transform=a_callable("transform", transform),
+        limits=resolve_limits(limits, batch_size, source, an_engine(engine)),
+        in_order=a_bool("in_order", in_order),
+        length=length,
+        policy=as_policy(on_error),
+        engines=an_engine(engine),
+        said=limits or Limits(),
+    )
+    check_travels(recipe)
+    kept = adopt_cache(
+        cache,
+        source,
+        recipe.decode,
+        engines=recipe.engines,
+        batch_size=batch_size,
+        backend=recipe.backend,
+        collate_fn=recipe.collate_fn,
+        static_batches=static_batches,
+        fingerprint=partial(fingerprint_of, source, length),
+    )
+    recipe = replace(recipe, cache=kept)
+    if static_batches:
+        recipe = with_statics(recipe, drop_last=drop_last, sampled=sampled)
+    check_resident(recipe)
+    return recipe
 
 
 def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
+from aiofeed.cancellation import TaskScope, clear_cancellation, is_cancelled
 from aiofeed.testing import SimulatedDevice
 
 BOUND_S = 20.0
@@ -591,3 +592,56 @@ async def test_an_asynchronous_iterable_is_closed_once(way: str) -> None:
     gc.collect()
     await asyncio.to_thread(until, lambda: not engine_threads())
     assert ended == loops
+
+
+@pytest.mark.parametrize("way", ["cancelled", "cancelled later", "error", "error of another", "error of another later"])
+async def test_a_task_scope_knows_whose_cancellation_it_is(way: str) -> None:
+    """Its tasks are to end once their group does, however that comes; what they did to themselves is taken back."""
+    gone_on: list[str] = []
+
+    async def stubborn() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        assert not is_cancelled()
+        await clear_cancellation()
+        assert not task.cancelling()
+        try:
+            await asyncio.sleep(BOUND_S)
+        except asyncio.CancelledError:
+            for _ in range(10):
+                await asyncio.sleep(0)
+        gone_on.append("swallowed")
+        assert is_cancelled()
+        await clear_cancellation()
+        gone_on.append("not cancelled")
+
+    async def fail(after: int) -> None:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            with TaskScope():
+                group.create_task(stubborn())
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                if way == "error":
+                    raise ZeroDivisionError
+                if way.startswith("error"):
+                    group.create_task(fail(after=5 if way.endswith("later") else 0))
+                if not way.endswith("later"):
+                    await asyncio.sleep(BOUND_S)
+
+    running = asyncio.create_task(run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    if way.startswith("cancelled"):
+        running.cancel()
+    with pytest.raises((asyncio.CancelledError, BaseExceptionGroup)) as raised:
+        await running
+    assert isinstance(raised.value, BaseExceptionGroup) == way.startswith("error")
+    if isinstance(raised.value, BaseExceptionGroup):
+        assert [type(error) for error in raised.value.exceptions] == [ZeroDivisionError]
+    assert gone_on == ["swallowed"]

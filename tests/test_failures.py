@@ -27,8 +27,10 @@ from aiofeed import (
     ReadError,
     SampleError,
 )
-from aiofeed.fetch import BytesFetcher, Outcome
-from aiofeed.guard import StopFlag, Watch
+from aiofeed.blocking_reads import BlockingReader
+from aiofeed.fetch import Outcome
+from aiofeed.guard import StopFlag
+from aiofeed.policy import FailurePolicy
 from aiofeed.testing import SimulatedDevice
 from aiofeed.types import Row
 
@@ -389,7 +391,6 @@ def test_files_read_where_they_are_decoded_fail_by_name(tmp_path: Path) -> None:
     for index in range(8):
         (tmp_path / f"{index}").write_bytes(b"%d" % index)
     source = Files([*sorted(tmp_path.iterdir()), "no\0path"])
-    fetcher = BytesFetcher(source, number, in_place=False)
-    read = fetcher._read_chunk(range(9), Outcome(), Watch(StopFlag()))
+    read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), Outcome(), StopFlag())
     assert read[:8] == [b"%d" % index for index in range(8)]
     assert isinstance(read[8], ValueError)

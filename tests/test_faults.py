@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,18 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import DecodeError, DeviceCopyError, FailurePolicy, Feeder, FeedError, Files, Limits, ReadError, prefetch
+from aiofeed import (
+    BatchFailedError,
+    DecodeError,
+    DeviceCopyError,
+    FailurePolicy,
+    Feeder,
+    FeedError,
+    Files,
+    Limits,
+    ReadError,
+    prefetch,
+)
 from aiofeed.executor import ThreadPool
 from aiofeed.staging import SMALL_BYTES, HostMemory
 from aiofeed.testing import SimulatedDevice
@@ -454,6 +466,117 @@ def test_a_read_that_cancels_itself_is_an_error_of_its_own() -> None:
     ) as feeder:
         [batch] = list(feeder)
     assert batch.tolist() == [0, 1, 2, 3, 4, 6, 7]
+
+
+class LeftCancelled(Numbers):
+    """What some reads do to the task that they run in, as time limits do that never take their cancellation back."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(12)
+        self.way = way
+        self.asked: Counter[int] = Counter()
+
+    async def read(self, index: int) -> bytes:
+        self.asked[index] += 1
+        if index == 5:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            if self.way == "at the next await":
+                return b"%d" % index
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                if self.way == "raised":
+                    raise
+                if self.way == "another error":
+                    raise TimeoutError("too late") from None
+        return b"%d" % index
+
+
+class ManyLeftCancelled(LeftCancelled):
+    """The same for several at a time, and again when each is asked for by itself."""
+
+    async def read_many(self, indices: Sequence[int]) -> list[bytes]:
+        return [await self.read(index) for index in indices]
+
+
+COME_THROUGH = ("kept to itself", "at the next await")
+FAIL = ("raised", "another error")
+LEFT = pytest.mark.parametrize("source", [LeftCancelled, ManyLeftCancelled])
+ALONE_OR_NOT = pytest.mark.parametrize("batch_size", [1, 4])
+
+
+@LEFT
+@ALONE_OR_NOT
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("way", COME_THROUGH)
+def test_a_read_that_leaves_its_task_cancelled_loses_no_batch(
+    way: str, in_order: bool, batch_size: int, source: type[LeftCancelled]
+) -> None:
+    """What it returned counts."""
+    with Feeder(source(way), decode=number, batch_size=batch_size, in_order=in_order) as feeder:
+        assert sorted(values(feeder)) == list(range(12))
+
+
+@LEFT
+@ALONE_OR_NOT
+@pytest.mark.parametrize("way", FAIL)
+def test_a_read_that_fails_and_leaves_its_task_cancelled_is_named(
+    way: str, batch_size: int, source: type[LeftCancelled]
+) -> None:
+    """In its batch's turn, and skipped or replaced where that was asked for."""
+    with Feeder(source(way), decode=number, batch_size=batch_size) as feeder:
+        iterator = iter(feeder)
+        before = [value for _ in range(5 // batch_size) for value in next(iterator).tolist()]
+        assert before == list(range(5 // batch_size * batch_size))
+        with pytest.raises(ReadError, match="number 5"):
+            next(iterator)
+    policy = FailurePolicy("replace", max_failures=1)
+    with Feeder(source(way), decode=number, batch_size=batch_size, on_error=policy) as feeder:
+        assert values(feeder) == [0, 1, 2, 3, 4, 6, *range(6, 12)]
+        assert [failure.key for failure in feeder.failures] == ["number 5"]
+
+
+def test_a_read_that_leaves_its_task_cancelled_is_tried_again() -> None:
+    """As often as the policy says."""
+    source = LeftCancelled("another error")
+    policy = FailurePolicy("skip", retries=2, max_failures=1)
+    with Feeder(source, decode=number, batch_size=1, on_error=policy) as feeder, pytest.raises(BatchFailedError):
+        list(feeder)
+    assert source.asked[5] == 3
+
+
+@pytest.mark.parametrize("way", COME_THROUGH)
+def test_a_replacement_that_leaves_its_task_cancelled_comes_through(way: str) -> None:
+    """The task that makes the batch whole goes on as well."""
+
+    class Missing(LeftCancelled):
+        async def read(self, index: int) -> bytes:
+            if index == 4:
+                raise FileNotFoundError(index)
+            return await super().read(index)
+
+    with Feeder(Missing(way), decode=number, batch_size=4, on_error=FailurePolicy("replace", max_failures=1)) as feeder:
+        assert values(feeder) == [0, 1, 2, 3, 5, 5, *range(6, 12)]
+
+
+class Meddling(Numbers):
+    """A read that cancels a task it does not run in: the one that waits for the whole chunk."""
+
+    async def read(self, index: int) -> bytes:
+        if index < 3:
+            await asyncio.sleep(3600)
+        for task in asyncio.all_tasks():
+            if "Engine._chunk" in repr(task):
+                task.cancel()
+        return b"%d" % index
+
+
+def test_a_task_that_a_source_cancels_elsewhere_is_no_silence() -> None:
+    """Whoever waits for its batch hears of it."""
+    with Feeder(Meddling(), decode=number, batch_size=4) as feeder, pytest.raises(FeedError, match="not by aiofeed"):
+        next(iter(feeder))
 
 
 def test_a_device_beyond_use_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

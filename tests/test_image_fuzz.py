@@ -30,7 +30,7 @@ from aiofeed import DecodeError, DecodeImage
 from aiofeed.decoders.native import native_decoder
 from aiofeed.decoders.opening import FORMATS
 from aiofeed.decoders.turbo import jpeg_decoder
-from aiofeed.fetch import BytesFetcher
+from aiofeed.fetch_bytes import BytesFetcher
 from aiofeed.guard import StopFlag, Watch
 from aiofeed.types import BatchPlan
 

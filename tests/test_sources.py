@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
-from aiofeed.fetch import BytesFetcher
+from aiofeed.fetch_bytes import BytesFetcher
 from aiofeed.sources.reading import read_file
 
 

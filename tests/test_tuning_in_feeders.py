@@ -55,7 +55,7 @@ class FakeMeter(JobMeter):
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpus", lambda: 4)
     # Else so little work would be left to a thread by itself, whatever was found.
-    monkeypatch.setattr("aiofeed.fetch.TINY_DECODE_S", 0.0)
+    monkeypatch.setattr("aiofeed.fetch_bytes.TINY_DECODE_S", 0.0)
     FakeMeter.made = 0
     monkeypatch.setattr(assembler, "JobMeter", FakeMeter)
 
@@ -133,7 +133,7 @@ def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
 ) -> None:
     """Without a look; statistics say what is in force."""
     for name in ("TINY_DECODE_S", "SMALL_DECODE_S"):
-        monkeypatch.setattr(f"aiofeed.fetch.{name}", 1.0)
+        monkeypatch.setattr(f"aiofeed.fetch_bytes.{name}", 1.0)
     monkeypatch.setattr(FakeMeter, "job", lambda meter, samples: None)
     with feeding(Near(), decode=decode, batch_size=BATCH, limits=limits) as feeder:
         for _ in feeder:

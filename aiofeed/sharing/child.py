@@ -185,7 +185,7 @@ class _Worker:
             if self._engine is None:
                 raise WireError("a plan before the source is open")
             if message.opened:
-                self._engine.may_decode.add(message.serial)
+                self._engine.commissions.may_decode.add(message.serial)
             self._plans.put_nowait(self._commission(message))
         elif self._engine is not None:
             self._engine.told(message)

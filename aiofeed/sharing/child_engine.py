@@ -19,6 +19,7 @@ from aiofeed.errors import SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
+from aiofeed.reorder import ReorderBuffer
 from aiofeed.sharing.failures import describe
 from aiofeed.sharing.messages import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
 from aiofeed.sharing.packing import pack
@@ -55,6 +56,34 @@ class AskedOrder:
         return self.ask(position)
 
 
+class CommissionedBuffer(ReorderBuffer):
+    """Batches that may be decoded once the trainer says so. Finished ones leave at once: it puts them in order.
+
+    Args:
+        tell: is told which have been read; ``None`` where nobody wants to know.
+    """
+
+    def __init__(self, tell: Callable[[FromEngine, Sequence[int]], None] | None) -> None:
+        super().__init__(in_order=False, prefetch_batches=_UNBOUNDED)
+        self._tell = tell
+        # By their serials: batches that were opened and are not met yet, and those that were told of.
+        self.may_decode: set[int] = set()
+        self.told_read: set[int] = set()
+
+    def open_gates(self) -> None:
+        """Let those be decoded that the trainer has opened, and tell which have been read."""
+        for entry in self.line:
+            batch: Any = entry
+            serial = batch.plan.serial
+            if serial in self.may_decode:
+                self.may_decode.discard(serial)
+                batch.gate.set()
+                self.opened += 1
+            if self._tell is not None and batch.unaccounted and not batch.unread and serial not in self.told_read:
+                self.told_read.add(serial)
+                self._tell(WasRead(serial), ())
+
+
 class ChildEngine(Engine):
     """The engine, which says what it has finished instead of queueing it, and decodes what the trainer has opened."""
 
@@ -71,6 +100,7 @@ class ChildEngine(Engine):
             cargo.source, cargo.decode, cargo.collate_fn, length=cargo.length, policy=cargo.policy, cache=cargo.cache
         )
         memory = SlotMemory(cargo.keep)
+        self.commissions = CommissionedBuffer(None if cargo.in_order else tell)
         limits = ResolvedLimits(
             read_concurrency=cargo.share(cargo.read_concurrency, number),
             decode_threads=cargo.share(cargo.decode_threads, number),
@@ -90,50 +120,35 @@ class ChildEngine(Engine):
             handoff=Handoff(),
             limits=limits,
             budget=Budget(sys.maxsize),
-            # Finished batches leave at once: the trainer's side puts them in order.
             in_order=False,
             policy=cargo.policy,
             length=cargo.length,
+            buffer=self.commissions,
         )
         self._arriving = steps
         self._tell = tell
         self._slots = memory
-        self._tells_reads = not cargo.in_order
-        self.may_decode: set[int] = set()
         self._lent: dict[int, Slot] = {}
-        self._told_read: set[int] = set()
 
     def told(self, message: Open | Free) -> None:
         """The trainer has opened a batch, or read one."""
         if isinstance(message, Open):
-            self.may_decode.add(message.serial)
-            self._open_gates()
+            self.commissions.may_decode.add(message.serial)
+            self.commissions.open_gates()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
             slot.give_back(message.again)
 
     async def _plan(self) -> None:
         async for step in self._arriving:
             await self._plan_step(step)
-            if self._failed:
+            if self._admission.closed:
                 return
-
-    def _open_gates(self) -> None:
-        for entry in self._line:
-            batch: Any = entry
-            plan = batch.plan
-            if plan.serial in self.may_decode:
-                self.may_decode.discard(plan.serial)
-                batch.gate.set()
-                self._opened += 1
-            if self._tells_reads and batch.unaccounted and not batch.unread and plan.serial not in self._told_read:
-                self._told_read.add(plan.serial)
-                self._tell(WasRead(plan.serial), ())
 
     def _hand_over(self, batch: Batch) -> None:
         self._budget.release(batch.reserved)
         assert isinstance(batch.plan, Commission)
         serial = batch.plan.serial
-        self._told_read.discard(serial)
+        self.commissions.told_read.discard(serial)
         counters = batch.counters
         spent = Spent(counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries)
         failures = [describe(error) for error in batch.failures]
@@ -154,8 +169,8 @@ class ChildEngine(Engine):
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
     ) -> None:
-        if not self._failed:
-            self._failed = True
+        if not self._admission.closed:
+            self._admission.closed = True
             self._tell(Ended(describe(error)), ())
 
 

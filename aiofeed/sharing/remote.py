@@ -80,6 +80,7 @@ class RemoteEngine(Engine):
             length=length,
         )
         self._processes = processes
+        self._executor = executor
         self._memory = memory
         self._wrap = wrap
         # A copy to a device wants its memory pinned, unless the ring is.
@@ -114,7 +115,7 @@ class RemoteEngine(Engine):
 
     def _broke(self, error: FeedError) -> None:
         self._deliver_failure(error)
-        self._room.set()
+        self._admission.room.set()
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         was_read = partial(self._was_read, batch)
@@ -123,7 +124,7 @@ class RemoteEngine(Engine):
 
     def _was_read(self, batch: Batch) -> None:
         batch.unread = 0
-        self._open_gates()
+        self._buffer.open_gates()
 
     async def _assemble(self, batch: Batch, work: Work, opened: bool) -> None:
         if not opened:

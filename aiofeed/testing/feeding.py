@@ -96,23 +96,28 @@ def check_feeder(
         drop_last=True,
         **options,
     )
-    several = isinstance(found, DeviceGroup)
-    number = 0
     with feeder:
-        for _ in feeder.epochs(2):
-            iterator = iter(feeder)
-            while True:
-                # The next batch is asked for on the stream on which it is used.
-                with _streams(consumers, number):
-                    batch = next(iterator, None)
-                    if batch is None:
-                        break
-                    for consumer, part in zip(consumers, batch if several else (batch,), strict=True):
-                        consumer.use(number, part)
-                    del batch, part
-                number += 1
+        number = _train(feeder, consumers, several=isinstance(found, DeviceGroup))
     _compare(source, consumers, number)
     return feeder
+
+
+def _train(feeder: Feeder[Any], consumers: Sequence[_Consumer], *, several: bool) -> int:
+    """Two epochs; how many batches they had. With ``several`` devices a batch has a part for each."""
+    number = 0
+    for _ in feeder.epochs(2):
+        iterator = iter(feeder)
+        while True:
+            # The next batch is asked for on the stream on which it is used.
+            with _streams(consumers, number):
+                batch = next(iterator, None)
+                if batch is None:
+                    break
+                for consumer, part in zip(consumers, batch if several else (batch,), strict=True):
+                    consumer.use(number, part)
+                del batch, part
+            number += 1
+    return number
 
 
 class _streams:  # noqa: N801 - used as a function
