@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import Feeder, Limits, Tensors, order, windows
+from aiofeed import Feeder, Limits, Tensors, lifetime, order, windows
 from aiofeed.order import Stretch, Stretches, Stripe, plans, shuffled
 
 
