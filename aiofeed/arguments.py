@@ -142,10 +142,11 @@ def adopt_cache(
     """
     if cache is None:
         return None
+    from aiofeed.cache.device_rows import DeviceRows
     from aiofeed.cache.disk import DiskCache, DiskStore
     from aiofeed.cache.host import HostCache, HostStore
     from aiofeed.cache.identity import identity
-    from aiofeed.cache.resident import DeviceRows, HostRows
+    from aiofeed.cache.resident import HostRows
     from aiofeed.fetch_cached import cached_form
 
     if cache == "host":

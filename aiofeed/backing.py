@@ -112,7 +112,7 @@ def tie_memory(owner: object, recipe: Recipe) -> None:
     """Let what a cache keeps on a device go with ``owner``; nothing of it waits for the collector."""
     if recipe.cache is None:
         return
-    from aiofeed.cache.resident import DeviceRows
+    from aiofeed.cache.device_rows import DeviceRows
 
     if isinstance(recipe.cache, DeviceRows):
         weakref.finalize(owner, recipe.cache.memory.clear).atexit = False

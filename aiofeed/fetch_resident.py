@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.cache.device_rows import DeviceRows, HeldLeaf
 from aiofeed.cache.layout import Layout
-from aiofeed.cache.resident import DeviceRows, HeldLeaf, ResidentStore
+from aiofeed.cache.resident import ResidentStore
 from aiofeed.cached_forms import UnfitError
 from aiofeed.collate import Assembly, RowAssembly
 from aiofeed.collate_tree import Kept, compact

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.resident import DeviceRows, ResidentStore
+from aiofeed.cache.device_rows import DeviceRows
+from aiofeed.cache.resident import ResidentStore
 from aiofeed.collate_tree import TreeAssembly
 from aiofeed.staging import HostMemory
 from aiofeed.tensors import as_tensor

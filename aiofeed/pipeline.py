@@ -231,7 +231,7 @@ def _attach_cache(recipe: Recipe) -> None:
     """Tell a cache that keeps samples on the device which one it is."""
     if recipe.cache is None:
         return
-    from aiofeed.cache.resident import DeviceRows
+    from aiofeed.cache.device_rows import DeviceRows
 
     if isinstance(recipe.cache, DeviceRows) and not isinstance(recipe.backend, DeviceGroup | None):
         recipe.cache.attach(recipe.backend)
