@@ -155,16 +155,9 @@ def adopt_cache(
         raise TypeError(
             f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
         )
-    if decode is None:
-        why = (
-            "are in memory already"
-            if isinstance(source, Tensors)
-            else "come decoded, labels and random numbers with them"
-        )
-        raise TypeError(
-            f"cache= keeps what decode= makes of bytes; the samples of {type(source).__name__} {why}: leave it out"
-        )
-    form = cached_form(decode)
+    if isinstance(source, Tensors):
+        raise TypeError("cache= keeps samples in memory, and those of Tensors are in memory already: leave it out")
+    form = None if decode is None else cached_form(decode)
     if cache == "device":
         _check_cache_on_device(form, decode, engines, backend, collate_fn, static_batches)
         if backend is None:
@@ -172,11 +165,17 @@ def adopt_cache(
         return DeviceRows(len(source), batch_size)
     assert isinstance(cache, HostCache | DiskCache)
     if isinstance(cache, DiskCache):
+        if decode is None:
+            raise TypeError(
+                f"a DiskCache is for later runs, too, and nothing tells what the items of {source!r} are made of and "
+                f'by: pass cache="host" or "device"'
+            )
         return DiskStore(len(source), cache, fingerprint(), identity(decode))
     if engines:
+        way_out = "" if decode is None else "cache=DiskCache(path), which they share, or "
         raise ValueError(
             'cache="host" is memory of this process, and engine="process" decodes in others: pass '
-            'cache=DiskCache(path), which they share, or engine="thread"'
+            f'{way_out}engine="thread"'
         )
     return HostStore(len(source), cache, machine.free_memory)
 
@@ -203,7 +202,7 @@ def resolve_limits(limits: Limits | None, batch_size: int, source: object, engin
 
 
 def _check_cache_on_device(
-    form: Form,
+    form: Form | None,
     decode: object,
     engines: int,
     backend: DeviceBackend | DeviceGroup | None,
@@ -211,7 +210,7 @@ def _check_cache_on_device(
     static_batches: bool,
 ) -> None:
     """``ValueError`` where batches cannot be views of permuted rows."""
-    if not form.direct:
+    if form is not None and not form.direct:
         raise ValueError(
             f'cache="device" with decode={decode!r}: its random augmentation runs on the CPU, sample by sample, and '
             f'samples that are on the device do not come by there. Use cache="host", or augment batches in transform='
@@ -223,8 +222,8 @@ def _check_cache_on_device(
         )
     if engines:
         raise ValueError(
-            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread", '
-            "or cache=DiskCache(path), which they share"
+            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread"'
+            + ("" if form is None else ", or cache=DiskCache(path), which they share")
         )
     if isinstance(backend, DeviceGroup):
         raise ValueError(

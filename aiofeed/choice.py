@@ -42,7 +42,11 @@ def new_fetcher(
 ) -> Fetcher:
     """What reads and decodes."""
     if isinstance(source, FromDataset):
-        return DatasetFetcher(source, policy)
+        if cache is None:
+            return DatasetFetcher(source, policy)
+        from aiofeed.fetch_kept_items import KeptItemsFetcher
+
+        return KeptItemsFetcher(source, policy, store=cache)
     assert decode is not None
     in_place = collate_fn is None and decodes_in_place(decode)
     make: Callable[..., Fetcher] = BytesFetcher
@@ -80,9 +84,13 @@ def new_assembly(
     if collate_fn is not None:
         return kinds.collate(samples, collate_fn, lease if staged else None)
     if cached:
+        from aiofeed.fetch_kept_items import KeptItemsFetcher
         from aiofeed.fetch_resident import ResidentFetcher
 
-        if isinstance(fetcher, ResidentFetcher) and (held := fetcher.assembly(samples, lease)) is not None:
+        if (
+            isinstance(fetcher, ResidentFetcher | KeptItemsFetcher)
+            and (held := fetcher.assembly(samples, lease)) is not None
+        ):
             return held
     if decodes_in_place(decode):
         return kinds.rows(decode.row, samples, lease, targets=fetcher.has_targets)  # type: ignore[union-attr]

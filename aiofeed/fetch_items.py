@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiofeed.collate import Assembly
 from aiofeed.collate_tree import misfit_error
@@ -21,6 +21,9 @@ from aiofeed.reading import Encoded
 from aiofeed.retries import retry_blocking
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.types import BatchPlan
+
+Put: TypeAlias = Callable[[int, Any], None]
+"""What stores an item at a position of its batch."""
 
 
 class DatasetFetcher:
@@ -59,24 +62,26 @@ class DatasetFetcher:
 
     def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
         """Get the items and store them."""
+        return self._get_items(plan, range(start, start + len(encoded)), assembly.put, watch)
+
+    def _get_items(self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: Watch) -> Outcome:
         outcome = Outcome()
         if watch.guard is not None:
             watch.guard.outcome = outcome
         started = time.perf_counter()
-        positions = range(start, start + len(encoded))
         # A limit on the time of one item is kept by asking for one at a time.
         many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
         plain = watch.guard is None and not self._policy.retries
         dataset = self._source.dataset
-        if not many or not self._put_many(plan, positions, assembly, outcome):
+        if not many or not self._put_many(plan, positions, put, outcome):
             for position in positions:
                 if watch.stop.stopped:
                     break
                 try:
                     if plain:
-                        assembly.put(position, dataset[plan.indices[position]])
+                        put(position, dataset[plan.indices[position]])
                     else:
-                        self._put_one(plan, position, assembly, watch, outcome)
+                        self._put_one(plan, position, put, watch, outcome)
                 except AbandonedError:
                     raise
                 except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
@@ -88,25 +93,25 @@ class DatasetFetcher:
                         break
         outcome.decode_s = time.perf_counter() - started
         if not outcome.retries:
-            self._pace.observe(outcome.decode_s, len(encoded))
+            self._pace.observe(outcome.decode_s, len(positions))
         return outcome
 
-    def _put_many(self, plan: BatchPlan, positions: range, assembly: Assembly, outcome: Outcome) -> bool:
+    def _put_many(self, plan: BatchPlan, positions: Sequence[int], put: Put, outcome: Outcome) -> bool:
         """Get all items in one call; False where that fails, and each has to be asked for to learn which it was."""
         try:
-            items = self._source.items(plan.indices[positions.start : positions.stop])
+            items = self._source.items([plan.indices[position] for position in positions])
         except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; asked one by one, it names who failed
             return False
         for position, item in zip(positions, items, strict=True):
             try:
-                assembly.put(position, item)
+                put(position, item)
             except BaseException as error:  # noqa: BLE001 - the item's own methods may raise anything
                 outcome.errors.append((position, self._named(error, plan.indices[position])))
                 if self._policy.action == "raise":
                     break
         return True
 
-    def _put_one(self, plan: BatchPlan, position: int, assembly: Assembly, watch: Watch, outcome: Outcome) -> None:
+    def _put_one(self, plan: BatchPlan, position: int, put: Put, watch: Watch, outcome: Outcome) -> None:
         get = partial(self._get, plan.indices[position], position, watch.guard)
         try:
             item = get()
@@ -120,10 +125,10 @@ class DatasetFetcher:
             if isinstance(item, BaseException):
                 raise item from None
         if watch.guard is None:
-            assembly.put(position, item)
+            put(position, item)
         else:
             with watch.guard.commit():
-                assembly.put(position, item)
+                put(position, item)
 
     def _get(self, index: int, position: int, guard: Guard | None) -> Any:
         if guard is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.device_rows import DeviceRows, HeldLeaf
+from aiofeed.cache.device_rows import DeviceRows, HeldLeaf, Places
 from aiofeed.cache.layout import Layout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.cached_forms import UnfitError
@@ -50,7 +50,8 @@ class HeldAssembly(RowAssembly):
         """The rows, to be completed on the device, or the list of rows and targets."""
         batch = super().finish(keys, kept)
         rows = batch if self._targets is None else batch[0]
-        held = HeldLeaf(rows, compact(self._indices, kept), compact(self._there, kept), self._store)
+        indices, there = compact(self._indices, kept), compact(self._there, kept)
+        held = HeldLeaf(rows, Places(indices, there, self._store, pinned=rows.pinned))
         return held if self._targets is None else [held, *batch[1:]]
 
 

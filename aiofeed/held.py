@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.device_rows import DeviceRows
+from aiofeed.cache.layout import ItemLayout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.collate_tree import TreeAssembly
+from aiofeed.item_forms import batch_of
 from aiofeed.staging import HostMemory
 from aiofeed.tensors import as_tensor
 from aiofeed.tree import leaves, map_leaves
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """Decoded samples and their targets, where they are kept.
+    """Decoded samples and their targets, or a ``Dataset``'s items, where they are kept.
 
     Args:
         store: what is kept; samples that are not are never asked for.
@@ -33,10 +35,10 @@ class Held:
         self.samples = store.held
         self._name = f"{len(store):,} samples, each a {store.layout}"
         self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
-        rows = store.data()
-        self.tensors: tuple[torch.Tensor, ...] = (rows,)
+        self.tensors: tuple[torch.Tensor, ...] = tuple(store.data())
         # So many of the tensors, the first ones, are on the device.
-        self.there = 1 if isinstance(store, DeviceRows) else 0
+        self.there = len(self.tensors) if isinstance(store, DeviceRows) else 0
+        self._items = store.layout if isinstance(store.layout, ItemLayout) else None
         self._structure: Any = None
         if targets:
             collated = _collated(store)
@@ -49,6 +51,8 @@ class Held:
 
     def batch(self, rows: list[torch.Tensor]) -> Any:
         """A batch as it comes from the source, of the rows of each tensor."""
+        if self._items is not None:
+            return batch_of(rows, self._items)
         first = rows[0] if self._axes is None else _permuted(rows[0], self._axes)
         if self._structure is None:
             return first

@@ -8,7 +8,18 @@ from aiofeed.errors import DecodeError, ReadError, SampleError
 
 # Our own modules through which the user's code is called.
 _HERE = os.path.dirname(__file__)
-_NAMES = ("blocking_reads", "fetch_bytes", "fetch_items", "fetch_cached", "cached_forms", "reading", "guard", "retries")
+_NAMES = (
+    "blocking_reads",
+    "fetch_bytes",
+    "fetch_items",
+    "fetch_cached",
+    "fetch_kept_items",
+    "cached_forms",
+    "item_forms",
+    "reading",
+    "guard",
+    "retries",
+)
 _OURS = frozenset(os.path.join(_HERE, f"{name}.py") for name in _NAMES)
 
 

@@ -153,9 +153,10 @@ class Pipeline:
         """Let a cache that keeps samples where batches are wanted take its memory; whether it could."""
         if self._recipe.cache is None:
             return True
+        from aiofeed.fetch_kept_items import KeptItemsFetcher
         from aiofeed.fetch_resident import ResidentFetcher
 
-        if isinstance(self._fetcher, ResidentFetcher):
+        if isinstance(self._fetcher, ResidentFetcher | KeptItemsFetcher):
             try:
                 await self._fetcher.prepare(self.runtime.decode_pool)
             except CacheError as error:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import CacheError, DecodeImage, FailurePolicy, Feeder, Files, FromDataset, Limits, Tensors
+from aiofeed import CacheError, DecodeImage, FailurePolicy, Feeder, Files, Limits, Tensors
 from aiofeed.pipeline import Pipeline
 from aiofeed.resident import Resident
 from aiofeed.testing import SimulatedDevice
@@ -349,8 +349,6 @@ def test_what_cannot_be_resident_is_refused_with_a_way_out(options: dict[str, An
 def test_data_that_are_in_memory_need_no_cache() -> None:
     with pytest.raises(TypeError, match="in memory already"):
         Feeder(Tensors(torch.zeros(4)), batch_size=2, cache="device")
-    with pytest.raises(TypeError, match="come decoded"):
-        Feeder(FromDataset([1, 2, 3]), batch_size=2, cache="device")  # type: ignore[arg-type]
 
 
 @DEVICES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class DeviceRows(ResidentStore):
 
     def _blank(self) -> None:
         super()._blank()
-        # The rows, once there is room for them: in a list, that whoever ends their life empties it by a C function.
+        # The columns, once there is room for them: in a list, that whoever ends their life empties it by a C function.
         self.memory: list[torch.Tensor] = []
         self._backend: DeviceBackend | None = None
 
@@ -65,12 +66,14 @@ class DeviceRows(ResidentStore):
         self._check_room(layout, free, where)
         try:
             with torch.inference_mode(False), torch.no_grad(), backend.on(backend.side_stream()):
-                seed = torch.from_numpy(np.empty(1, carrier(np.dtype(layout.dtype))))
-                one = backend.copy(seed)
-                # The copy reads the host's memory when it runs.
-                backend.record(backend.side_stream()).synchronize()
-                self.memory.append(one.new_empty((self.samples, *layout.shape)))
+                for column in layout.columns:
+                    seed = torch.from_numpy(np.empty(1, carrier(np.dtype(column.dtype))))
+                    one = backend.copy(seed)
+                    # The copy reads the host's memory when it runs.
+                    backend.record(backend.side_stream()).synchronize()
+                    self.memory.append(one.new_empty((self.samples, *column.shape)))
         except torch.OutOfMemoryError as error:
+            self.memory.clear()
             # Without the traceback, whose frames hold device memory.
             raise self._no_room(layout, free, where) from error.with_traceback(None)
 
@@ -80,19 +83,59 @@ class DeviceRows(ResidentStore):
     def take(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Nothing to do: they come to their batch on the device."""
 
-    def gather(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows at indices on the device, in memory of their own; on the current stream."""
-        return self.memory[0].index_select(0, indices)
+    def gather(self, indices: torch.Tensor, column: int) -> torch.Tensor:
+        """Rows of a column at indices on the device, in memory of their own; on the current stream."""
+        return self.memory[column].index_select(0, indices)
 
-    def keep(self, at: torch.Tensor, rows: torch.Tensor, indices: NDArray[np.int64]) -> None:
-        """Copy rows to where they stay; on the current stream, which later work on them follows."""
-        self.memory[0].index_copy_(0, at, rows)
-        self._slots[indices] = indices
+    def keep(self, at: torch.Tensor, rows: torch.Tensor, indices: NDArray[np.int64], column: int) -> None:
+        """Copy rows to where they stay; on the current stream, which later work on them follows.
 
-    def data(self) -> torch.Tensor:
+        The columns of a batch come in their order: with the last of them its samples are there.
+        """
+        self.memory[column].index_copy_(0, at, rows)
+        if column == len(self.memory) - 1:
+            self._slots[indices] = indices
+
+    def data(self) -> list[torch.Tensor]:
         """The rows, on the device; work on them belongs on the side stream."""
         assert self.layout is not None
-        return self.memory[0].view(torch_dtype(self.layout))
+        return [rows.view(torch_dtype(column)) for column, rows in zip(self.layout.columns, self.memory, strict=True)]
+
+
+class Places:
+    """Which samples a batch has, and which of them are on the device; for the leaves of one batch, one after another.
+
+    Args:
+        indices: int64 [N], the samples.
+        there: bool [N], which are on the device already.
+        store: where they are.
+        pinned: whether ``indices`` is page-locked.
+    """
+
+    def __init__(
+        self, indices: NDArray[np.int64], there: NDArray[np.bool_], store: DeviceRows, *, pinned: bool
+    ) -> None:
+        self.indices = indices
+        self.store = store
+        self.old = np.flatnonzero(there)
+        self._pinned = pinned
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def new(self) -> NDArray[np.int64]:
+        """Positions of what is to be kept; asked for when the first leaf arrives.
+
+        Once each: of two that are written to one place at the same time, a device might keep some of either.
+        """
+        missing = np.flatnonzero(~self.store.has(self.indices))
+        _, first = np.unique(self.indices[missing], return_index=True)
+        return missing if len(first) == len(missing) else missing[np.sort(first)]
+
+    def copied(self, name: str, numbers: NDArray[np.int64], copy: Callable[[ArrayLeaf], Any]) -> torch.Tensor:
+        """``numbers`` on the device, copied there for the first leaf that asks for them."""
+        if name not in self._copies:
+            self._copies[name] = copy(ArrayLeaf(numbers, pinned=self._pinned and numbers is self.indices))
+        return self._copies[name]
 
 
 class HeldLeaf(DeviceLeaf):
@@ -100,45 +143,45 @@ class HeldLeaf(DeviceLeaf):
 
     Args:
         rows: the batch in host memory; what stands in rows that are there does not matter.
-        indices: int64 [N], which samples they are.
-        there: bool [N], which are on the device.
-        store: where they are.
+        places: which samples they are.
+        column: in which of the store's columns they are.
     """
 
-    def __init__(
-        self, rows: ArrayLeaf, indices: NDArray[np.int64], there: NDArray[np.bool_], store: DeviceRows
-    ) -> None:
+    def __init__(self, rows: ArrayLeaf, places: Places, column: int = 0) -> None:
         self._rows = rows
-        self._indices = indices
-        self._there = there
-        self._store = store
+        self._places = places
+        self._column = column
 
     def arrive(self, copy: Callable[[ArrayLeaf], Any]) -> Any:
         """The batch on the device, in memory of its own. On the side stream."""
         import torch
 
-        store, layout = self._store, self._store.layout
-        assert layout is not None
-        pinned = self._rows.pinned
+        places, column = self._places, self._column
+        store = places.store
+        assert store.layout is not None
         with torch.no_grad():
-            if self._there.all():
-                rows = store.gather(copy(ArrayLeaf(self._indices, pinned=pinned)))
+            if len(places.old) == len(places.indices):
+                rows = store.gather(places.copied("all", places.indices, copy), column)
             else:
                 memory = self._rows.memory
-                rows = copy(ArrayLeaf(memory.view(carrier(memory.dtype)), pinned=pinned))
-                if not self._there.any():
-                    store.keep(copy(ArrayLeaf(self._indices, pinned=pinned)), rows, self._indices)
-                else:
-                    self._mix(rows, copy)
-            rows = rows.view(torch_dtype(layout))
+                rows = copy(ArrayLeaf(memory.view(carrier(memory.dtype)), pinned=self._rows.pinned))
+                self._keep(rows, copy)
+                if len(old := places.old):
+                    held = store.gather(places.copied("held", places.indices[old], copy), column)
+                    rows.index_copy_(0, places.copied("old", old, copy), held)
+            rows = rows.view(torch_dtype(store.layout.columns[column]))
         axes = self._rows.axes
         return rows if axes is None else rows.permute(axes)
 
-    def _mix(self, rows: Any, copy: Callable[[ArrayLeaf], Any]) -> None:
-        old, new = np.flatnonzero(self._there), np.flatnonzero(~self._there)
-        held, fresh = (copy(ArrayLeaf(self._indices[at])) for at in (old, new))
-        self._store.keep(fresh, rows.index_select(0, copy(ArrayLeaf(new))), self._indices[new])
-        rows.index_copy_(0, copy(ArrayLeaf(old)), self._store.gather(held))
+    def _keep(self, rows: torch.Tensor, copy: Callable[[ArrayLeaf], Any]) -> None:
+        places, new = self._places, self._places.new
+        store, column = places.store, self._column
+        if len(new) == len(places.indices):
+            store.keep(places.copied("all", places.indices, copy), rows, places.indices, column)
+        elif len(new):
+            fresh = rows.index_select(0, places.copied("new", new, copy))
+            indices = places.indices[new]
+            store.keep(places.copied("fresh", indices, copy), fresh, indices, column)
 
 
 def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:

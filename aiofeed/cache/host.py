@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, told_bytes
-from aiofeed.cache.store import Store
+from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
+from aiofeed.cache.store import COMING, NONE, Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 log = logging.getLogger("aiofeed")
-
-_COMING = -2
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,14 @@ class HostStore(Store):
         if capacity < self.samples:
             log.warning(
                 "the cache keeps %d of %d samples: all need %s, and it may have %s%s; the others are decoded in every "
-                "epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) keeps samples in a file)",
+                "epoch (HostCache(max_bytes=...) sets the limit%s)",
                 capacity,
                 self.samples,
                 told_bytes(self.samples * layout.nbytes),
                 told_bytes(limit),
                 "" if self._cache.max_bytes is not None else f", half of what is free for {ranks} rank(s) of this host",
+                # A Dataset's items can be kept in memory alone.
+                "" if isinstance(layout, ItemLayout) else ", DiskCache(path) keeps samples in a file",
             )
         # Private to this process: a fork has a copy. The system gives pages as they are written to.
         self._arena = np.empty((capacity, layout.nbytes), np.uint8)
@@ -89,11 +89,11 @@ class HostStore(Store):
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
         """Keep a sample, where there is room and it is not kept already."""
         with self._lock:
-            if self._slots[index] != -1 or self._used == len(self._arena):
+            if self._slots[index] != NONE or self._used == len(self._arena):
                 return
             slot = self._used
             self._used += 1
-            self._slots[index] = _COMING
+            self._slots[index] = COMING
         self._arena[slot] = row
         self._slots[index] = slot
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.host import local_ranks
-from aiofeed.cache.layout import Layout, told_bytes
-from aiofeed.cache.store import Store
+from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
+from aiofeed.cache.store import COMING, NONE, Store
 from aiofeed.cache.targets import kind_of
 from aiofeed.errors import CacheError
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_WAY_OUT = 'cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
+_WAY_OUT = 'cache="host" keeps as many as fit into host memory'
+_OR_A_FILE = f"{_WAY_OUT}, and DiskCache(path) keeps them in a file"
 
 
 class ResidentStore(Store):
@@ -74,7 +75,7 @@ class ResidentStore(Store):
         if kind is None:
             raise CacheError(
                 f'cache="device" keeps targets that are numbers, tensors, arrays, or tuples and dicts of these, and '
-                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {_WAY_OUT}"
+                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {_OR_A_FILE}"
             )
         with self._lock:
             if not self.targets:
@@ -83,12 +84,12 @@ class ResidentStore(Store):
         if kind != self._kind:
             raise CacheError(
                 f'cache="device" keeps targets that are all alike; the first was {self._kind}, this one is {kind}; '
-                f"{_WAY_OUT}"
+                f"{_OR_A_FILE}"
             )
         self.targets[index] = target
 
-    def data(self) -> Any:
-        """The rows, [samples, ...]: a tensor, on the device where there is one. As the decoder's memory has them."""
+    def data(self) -> list[torch.Tensor]:
+        """The rows of each column, [samples, ...], on the device where there is one, as they lie in memory."""
         raise NotImplementedError
 
     def _check_room(self, layout: Layout, free: int | None, where: str) -> None:
@@ -104,7 +105,8 @@ class ResidentStore(Store):
         return CacheError(
             f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {told_bytes(layout.nbytes)} each '
             f"({layout}) take {told_bytes(self.samples * layout.nbytes)}, and two batches "
-            f"{told_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; {_WAY_OUT}"
+            f"{told_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
+            f"{_WAY_OUT if isinstance(layout, ItemLayout) else _OR_A_FILE}"
         )
 
 
@@ -120,27 +122,49 @@ class HostRows(ResidentStore):
         self._free_memory = free_memory
         super().__init__(samples, batch_size)
 
+    def _blank(self) -> None:
+        super()._blank()
+        self._columns: list[NDArray[np.uint8]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_columns"}
+
     def _open(self, layout: Layout) -> None:
         ranks = local_ranks()
         shared = f" for each of {ranks} ranks" if ranks > 1 else ""
         free, where = self._free_memory() // ranks, f"into host memory{shared}"
         self._check_room(layout, free, where)
         try:
-            self._arena = np.empty((self.samples, layout.nbytes), np.uint8)
+            self._columns = [np.empty((self.samples, column.nbytes), np.uint8) for column in layout.columns]
         except MemoryError as error:
             raise self._no_room(layout, free, where) from error
+        self._arena = self._columns[0]
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
-        """Keep a sample. A second time it has the same bytes."""
-        if self._slots[index] < 0:
-            self._arena[index] = row
-            self._slots[index] = index
+        """Keep a sample, where it is not kept already."""
+        with self._lock:
+            if self._slots[index] != NONE:
+                return
+            self._slots[index] = COMING
+        layout = self.layout
+        pieces = layout.pieces(row) if isinstance(layout, ItemLayout) else [row]
+        for column, piece in zip(self._columns, pieces, strict=True):
+            column[index] = piece
+        self._slots[index] = index
 
-    def data(self) -> torch.Tensor:
-        """The rows; a view."""
+    def row(self, index: int) -> NDArray[np.uint8]:
+        """The bytes of a sample that ``has`` said is there; not to be written to."""
+        if len(self._columns) == 1:
+            return super().row(index)
+        return np.concatenate([column[index] for column in self._columns])
+
+    def data(self) -> list[torch.Tensor]:
+        """The rows of each column; views."""
         import torch
 
         assert self.layout is not None
-        layout = self.layout
-        rows = torch.from_numpy(self._arena.view(layout.dtype).reshape(self.samples, *layout.shape))
-        return rows if layout.torch_dtype is None else rows.view(getattr(torch, layout.torch_dtype))
+        found = []
+        for column, rows in zip(self.layout.columns, self._columns, strict=True):
+            typed = torch.from_numpy(rows.view(column.dtype).reshape(self.samples, *column.shape))
+            found.append(typed if column.torch_dtype is None else typed.view(getattr(torch, column.torch_dtype)))
+        return found

@@ -14,7 +14,9 @@ from aiofeed.cache.layout import Layout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_NONE = -1
+# In the place of a slot: nothing is kept; what is kept is being written.
+NONE = -1
+COMING = -2
 
 
 class Store(ABC):
@@ -34,7 +36,7 @@ class Store(ABC):
     def _blank(self) -> None:
         self.layout: Layout | None = None
         self._arena: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        self._slots: NDArray[np.int64] = np.full(self.samples, _NONE, np.int64)
+        self._slots: NDArray[np.int64] = np.full(self.samples, NONE, np.int64)
         self._renew()
 
     def _renew(self) -> None:
