@@ -17,7 +17,7 @@ from aiofeed.collate import Assembly
 from aiofeed.delivery import DeviceDelivery, HostDelivery
 from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
-from aiofeed.errors import CacheError, as_exception
+from aiofeed.errors import as_exception
 from aiofeed.fetch import Fetcher
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
@@ -159,7 +159,7 @@ class Pipeline:
         if isinstance(self._fetcher, ResidentFetcher | KeptItemsFetcher):
             try:
                 await self._fetcher.prepare(self.runtime.decode_pool)
-            except CacheError as error:
+            except Exception as error:  # noqa: BLE001 - whatever the device says, the consumer must hear of it
                 self._finished.put(Failed(error))
                 return False
         return True

@@ -15,7 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import CacheError, DiskCache, FailurePolicy, Feeder, FromDataset, HostCache, Limits
+from aiofeed import CacheError, DeviceCopyError, DiskCache, FailurePolicy, Feeder, FromDataset, HostCache, Limits
+from aiofeed.cache.layout import ItemLayout
+from aiofeed.cache.resident import HostRows
+from aiofeed.item_forms import item_layout, parts_of
 from aiofeed.pipeline import Pipeline
 from aiofeed.resident import Resident
 from aiofeed.testing import SimulatedDevice
@@ -198,6 +201,16 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
                     batches += [flat(batch) for batch in iterator]
             assert found == expected
             assert cached.state_dict() == plain.state_dict()
+
+
+@CACHES
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_more_threads_than_were_said(cache: Any, threads: int) -> None:
+    """To learn what items look like, too."""
+    dataset = Items(60)
+    with Feeder(FromDataset(dataset, threads=threads), batch_size=3, cache=cache) as feeder:
+        for _ in range(2):
+            assert len(list(feeder)) == 20
     assert dataset.most <= threads
 
 
@@ -350,10 +363,11 @@ def test_an_item_that_is_changed_after_it_was_given(kind: str | None, cache: Any
         memory[:] = index
         return memory
 
-    feeder: Feeder[Any] = Feeder(Items(9, item), batch_size=2, cache=cache, device=device_of(kind))
+    order = [5, 4, 3, 2, 1, 0]
+    feeder: Feeder[Any] = Feeder(Items(6, item), batch_size=2, sampler=order, cache=cache, device=device_of(kind))
     with feeder:
         for _ in range(3):
-            assert [row[0] for batch in feeder for row in batch.cpu().tolist()] == list(range(9))
+            assert [row[0] for batch in feeder for row in batch.cpu().tolist()] == order
 
 
 @DEVICES
@@ -375,7 +389,7 @@ def test_random_items_stay_as_they_came_first(kind: str | None, cache: Any) -> N
 @CACHES
 @pytest.mark.parametrize("threads", [1, 3])
 def test_random_items_that_come_again_are_whole(kind: str | None, cache: Any, threads: int) -> None:
-    """Of an item that is made twice at the same time one is kept, all parts of it."""
+    """Of an item that is made twice at the same time one is kept, all parts of it; the first, where one thread asks."""
 
     def item(index: int) -> Any:
         drawn = torch.rand(4)
@@ -384,14 +398,51 @@ def test_random_items_that_come_again_are_whole(kind: str | None, cache: Any, th
     order = [5, 5, 3, 5, 1, 3, 3, 1, 1, 1, 2, 5, 5, 0, 0, 0]
     source = FromDataset(Items(9, item), threads=threads)
     feeder: Feeder[Any] = Feeder(source, batch_size=4, sampler=order, cache=cache, device=device_of(kind))
+    first: dict[int, tuple[float, ...]] = {}
     with feeder:
         for epoch in range(4):
             seen: dict[int, set[tuple[float, ...]]] = {}
             for drawn, other, indices in feeder:
                 assert flat(drawn) == flat(other["same"])
                 for index, row in zip(indices.cpu().tolist(), drawn.cpu().tolist(), strict=True):
+                    first.setdefault(index, tuple(row))
                     seen.setdefault(index, set()).add(tuple(row))
             assert not epoch or all(len(rows) == 1 for rows in seen.values())
+            assert not epoch or threads > 1 or seen == {index: {row} for index, row in first.items()}
+
+
+def test_an_item_that_two_threads_keep_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while another is written changes nothing of it."""
+    store = HostRows(2, 1, lambda: 1 << 20)
+    layout = item_layout((1, 2))
+    store.begin(layout)
+    one, other = (layout.pack(parts_of(item, layout)) for item in ((1, 1), (2, 2)))
+    pieces = ItemLayout.pieces
+
+    def interrupted(self: ItemLayout, row: Any) -> Any:
+        first, second = pieces(self, row)
+        yield first
+        if row is one:
+            store.put(0, other)
+        yield second
+
+    monkeypatch.setattr(ItemLayout, "pieces", interrupted)
+    store.put(0, one)
+    assert store.has(np.array([0])).all()
+    assert store.row(0).tobytes() == one.tobytes()
+
+
+@pytest.mark.parametrize("at", range(1, 14))
+def test_a_copy_that_fails(at: int) -> None:
+    """What came to the device in part is not there: the next epoch has it right."""
+    backend = SimulatedDevice(copy_fails_at=at)
+    plain = [flat(batch) for batch in Feeder(Items(item="dict"), batch_size=4)]
+    with Feeder(Items(item="dict"), batch_size=4, cache="device", device=backend) as feeder:
+        with pytest.raises(DeviceCopyError, match="simulated device error"):
+            list(feeder)
+        for _ in range(3):
+            assert [flat(batch) for batch in feeder] == plain
+        assert isinstance(feeder._passes.pipeline, Resident)
 
 
 # What items are, what the ninth is, and what is said of that.

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import CacheError, DecodeImage, FailurePolicy, Feeder, Files, Limits, Tensors
+from aiofeed import CacheError, DecodeImage, DeviceCopyError, FailurePolicy, Feeder, Files, Limits, Tensors
 from aiofeed.pipeline import Pipeline
 from aiofeed.resident import Resident
 from aiofeed.testing import SimulatedDevice
@@ -314,6 +314,16 @@ def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: A
         feeder.close()
         gc.collect()
         assert backend.allocated_bytes == 0
+
+
+def test_a_device_that_fails_when_the_memory_is_taken() -> None:
+    """An error at the `for` line; the next epoch tries again."""
+    backend = SimulatedDevice(copy_fails_at=1)
+    with Feeder(Numbers(), decode=tensor, batch_size=4, cache="device", device=backend) as feeder:
+        with pytest.raises(DeviceCopyError, match=r"memory for the cache on simulated:0 failed.*at copy 1"):
+            next(iter(feeder))
+        for _ in range(2):
+            assert len(list(feeder)) == 6
 
 
 def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

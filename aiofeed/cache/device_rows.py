@@ -10,6 +10,7 @@ import numpy as np
 
 from aiofeed.cache.layout import Layout, told_bytes
 from aiofeed.cache.resident import ResidentStore
+from aiofeed.errors import DeviceCopyError
 from aiofeed.types import ArrayLeaf, DeviceLeaf
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class DeviceRows(ResidentStore):
         free = None if found is None else found[0]
         where = f"on {backend.name}" + ("" if found is None else f" ({told_bytes(found[1])})")
         self._check_room(layout, free, where)
+        self.memory.clear()  # of an attempt that failed
         try:
             with torch.inference_mode(False), torch.no_grad(), backend.on(backend.side_stream()):
                 for column in layout.columns:
@@ -76,6 +78,10 @@ class DeviceRows(ResidentStore):
             self.memory.clear()
             # Without the traceback, whose frames hold device memory.
             raise self._no_room(layout, free, where) from error.with_traceback(None)
+        except Exception as error:
+            raise DeviceCopyError(
+                f"taking memory for the cache on {backend.name} failed: {type(error).__name__}: {error}"
+            ) from error
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
         """Nothing to do: it is kept when its batch is on the device."""
