@@ -94,9 +94,7 @@ class DevicePass:
         """The batch on the device, the caller's current stream made to wait for its copy."""
         if not self.pass_.touched:
             self._runtime.call(self._attachment.touch, self.pass_)
-        batch = self._copier.deliver(item.batch)
-        self._thread.taken(item)
-        return batch
+        return self._thread.take(item)
 
     def stop(self) -> None:
         """The pass wants no more; never blocks."""

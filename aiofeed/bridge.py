@@ -200,9 +200,7 @@ class _CopiedDelivery(_PullDelivery):
             producer.at_exit(self._thread.stop)
 
     def take(self, item: Ready) -> Any:
-        batch = self._copier.deliver(item.batch)
-        self._thread.taken(item)
-        return batch
+        return self._thread.take(item)
 
     def launch(self) -> None:
         self._thread.launch()

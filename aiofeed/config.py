@@ -32,7 +32,8 @@ class Limits:
             Chosen: 2, and with processes 3, so that word of one that was taken need not come at once.
         memory_bytes: encoded plus decoded bytes in flight, the batches that wait included, those handed out not.
             One batch may always proceed. Chosen: a quarter of the free memory, at most 4 GiB.
-        device_batches: batches that are on the device, or on their way, before the consumer asks. Chosen: 2.
+        device_batches: batches that are on the device, or on their way, before the consumer asks. Chosen: 2. Those that
+            were handed out, and whose work the device still has before it, are up to 4 more.
 
     At most ``prefetch_batches + ceil(read_concurrency / batch_size) + 1`` batches are finished or being assembled.
 

@@ -60,6 +60,7 @@ class Copier:
         self.backend = backend
         self.transform = transform
         self._side: Stream = backend.side_stream()
+        self._used_on: Stream = None
         self._reading: _Sources = deque()
         # Copies may outlive the copier; a C function, because the collector may call it in any thread.
         weakref.finalize(self, _orphans.append, self._reading).atexit = False
@@ -121,7 +122,16 @@ class Copier:
         for leaf in leaves(in_flight.batch):
             if is_tensor(leaf):
                 backend.hold(leaf, stream)
+        self._used_on = stream
         return in_flight.batch
+
+    def used(self) -> Event:
+        """An event after what has been queued by now on the stream of the last ``deliver``, where its batch is used.
+
+        That need not be the stream which is current now; before the first ``deliver`` it is.
+        """
+        backend = self.backend
+        return backend.record(backend.current_stream() if self._used_on is None else self._used_on)
 
     def release(self) -> None:
         """Let go of host memory whose copies are complete; ``issue`` does it too. Not for two threads at once."""

@@ -113,9 +113,7 @@ class DeviceDelivery:
 
     def take(self, item: Ready) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy."""
-        batch = self._copier.deliver(item.batch)
-        self._thread.taken(item)
-        return batch
+        return self._thread.take(item)
 
     def stop(self) -> None:
         """Stop the threads; never blocks."""

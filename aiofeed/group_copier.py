@@ -74,6 +74,10 @@ class GroupCopier:
         """The parts, each for work on the calling thread's current stream of its device. Never blocks."""
         return tuple([copier.deliver(part) for copier, part in zip(self._copiers, in_flight.batch, strict=True)])
 
+    def used(self) -> Event:
+        """An event after what has been queued by now on each device's stream of the last ``deliver``."""
+        return _All([copier.used() for copier in self._copiers])
+
     def release(self) -> None:
         """Let go of host memory whose copies are complete. Not for two threads at once."""
         for copier in self._copiers:

@@ -29,6 +29,8 @@ class Ready:
         counters: of its epoch.
         failures: of samples that were skipped or replaced.
         taken: whether the producer was told that the consumer takes it.
+        behind: from when to when its copy waited for the device, which had too many batches before it
+            (``time.perf_counter`` seconds); ``None``: it did not.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Ready:
     failures: tuple[SampleError, ...] = ()
     taken: bool = False
     note: Callable[[Ready], bool] | None = None
+    behind: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,10 +145,11 @@ class FeedIterator(Generic[BatchT_co]):
             raise
         self._observer.handing_out(item)
         now = time.perf_counter()
+        stall_s = now - asked - _overlap_s(item.behind, asked, now)
         if trace.listeners:
-            trace.emit("stall", asked, now, item.number)
+            trace.emit("stall", now - stall_s, now, item.number)
         counters = self._counters
-        counters.stall_s += now - asked
+        counters.stall_s += stall_s
         counters.batches += 1
         counters.samples += item.samples
         counters.wall_s = now - self._started
@@ -207,6 +208,11 @@ class FeedIterator(Generic[BatchT_co]):
         """``close``, and wait until the threads are gone without blocking the caller's loop."""
         self.close()
         await self._delivery.stopped()
+
+
+def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> float:
+    """How much of a span lies between two points in time."""
+    return 0.0 if span is None else max(min(span[1], end) - max(span[0], start), 0.0)
 
 
 def see_end(handoff: Handoff[Item]) -> bool:

@@ -15,6 +15,8 @@ Latency: TypeAlias = Literal["random", "late", "early"]
 
 _QUEUE_DEPTH = 1024  # operations a stream takes before its host has to wait, as CUDA's does
 
+_MOST_DOUBLINGS = 8  # of what runs while the host looks at an event again and again
+
 # How long, at most, the same streams are stalled while the others get on. Long enough for batches to pile up.
 _WEATHER_TURNS = 400
 
@@ -26,9 +28,13 @@ class SimulatedEvent:
         self._schedule = schedule
         self.stream = stream
         self.done = False
+        self.asked = 0
 
     def query(self) -> bool:
-        """Whether it is complete. Each call lets a little of what it waits for run, now and then nothing."""
+        """Whether it is complete. Each call lets a little of what it waits for run, now and then nothing.
+
+        Who asks again has let time pass: from one call to the next it is twice as much.
+        """
         return self._schedule.query(self)
 
     def synchronize(self) -> None:
@@ -111,9 +117,10 @@ class Schedule:
     def query(self, event: SimulatedEvent) -> bool:
         """Whether an event is complete, after a few operations of those it waits for, or none."""
         with self.turn():
-            for _ in range(self._random.randrange(4)):
+            for _ in range(self._random.randrange(4) << min(event.asked, _MOST_DOUBLINGS)):
                 if not event.done:
                     self._advance(event.stream)
+            event.asked += 1
             return event.done
 
     def synchronize(self, event: SimulatedEvent) -> None:

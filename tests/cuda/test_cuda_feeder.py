@@ -11,7 +11,9 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed import cuda_calls
+from aiofeed.config import DEVICE_BATCHES
 from aiofeed.copier import Copier
+from aiofeed.copy_thread import QUEUED_BATCHES
 from aiofeed.static_copier import StaticCopier
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
 
@@ -188,6 +190,31 @@ class TestGraphs:
             found = [step(batch).clone() for [batch] in feeder]
         expected = (x.view(len(found), -1) * 2 + 1).sum(1)
         torch.testing.assert_close(torch.stack(found).cpu(), expected)
+
+
+class TestRunAhead:
+    @pytest.mark.parametrize("static", [False, True])
+    @pytest.mark.parametrize("streams", [None, in_turn])
+    def test_memory_is_bounded(self, backend, static, streams):
+        """Behind slow kernels and with no synchronisation, no more batches take memory than those ahead and queued."""
+        x = torch.zeros(60 * 8, 1 << 16)
+        batch_bytes = 8 * x[0].nbytes
+        taken = streams(backend) if streams else [backend.current_stream()]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        # Of memory_allocated, what was dropped and is still held for a stream is no part.
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
+        with aiofeed.Feeder(TensorDataset(x), batch_size=8, static_batches=static, device="cuda") as feeder:
+            batches = iter(feeder)
+            for number in range(len(feeder)):
+                with backend.on(taken[number % len(taken)]):
+                    next(batches)
+                    torch.cuda._sleep(20_000_000)
+            ahead = not backend.record(taken[number % len(taken)]).query()
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+        assert ahead
+        # The one that was dropped last may not have been looked at; static batches have memory of their own.
+        assert peak - before <= (DEVICE_BATCHES + QUEUED_BATCHES + 1 + static) * batch_bytes
 
 
 class TestSeveral:
