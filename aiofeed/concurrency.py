@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
 from aiofeed.admission import Admission
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Fetcher
-from aiofeed.thread_tuning import GilLimit, Job
+from aiofeed.gil import GilLimit
+from aiofeed.thread_tuning import Job
 from aiofeed.tuning import Tuner
 
 
@@ -38,7 +40,7 @@ class Concurrency:
         self._tuner = tuner
         self._tell_limit = tell
         if tuner is not None:
-            self._follow(tuner)
+            self.follow(tuner)
 
     def open_lanes(self) -> None:
         """Let as many threads decode as are worth it, or as the user said."""
@@ -50,7 +52,7 @@ class Concurrency:
         if lanes != self._executor.lanes:
             self._executor.widen(lanes)
 
-    def _follow(self, tuner: Tuner) -> None:
+    def follow(self, tuner: Tuner) -> None:
         """Take over what was chosen."""
         limits = self._admission.limits
         chosen = tuner.decoding.threads, tuner.reading.concurrency
@@ -61,12 +63,13 @@ class Concurrency:
     def learn(self, tuner: Tuner, job: Job, *, wanted: bool) -> None:
         """Let a job that was measured count, unless the consumer has enough: then it says nothing."""
         tuner.decoding.observe(job if wanted else replace(job, threads=0))
-        self._follow(tuner)
+        self.follow(tuner)
         if (found := tuner.news()) is not None and self._tell_limit is not None:
             self._tell_limit(found)
 
-    def learn_reads(self, tuner: Tuner, seconds: float, samples: int, concurrency: int) -> None:
+    def learn_reads(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
         """Let a chunk's reads count."""
         starving = self._admission.held_by_reads and self._executor.running < self._executor.lanes
-        tuner.reading.observe(seconds, samples, concurrency=concurrency, starving=starving)
-        self._follow(tuner)
+        now = perf_counter()
+        tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
+        self.follow(tuner)

@@ -27,6 +27,7 @@ from aiofeed.errors import FeedError, SampleError
 from aiofeed.executor import ThreadPool
 from aiofeed.failures import Tally
 from aiofeed.fetch import Fetcher, Outcome
+from aiofeed.gil import GilLimit
 from aiofeed.guard import StopFlag
 from aiofeed.handoff import Handoff
 from aiofeed.items import Ended, Failed, Item, Ready
@@ -34,7 +35,6 @@ from aiofeed.policy import FailurePolicy
 from aiofeed.reorder import ReorderBuffer
 from aiofeed.staging import Memory
 from aiofeed.stream import EpochBegins, EpochEnds, Step
-from aiofeed.thread_tuning import GilLimit
 from aiofeed.tuning import Tuner
 
 
@@ -180,7 +180,7 @@ class Engine:
                 read = await self._fetcher.read(batch.plan.indices[start:stop])
                 if self._tuner is not None and not read.retries:
                     seconds = time.perf_counter() - started
-                    self._concurrency.learn_reads(self._tuner, seconds, stop - start, concurrency)
+                    self._concurrency.learn_reads(self._tuner, seconds, stop - start, read.nbytes, concurrency)
             finally:
                 self._admission.reading -= stop - start
                 self._admission.room.set()

@@ -115,6 +115,7 @@ class BytesFetcher:
             return Encoded([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
         encoded = await self._reader.read(indices)
+        self._pace.weigh(encoded.nbytes, len(indices))
         if not encoded.retries:  # pauses between attempts say nothing of the storage
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return encoded

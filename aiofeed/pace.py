@@ -6,15 +6,24 @@ from __future__ import annotations
 # decoding makes small; a batch still splits into a piece for each thread.
 CHUNK_S = 0.025
 FIRST_CHUNK = 16
+# Encoded bytes of a job, where that is more than one sample: what is read is decoded while it is still in a cache, and
+# the memory that it leaves serves the next one.
+CHUNK_BYTES = 16 << 20
 # Less than this part of its time on the processor, and a sample waits for something of its own: storage, a network.
 AT_WORK = 0.1
 
 
 class Pace:
-    """Seconds of decoding per sample, followed by a moving average; from it the size of a chunk."""
+    """Seconds of decoding and encoded bytes per sample, followed by moving averages; from them the size of a chunk."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._bytes = 0.0
+
+    def weigh(self, nbytes: int, samples: int) -> None:
+        """Take note of how large some samples were together."""
+        per_sample = nbytes / max(samples, 1)
+        self._bytes += (per_sample - self._bytes) * (0.2 if self._bytes else 1.0)
 
     def observe(self, seconds: float, samples: int, cpu_s: float = 0.0) -> None:
         """Take note of what some samples took together, ``cpu_s`` of it on the processor.
@@ -32,7 +41,7 @@ class Pace:
         even = -(-samples // threads)
         if self.seconds == 0.0:
             return max(1, min(FIRST_CHUNK, even))
-        wanted = max(1, int(CHUNK_S / self.seconds))
+        wanted = max(1, int(min(CHUNK_S / self.seconds, CHUNK_BYTES / max(self._bytes, 1.0))))
         if wanted >= samples:
             return samples
         # As many pieces as threads, or a multiple: an odd piece would leave a thread idle at the end of an epoch.

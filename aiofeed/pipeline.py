@@ -19,6 +19,7 @@ from aiofeed.devices import DeviceGroup
 from aiofeed.engine import Engine
 from aiofeed.errors import as_exception
 from aiofeed.fetch import Fetcher
+from aiofeed.gil import GilLimit, gil_message
 from aiofeed.handoff import Handoff
 from aiofeed.items import Failed, Item, drop_batches
 from aiofeed.recipe import Recipe
@@ -28,8 +29,7 @@ from aiofeed.sources.tensors import Tensors
 from aiofeed.staging import HostMemory, Lease, PinnedMemory
 from aiofeed.stream import Stream
 from aiofeed.tensors import as_tensors
-from aiofeed.thread_tuning import GilLimit
-from aiofeed.tuning import Tuner, gil_message
+from aiofeed.tuning import Tuner
 
 if TYPE_CHECKING:
     from aiofeed.sharing.processes import EngineProcesses
@@ -59,8 +59,9 @@ class Pipeline:
         )
         _attach_cache(recipe)
         self._fetcher = _fetcher(recipe)
-        # What one pipeline has found out the next goes by; a fork may have caught a parent's in the middle of a step.
-        known = after is not None and not after.runtime.inherited
+        # What one pipeline has found out the next goes by. A fork may have caught a parent's in the middle of a step,
+        # and new processes find out for themselves.
+        known = after is not None and not after.runtime.inherited and not recipe.engines
         self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
@@ -97,7 +98,7 @@ class Pipeline:
         if self._processes is not None:
             from aiofeed.sharing.remote import RemoteEngine
 
-            make = partial(RemoteEngine, processes=self._processes)
+            make = partial(RemoteEngine, processes=self._processes, tuner=self.tuner)
             # Each process beyond the first is to have a batch to decode while the others do.
             limits = replace(limits, prefetch_batches=limits.prefetch_batches + recipe.engines - 1)
         self._engine = make(
@@ -272,6 +273,8 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
         in_order=recipe.in_order,
         policy=recipe.policy,
         cache=recipe.cache,
+        reads_given=_reads_given(recipe),
+        threads_given=recipe.said is None or recipe.said.decode_threads is not None,
     )
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
@@ -279,18 +282,22 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
 
 
 def _tuner(recipe: Recipe) -> Tuner | None:
-    """What is left to be found out; in processes their engines go by what they are told."""
-    if recipe.engines or recipe.said is None:
+    """What is left to be found out; engine processes do that themselves, and tell how many samples they read."""
+    if recipe.said is None:
         return None
     limits, said = recipe.limits, recipe.said
-    # Whoever said how many threads a Dataset bears knows it.
-    threads_given = said.decode_threads is not None or isinstance(recipe.source, FromDataset)
+    # Whoever said how many threads a Dataset bears knows it; those of processes stay as they are.
+    threads_given = said.decode_threads is not None or isinstance(recipe.source, FromDataset) or bool(recipe.engines)
     return Tuner(
         decode_threads=limits.decode_threads,
         threads_given=threads_given,
         read_concurrency=limits.read_concurrency,
-        reads_given=said.read_concurrency is not None,
+        reads_given=_reads_given(recipe),
     )
+
+
+def _reads_given(recipe: Recipe) -> bool:
+    return recipe.said is None or recipe.said.read_concurrency is not None
 
 
 def _tell_limit(recipe: Recipe, limit: GilLimit) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aiofeed.gil import GilLimit, held_share
+
 # Threads that are at work, and not waiting, for so much of their jobs' time gain nothing from there being fewer.
 AT_WORK = 0.85
 # All threads together are at work for less than this only where they wait for storage, not for one another: of those
@@ -53,26 +55,6 @@ class Job:
     cpu_s: float
     queued_s: float
     threads: int
-
-
-@dataclass(frozen=True)
-class GilLimit:
-    """The GIL keeps threads from decoding more.
-
-    Args:
-        threads: that decode.
-        cpu_s: per sample.
-        held_s: of it, under the GIL or lost in passing it on.
-    """
-
-    threads: int
-    cpu_s: float
-    held_s: float
-
-    @property
-    def ceiling(self) -> float:
-        """Samples per second at which one process stops to scale."""
-        return 1.0 / self.held_s
 
 
 @dataclass(eq=False)
@@ -286,27 +268,3 @@ def gil_limit(chosen: _Window, more: _Window | None) -> GilLimit | None:
         return None
     cpu_s = chosen.cpu_per_sample
     return GilLimit(chosen.threads, cpu_s, cpu_s * held_share(more.threads, more.rate * cpu_s))
-
-
-def held_share(threads: int, effective: float) -> float:
-    """The part of their work that ``threads`` do one at a time, where together they are worth ``effective`` threads.
-
-    By mean value analysis of one server and a delay: Reiser and Lavenberg, 1980. Found by bisection, to a thousandth.
-    """
-    low, high = 1e-3, 1.0
-    while high - low > 1e-3:
-        share = (low + high) / 2
-        if _effective(threads, share) > effective:
-            low = share
-        else:
-            high = share
-    return high
-
-
-def _effective(threads: int, share: float) -> float:
-    waiting = flow = 0.0
-    for present in range(1, threads + 1):
-        held = share * (1 + waiting)
-        flow = present / (held + 1 - share)
-        waiting = flow * held
-    return flow

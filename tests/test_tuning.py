@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from aiofeed.thread_tuning import GilLimit, Job, ThreadTuner, held_share
-from aiofeed.tuning import READS_MOST, ReadTuner, Tuner, gil_message
+from aiofeed.gil import GilLimit, gil_message, held_share
+from aiofeed.thread_tuning import Job, ThreadTuner
+from aiofeed.tuning import Tuner
 
 BATCH = 64
 
@@ -322,53 +322,6 @@ def test_the_gil_is_told_of_once() -> None:
     tuner.decoding.gil = GilLimit(1, 1e-4, 1e-4)
     assert tuner.news() == GilLimit(1, 1e-4, 1e-4)
     assert tuner.news() is None
-
-
-# --- reads ------------------------------------------------------------------------------------------------------------
-
-
-def read(tuner: ReadTuner, latency: Callable[[int], float], samples: int, *, starving: bool = True) -> int:
-    """Samples until ``samples`` were read; what concurrency is then."""
-    while samples > 0:
-        size = min(max(8, tuner.concurrency // 8), samples)
-        tuner.observe(latency(tuner.concurrency), size, concurrency=tuner.concurrency, starving=starving)
-        samples -= size
-    return tuner.concurrency
-
-
-def test_slow_reads_that_are_waited_for_go_up_to_the_most_within_twenty_batches() -> None:
-    """Storage that answers in 20 ms however many ask is asked for as many as may be."""
-    assert read(ReadTuner(64), lambda _: 0.020, 20 * BATCH) == READS_MOST
-
-
-def test_fast_reads_stay_as_they_are() -> None:
-    """A millisecond is nothing to hide."""
-    assert read(ReadTuner(64), lambda _: 0.001, 100 * BATCH) == 64
-
-
-def test_reads_that_nobody_waits_for_stay_as_they_are() -> None:
-    """Where decoding, or the consumer, has enough to do, slow reads hold up nobody."""
-    assert read(ReadTuner(64), lambda _: 0.020, 100 * BATCH, starving=False) == 64
-
-
-@pytest.mark.parametrize("able", [64, 128, 200])
-def test_storage_that_is_full_is_not_asked_for_more(able: int) -> None:
-    """Storage that serves so many at a time makes the others wait: the concurrency it can use is kept."""
-    found = read(ReadTuner(64), lambda many: 0.020 * max(1.0, many / able), 60 * BATCH)
-    assert able / 2 < found <= able * 1.3
-
-
-def test_a_given_read_concurrency_stays() -> None:
-    """What the user said is what there is."""
-    assert read(ReadTuner(16, given=True), lambda _: 0.5, 60 * BATCH) == 16
-
-
-def test_reads_begun_before_a_change_say_nothing() -> None:
-    """Of what was under way when the concurrency changed, nothing counts."""
-    tuner = ReadTuner(64)
-    for _ in range(100):
-        tuner.observe(0.5, 8, concurrency=32, starving=True)
-    assert tuner.concurrency == 64
 
 
 def test_the_simulated_gil_is_what_makes_one_thread_best() -> None:

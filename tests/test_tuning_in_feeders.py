@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, FromDataset, Limits, assembler, machine, tuning
+from aiofeed import Feeder, FromDataset, Limits, assembler, machine, read_tuning
 from aiofeed.executor import ThreadPool
 from aiofeed.meter import JobMeter
 from aiofeed.pace import FIRST_CHUNK, Pace
@@ -181,8 +181,8 @@ class Far(Numbers):
 
 def test_slow_reads_become_more_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many at a time are asked for, and statistics say how many."""
-    monkeypatch.setattr(tuning, "SLOW_READ_S", 0.005)
-    monkeypatch.setattr(tuning, "READS_BRING", 0.0)
+    monkeypatch.setattr(read_tuning, "SLOW_READ_S", 0.005)
+    monkeypatch.setattr(read_tuning, "READS_BRING", 0.0)
     source = Far()
     with feeding(source, decode=decode, batch_size=BATCH) as feeder:
         assert feeder.statistics().read_concurrency == 64
@@ -196,8 +196,8 @@ def test_slow_reads_become_more_where_that_helps(monkeypatch: pytest.MonkeyPatch
 
 def test_a_given_read_concurrency_is_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow reads are."""
-    monkeypatch.setattr(tuning, "SLOW_READ_S", 0.0)
-    monkeypatch.setattr(tuning, "READS_BRING", 0.0)
+    monkeypatch.setattr(read_tuning, "SLOW_READ_S", 0.0)
+    monkeypatch.setattr(read_tuning, "READS_BRING", 0.0)
     source = Far()
     with feeding(source, decode=decode, batch_size=BATCH, limits=Limits(read_concurrency=16)) as feeder:
         for _ in range(3):
@@ -264,6 +264,20 @@ def test_waiting_for_something_of_its_own_does() -> None:
     """A decoder that sleeps has hardly any time on the processor, and its chunks are small."""
     pace = Pace()
     pace.observe(1.0, 10, 0.001)
+    assert pace.chunk_size(64, 2) == 1
+
+
+def test_a_chunk_of_large_samples_is_small() -> None:
+    """What is read is decoded before it has left every cache: 16 MiB of it, or one sample."""
+    pace = Pace()
+    pace.observe(0.001, 1, 0.001)
+    pace.weigh(8 * 100_000, 8)
+    assert pace.chunk_size(64, 2) == 32
+    for _ in range(100):
+        pace.weigh(8 * 8_000_000, 8)
+    assert pace.chunk_size(64, 2) == 2
+    for _ in range(100):
+        pace.weigh(2 * 40_000_000, 2)
     assert pace.chunk_size(64, 2) == 1
 
 

@@ -89,7 +89,7 @@ def _end_with(parent: int) -> None:
 
 def _serve(sock: socket.socket, cargo: Cargo, parent: int, number: int) -> None:
     runtime = Runtime(
-        read_threads=min(cargo.share(cargo.read_concurrency, number), MOST_READ_THREADS),
+        read_threads=min(cargo.most_reads(number), MOST_READ_THREADS),
         decode_threads=cargo.share(cargo.decode_threads, number),
     )
     worker = _Worker(runtime, cargo, parent, number)
@@ -140,6 +140,8 @@ class _Worker:
 
     async def _steps(self) -> AsyncIterator[Step]:
         while True:
+            if self._engine is not None and self._plans.empty():
+                self._engine.wants_plan()
             plan = await self._plans.get()
             yield EpochBegins(Counters())  # of this batch alone
             yield plan

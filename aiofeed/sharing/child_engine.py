@@ -27,6 +27,7 @@ from aiofeed.sharing.slots import Slot, SlotMemory
 from aiofeed.sharing.travel import Cargo
 from aiofeed.staging import Lease
 from aiofeed.stream import Step
+from aiofeed.tuning import Tuner
 from aiofeed.types import BatchPlan
 
 _UNBOUNDED = 1 << 30
@@ -109,6 +110,13 @@ class ChildEngine(Engine):
             memory_bytes=_UNBOUNDED,
             device_batches=_UNBOUNDED,
         )
+        tuner = Tuner(
+            decode_threads=limits.decode_threads,
+            threads_given=cargo.threads_given,
+            read_concurrency=limits.read_concurrency,
+            reads_given=cargo.reads_given,
+            reads_most=cargo.most_reads(number),
+        )
         super().__init__(
             (),
             batch_size=1,
@@ -124,7 +132,10 @@ class ChildEngine(Engine):
             policy=cargo.policy,
             length=cargo.length,
             buffer=self.commissions,
+            # Of reads alone: what jobs take is not measured here, where no consumer is seen to wait.
+            tuner=tuner,
         )
+        self._reads = tuner.reading
         self._arriving = steps
         self._tell = tell
         self._slots = memory
@@ -137,6 +148,10 @@ class ChildEngine(Engine):
             self.commissions.open_gates()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
             slot.give_back(message.again)
+
+    def wants_plan(self) -> None:
+        """There is no batch to read: it is not for reads to end that the plan waits."""
+        self._admission.held_by_reads = False
 
     async def _plan(self) -> None:
         async for step in self._arriving:
@@ -163,7 +178,10 @@ class ChildEngine(Engine):
         segments, descriptors, retired = self._slots.introduce(slot.segments)
         self._lent[serial] = slot
         kept = None if batch.kept is None else list(batch.kept)
-        filled = Filled(serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures)
+        reads = self._reads.concurrency
+        filled = Filled(
+            serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures, reads
+        )
         self._tell(filled, descriptors)
 
     def _deliver_failure(

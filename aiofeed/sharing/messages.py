@@ -218,6 +218,7 @@ class Filled(Struct, frozen=True):
         retired: numbers of segments that will not be used again.
         kept: positions of the samples that are left; ``None``: all.
         failures: of samples that were skipped or replaced.
+        reads: samples that the process reads at a time.
     """
 
     serial: int
@@ -229,6 +230,7 @@ class Filled(Struct, frozen=True):
     retired: list[int] = []
     kept: list[int] | None = None
     failures: list[Failure] = []
+    reads: int = 0
 
 
 class Broken(Struct, frozen=True):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiofeed.errors import FeedError, WorkerDiedError
+from aiofeed.read_tuning import READS_MOST
 from aiofeed.sharing.failures import rebuild
 from aiofeed.sharing.lending import Lending
 from aiofeed.sharing.messages import (
@@ -63,6 +64,7 @@ class EngineProcesses:
 
     def __init__(self, cargo: Cargo, backend: DeviceBackend | None, passable: Passable | None = None) -> None:
         self.count = cargo.engines
+        self._reads = [cargo.share(cargo.read_concurrency, number) for number in range(cargo.engines)]
         self.lending = Lending()
         self._start: int | None = load_up(cargo)
         self._backend = backend
@@ -89,6 +91,11 @@ class EngineProcesses:
         """Whether each has a batch to decode, and one of them another behind it; asked in any thread."""
         decoding = [process.decoding for process in self._processes]
         return min(decoding, default=0) > 0 and sum(decoding) > len(decoding)
+
+    def count_reads(self, number: int, reads: int) -> int:
+        """How many samples all of them read at a time, now that one has said how many it does."""
+        self._reads[number] = max(1, min(reads, max(READS_MOST, self._reads[number])))
+        return sum(self._reads)
 
     async def start(self) -> None:
         """Start them, and wait until all are ready; idempotent.

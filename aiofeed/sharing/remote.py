@@ -29,6 +29,7 @@ from aiofeed.sharing.ring import Ring
 from aiofeed.sharing.wire import WireError
 from aiofeed.staging import Bytes, HostMemory, Lease, Memory
 from aiofeed.stream import Step
+from aiofeed.tuning import Tuner
 
 # Below this a batch is copied out of the ring by the loop itself: a millisecond or two, less than handing it to a
 # thread and back takes while a training step holds the GIL. A larger one would keep the loop from what others say.
@@ -45,6 +46,7 @@ class RemoteEngine(Engine):
         wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
         memory: where the arrays of a batch are copied to that do not stay in the ring.
         executor: copies many of them.
+        tuner: says how many samples the processes read at a time; it hears of that from them.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RemoteEngine(Engine):
         in_order: bool,
         policy: FailurePolicy,
         length: int,
+        tuner: Tuner | None = None,
     ) -> None:
         super().__init__(
             steps,
@@ -78,6 +81,7 @@ class RemoteEngine(Engine):
             in_order=in_order,
             policy=policy,
             length=length,
+            tuner=tuner,
         )
         self._processes = processes
         self._executor = executor
@@ -155,6 +159,7 @@ class RemoteEngine(Engine):
     async def _take(self, batch: Batch, work: Work, filled: Filled) -> Loan | None:
         """The batch out of its slot, or as it lies there; and what is to be settled once it is handed over."""
         self.chunk_size = filled.chunk_size
+        self._heed_reads(work, filled.reads)
         ring = work.process.ring
         # Not the work's own: it knows the batch, which would keep itself.
         free = partial(work.process.free, work.serial)
@@ -177,6 +182,12 @@ class RemoteEngine(Engine):
             return None
         batch.counters.copy_s += seconds
         return loan
+
+    def _heed_reads(self, work: Work, reads: int) -> None:
+        """A process reads so many samples at a time: that many are to be planned."""
+        if self._tuner is not None and not self._tuner.reading.given:
+            self._tuner.reading.concurrency = self._processes.count_reads(work.process.number, reads)
+            self._concurrency.follow(self._tuner)
 
     def _take_out(self, loan: Loan, filled: Filled, lease: Lease) -> tuple[Any, float]:
         started = time.perf_counter()

@@ -20,6 +20,7 @@ from typing import Any
 
 from aiofeed.cache.store import Store
 from aiofeed.policy import FailurePolicy
+from aiofeed.read_tuning import READS_MOST
 
 _WAY_OUT = 'or use engine="thread"'
 
@@ -40,6 +41,7 @@ class Cargo:
         in_order: whether batches have to be in order.
         policy: what becomes of samples that fail.
         cache: what keeps decoded samples.
+        reads_given, threads_given: whether the user said so many; if not, ``read_concurrency`` is what is begun with.
     """
 
     source: Any
@@ -53,10 +55,17 @@ class Cargo:
     in_order: bool
     policy: FailurePolicy
     cache: Store | None = None
+    reads_given: bool = True
+    threads_given: bool = False
 
     def share(self, total: int, number: int) -> int:
         """What process ``number`` has of a limit; all have something."""
         return max(1, total // self.engines + (number < total % self.engines))
+
+    def most_reads(self, number: int) -> int:
+        """How many samples process ``number`` may come to read at a time."""
+        reads = self.share(self.read_concurrency, number)
+        return reads if self.reads_given else max(reads, self.share(READS_MOST, number))
 
 
 class _Pickler(pickle.Pickler):

@@ -81,6 +81,19 @@ class SlowAt(Numbers):
         return await super().read(index)
 
 
+class Far(Numbers):
+    """Reads take 20 ms, however many are under way; each tells how many were, itself included, when it began."""
+
+    under_way = 0
+
+    async def read(self, index: int) -> bytes:
+        self.under_way += 1
+        found = self.under_way
+        await asyncio.sleep(0.020)
+        self.under_way -= 1
+        return b"%d" % found
+
+
 class Stuck(Numbers):
     """Reads never end."""
 

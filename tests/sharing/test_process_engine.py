@@ -442,3 +442,27 @@ def test_a_forked_child_is_told_that_the_iterator_is_the_parents() -> None:
     os.waitpid(pid, 0)
     assert next(iterator).tolist() == [4, 5, 6, 7]
     feeder.close()
+
+
+# --- how many samples are read at a time ---
+
+
+@pytest.mark.parametrize(("engine", "most"), [("process", 512), ("process:2", 256)])
+def test_slow_reads_become_more_in_processes_too(engine: str, most: int) -> None:
+    """Each process finds it out for its share, the trainer plans for as many, and statistics say how many."""
+    samples, under_way = 6000, 0
+    with Feeder(parts.Far(samples), decode=parts.number, batch_size=64, engine=engine) as feeder:
+        assert feeder.statistics().read_concurrency == 64
+        # The test's limit on time ends what never comes. The second: what 64 at a time cannot do.
+        while under_way <= 64 or feeder.statistics().wall_s >= samples / 64 * 0.020:
+            under_way = max(int(batch.max()) for batch in feeder)
+            assert under_way <= most
+        assert 128 <= feeder.statistics().read_concurrency <= 512
+
+
+def test_processes_never_pass_a_given_read_concurrency() -> None:
+    """However slow reads are: each keeps to its share of it."""
+    limits = Limits(read_concurrency=16)
+    with Feeder(parts.Far(600), decode=parts.number, batch_size=8, engine="process:2", limits=limits) as feeder:
+        assert max(int(batch.max()) for _ in range(2) for batch in feeder) == 8
+        assert feeder.statistics().read_concurrency == 16
