@@ -55,8 +55,11 @@ class Admission:
         return self._budget.admits(samples) or not (buffer.in_order or self._budget.known)
 
     def may_read(self, samples: int) -> bool:
-        """Whether so many more may be read at a time."""
-        return self.closed or self.reading + samples <= self.limits.read_concurrency
+        """Whether so many more may be read at a time; where none are, always.
+
+        A chunk is cut to the limit as it is then; while it waits the limit may become less than the chunk.
+        """
+        return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for room."""

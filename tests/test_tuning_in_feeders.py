@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,10 @@ from aiofeed.executor import ThreadPool
 from aiofeed.meter import JobMeter
 from aiofeed.pace import FIRST_CHUNK, Pace
 from aiofeed.thread_tuning import Job
+from aiofeed.types import Row
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SAMPLES = 512
 BATCH = 8
@@ -204,6 +208,26 @@ def test_a_given_read_concurrency_is_never_passed(monkeypatch: pytest.MonkeyPatc
             for _ in feeder:
                 pass
     assert source.most == 16
+
+
+class IntoRows:
+    """As ``decode``, into rows of the batch's memory: how large a batch becomes is known before the first is read."""
+
+    row = Row((1,), "int64")
+    takes_seed = False
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        return decode(data).reshape(1)
+
+    def decode_into(self, data: bytes, out: NDArray[Any], seed: int | None = None) -> None:
+        out[...] = int.from_bytes(data, "big")
+
+
+def test_a_chunk_that_waits_while_fewer_reads_are_allowed_than_it_has_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read all the same, alone: samples turn out to be large when the first reads are back."""
+    monkeypatch.setattr(read_tuning, "FREE_BYTES", 4)
+    with feeding(Far(), decode=IntoRows(), batch_size=32, limits=Limits(decode_threads=1)) as feeder:
+        assert torch.cat(list(feeder)).flatten().tolist() == list(range(SAMPLES))
 
 
 # --- what a job takes -------------------------------------------------------------------------------------------------

@@ -94,6 +94,21 @@ class Far(Numbers):
         return b"%d" % found
 
 
+class Large(Numbers):
+    """Each is 10 MiB, the same ones; reads take a moment."""
+
+    data = bytes(10 << 20)
+
+    async def read(self, index: int) -> bytes:
+        await asyncio.sleep(0.001)
+        return self.data
+
+
+def size(data: bytes) -> Any:
+    """int64 []: how many bytes it was given."""
+    return np.array(len(data))
+
+
 class Stuck(Numbers):
     """Reads never end."""
 

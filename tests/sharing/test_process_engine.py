@@ -466,3 +466,10 @@ def test_processes_never_pass_a_given_read_concurrency() -> None:
     with Feeder(parts.Far(600), decode=parts.number, batch_size=8, engine="process:2", limits=limits) as feeder:
         assert max(int(batch.max()) for _ in range(2) for batch in feeder) == 8
         assert feeder.statistics().read_concurrency == 16
+
+
+def test_samples_too_large_for_a_process_to_read_a_chunk_of_them_at_a_time() -> None:
+    """Each process reads fewer once it has seen how large they are; a chunk that waits by then is read all the same."""
+    with Feeder(parts.Large(96), decode=parts.size, batch_size=48, engine="process:2") as feeder:
+        assert [set(batch.tolist()) for batch in feeder] == [{10 << 20}] * 2
+        assert feeder.statistics().read_concurrency < 64
