@@ -7,6 +7,7 @@ cancels the task and does not take that back (async_timeout before 4.0.3), or it
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -23,7 +24,7 @@ class TaskScope:
         self._task: asyncio.Task[Any] = task
         self._before = task.cancelling()
         self._left_by_error = False
-        self._token: Token[TaskScope | None] = _scope.set(self)
+        self._token: Token[TaskScope | EndedBy | None] = _scope.set(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -37,7 +38,31 @@ class TaskScope:
         return self._left_by_error or self._task.cancelling() > self._before
 
 
-_scope: ContextVar[TaskScope | None] = ContextVar("aiofeed-tasks", default=None)
+class EndedBy:
+    """A ``with`` block in a task that is cancelled only where ``ending()`` says so.
+
+    Args:
+        ending: whether whoever made the task wants its end.
+    """
+
+    def __init__(self, ending: Callable[[], bool]) -> None:
+        self._ending = ending
+
+    def __enter__(self) -> EndedBy:
+        self._token: Token[TaskScope | EndedBy | None] = _scope.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _scope.reset(self._token)
+        del self._token
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the task is to end."""
+        return self._ending()
+
+
+_scope: ContextVar[TaskScope | EndedBy | None] = ContextVar("aiofeed-tasks", default=None)
 
 
 def is_cancelled() -> bool:

@@ -104,7 +104,7 @@ class ResidentFetcher(CachedFetcher):
             return self._form.decode(data)[1]
         except UnfitError as error:
             raise self._named(error, index, reading=False) from None
-        except Exception:  # noqa: BLE001 - the user's decoder: it raises again, by name, when the sample is met
+        except BaseException:  # noqa: BLE001 - the user's decoder: it raises again, by name, when the sample is met
             return None
 
     def _make(

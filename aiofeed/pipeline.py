@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed import lifetime
 from aiofeed.budget import Budget
+from aiofeed.cancellation import EndedBy, clear_cancellation, is_cancelled
 from aiofeed.choice import new_assembly, new_fetcher
 from aiofeed.collate import Assembly
 from aiofeed.delivery import DeviceDelivery, HostDelivery
@@ -135,35 +136,37 @@ class Pipeline:
         )
 
     async def _run(self, engine: Engine) -> None:
-        try:
-            await self._open_source()
-        except BaseException as error:  # the user's coroutine may raise anything; it is raised at the `for` line
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            if self._processes is None:
-                error.add_note(f"in {type(self._recipe.source).__name__}.open()")
-            self._finished.put(Failed(as_exception(error)))
-            return
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            return  # open() swallowed it, and nobody would cancel the engine again
-        if not await self._prepared():
-            return
+        runtime = self.runtime
+        with EndedBy(lambda: runtime.stopping):
+            if not await self._begin():
+                return
         await engine.run()
 
-    async def _prepared(self) -> bool:
-        """Let a cache that keeps samples where batches are wanted take its memory; whether it could."""
+    async def _begin(self) -> bool:
+        """Open the source, and let a cache that keeps samples in place take its memory; whether both could be done."""
+        opened = False
+        try:
+            await self._open_source()
+            opened = True
+            await clear_cancellation()  # open() may have swallowed that of the runtime, or left one of its own
+            await self._prepare()
+        except BaseException as error:  # the user's coroutine, or the device; it is raised at the `for` line
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            if not opened and self._processes is None:
+                error.add_note(f"in {type(self._recipe.source).__name__}.open()")
+            self._finished.put(Failed(as_exception(error)))
+            return False
+        return True
+
+    async def _prepare(self) -> None:
         if self._recipe.cache is None:
-            return True
+            return
         from aiofeed.fetch_kept_items import KeptItemsFetcher
         from aiofeed.fetch_resident import ResidentFetcher
 
         if isinstance(self._fetcher, ResidentFetcher | KeptItemsFetcher):
-            try:
-                await self._fetcher.prepare(self.runtime.decode_pool)
-            except Exception as error:  # noqa: BLE001 - whatever the device says, the consumer must hear of it
-                self._finished.put(Failed(error))
-                return False
-        return True
+            await self._fetcher.prepare(self.runtime.decode_pool)
 
     async def _open_source(self) -> None:
         if self._opened:

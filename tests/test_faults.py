@@ -561,6 +561,55 @@ def test_a_replacement_that_leaves_its_task_cancelled_comes_through(way: str) ->
         assert values(feeder) == [0, 1, 2, 3, 5, 5, *range(6, 12)]
 
 
+@LEFT
+@pytest.mark.parametrize("way", [*COME_THROUGH, *FAIL])
+def test_a_first_read_for_a_cache_that_leaves_its_task_cancelled(way: str, source: type[LeftCancelled]) -> None:
+    """What samples look like is learnt before there are batches: of the next sample, where the first cannot be had."""
+
+    class First(source):  # type: ignore[misc, valid-type]
+        async def read(self, index: int) -> bytes:
+            return bytes(await super().read({0: 5, 5: 0}.get(index, index)))
+
+    policy = FailurePolicy("skip", max_failures=1)
+    with Feeder(First(way), decode=number, batch_size=4, cache="device", on_error=policy) as feeder:
+        for _ in range(2):
+            assert values(feeder) == [*([] if way in FAIL else [5]), 1, 2, 3, 4, 0, *range(6, 12)]
+
+
+def test_a_first_decode_for_a_cache_that_raises_what_would_cancel_a_task() -> None:
+    """It fails again, by name, when its batch is made."""
+
+    def decode(data: bytes) -> torch.Tensor:
+        if data == b"0":
+            raise asyncio.CancelledError
+        return torch.tensor(int(data))
+
+    policy = FailurePolicy("skip", max_failures=1)
+    with Feeder(Numbers(8), decode=decode, batch_size=4, cache="device", on_error=policy) as feeder:
+        assert values(feeder) == list(range(1, 8))
+        assert [failure.key for failure in feeder.failures] == ["number 0"]
+
+
+@pytest.mark.parametrize("way", [*COME_THROUGH, *FAIL])
+def test_an_open_that_leaves_its_task_cancelled(way: str) -> None:
+    """The source is open, or what it raised is raised."""
+
+    class Opened(LeftCancelled):
+        async def open(self) -> None:
+            await LeftCancelled(self.way).read(5)
+
+        async def read(self, index: int) -> bytes:
+            return b"%d" % index
+
+    with Feeder(Opened(way), decode=number, batch_size=4) as feeder:
+        if way in COME_THROUGH:
+            assert values(feeder) == list(range(12))
+        else:
+            with pytest.raises((FeedError, TimeoutError)) as caught:
+                next(iter(feeder))
+            assert "in Opened.open()" in caught.value.__notes__
+
+
 class Meddling(Numbers):
     """A read that cancels a task it does not run in: the one that waits for the whole chunk."""
 
