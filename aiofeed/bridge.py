@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aiofeed.arguments import a_callable
+from aiofeed.cancellation import EndedBy
 from aiofeed.config import DEVICE_BATCHES, PREFETCH_BATCHES, positive_int
 from aiofeed.copy_thread import CopyThread
 from aiofeed.counters import Counters
@@ -129,7 +131,7 @@ class _LoopProducer:
 
     def launch(self) -> None:
         self._runtime.launch()
-        self._runtime.start(self._pull.run)
+        self._runtime.start(partial(_run, self._runtime, self._pull))
 
     def watch(self, owner: object) -> None:
         self._runtime.watch(owner)
@@ -145,6 +147,11 @@ class _LoopProducer:
 
     def join(self, timeout_s: float) -> bool:
         return self._runtime.join(timeout_s)
+
+
+async def _run(runtime: Runtime, pull: LoopPull) -> None:
+    with EndedBy(lambda: runtime.stopping):
+        await pull.run()
 
 
 class _PullDelivery:

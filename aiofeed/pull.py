@@ -10,17 +10,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from aiofeed import lifetime
+from aiofeed.cancellation import clear_cancellation, is_cancelled
 from aiofeed.errors import as_exception
 from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready
 from aiofeed.lifetime import DaemonThread
 from aiofeed.staging import Memory
 from aiofeed.tensors import stage
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _ready(batch: Any, number: int, memory: Memory | None) -> Ready:
@@ -147,8 +143,7 @@ class LoopPull:
                 except StopAsyncIteration:
                     self._handoff.put(Ended())
                     return
-                if _is_cancelled():
-                    return  # the iterable swallowed it
+                await clear_cancellation()  # the iterable may have swallowed ours, or left one of its own
                 if self._memory is None:
                     item = Ready(number, 0, batch)
                 else:
@@ -156,7 +151,7 @@ class LoopPull:
                 self._handoff.put(item)
                 number += 1
         except BaseException as error:  # the user's iterable may raise anything; it is raised at the `for` line
-            if isinstance(error, GeneratorExit) or _is_cancelled():
+            if isinstance(error, GeneratorExit) or is_cancelled():
                 raise
             self._handoff.put(Failed(as_exception(error)))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -192,6 +193,24 @@ def test_what_is_no_exception_ends_an_async_iterable_with_one(error: BaseExcepti
     with pytest.raises(FeedError) as caught:
         next(iterator)
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("swallowed", [True, False])
+def test_an_async_iterable_that_leaves_its_task_cancelled_loses_no_batch(swallowed: bool) -> None:
+    """As time limits do that never take their cancellation back, whether or not it was met."""
+
+    async def batches() -> AsyncIterator[torch.Tensor]:
+        for number in range(4):
+            if number == 1:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                if swallowed:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(0)
+            yield torch.tensor(number)
+
+    assert [int(batch) for batch in prefetch(batches())] == [0, 1, 2, 3]
 
 
 def test_dropping_an_async_iterable_at_its_wait_ends_the_copy_thread() -> None:
