@@ -67,8 +67,10 @@ def _mapped_after(address: int) -> int:
     end = address
     with open("/proc/self/maps") as maps:
         for line in maps:
-            first, last = (int(number, 16) for number in line.split()[0].split("-"))
-            if first <= end < last:
+            where, allowed = line.split()[:2]
+            first, last = (int(number, 16) for number in where.split("-"))
+            # What follows by chance may be a library's guard page.
+            if first <= end < last and allowed.startswith("r"):
                 end = last
     return end - address
 
