@@ -151,8 +151,12 @@ class LoopPull:
                 self._handoff.put(item)
                 number += 1
         except BaseException as error:  # the user's iterable may raise anything; it is raised at the `for` line
-            if isinstance(error, GeneratorExit) or is_cancelled():
+            if isinstance(error, GeneratorExit):
                 raise
+            if is_cancelled():
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                return  # it failed as it was stopped, and nobody asks any more
             self._handoff.put(Failed(as_exception(error)))
         finally:
             close = getattr(iterator, "aclose", None)

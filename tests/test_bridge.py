@@ -13,6 +13,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from aiofeed import DeviceCopyError, FeedError, IteratorClosedError, prefetch
+from aiofeed.cancellation import EndedBy
+from aiofeed.handoff import Handoff
+from aiofeed.items import Failed, Item, Ready
+from aiofeed.pull import LoopPull
 from aiofeed.testing import SimulatedDevice
 
 
@@ -228,3 +232,18 @@ def test_dropping_an_async_iterable_at_its_wait_ends_the_copy_thread() -> None:
     for thread in threads:
         thread.join(5.0)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("ending", [False, True])
+async def test_an_iterable_that_fails_as_it_is_stopped_fails_for_nobody(ending: bool) -> None:
+    """Its error is the consumer's, and once the end was asked for it is not left in a task that nobody asks."""
+
+    async def failing() -> AsyncIterator[int]:
+        yield 0
+        raise KeyError(1)
+
+    handoff: Handoff[Item] = Handoff()
+    pull = LoopPull(failing(), handoff, room=2, memory=None)
+    with EndedBy(lambda: ending and bool(handoff.items)):
+        await pull.run()
+    assert [type(item) for item in handoff.items] == ([Ready] if ending else [Ready, Failed])
