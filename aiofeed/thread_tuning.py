@@ -119,6 +119,8 @@ class ThreadTuner:
         self.given = given
         self.threads = most
         self.gil: GilLimit | None = None
+        # Seconds of decoding that the consumer waited for, of all threads together; an estimate where few are measured.
+        self.worked_s = 0.0
         # Set once the first batch is there: until then jobs import modules and fill caches.
         self.warm = False
         self._look_s = LOOK_S
@@ -150,6 +152,7 @@ class ThreadTuner:
                 self._give_up()
             return
         self._missed = 0
+        self.worked_s += job.cpu_s * (1 if self._search is not None else WATCHED)
         window = self._window
         window.add(job)
         if self._search is None:

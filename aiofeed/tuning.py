@@ -8,6 +8,8 @@ from aiofeed.thread_tuning import ThreadTuner
 
 # A sample costs an engine process some 20 us beside its decoding: of less than twice that under the GIL nothing is won.
 WORTH_TELLING_S = 40e-6
+# Nobody starts processes for less decoding than this, and figures of a few hundredths of a second may be chance.
+TELL_AFTER_S = 2.0
 
 
 class Tuner:
@@ -34,8 +36,9 @@ class Tuner:
         self.lanes = decode_threads
 
     def news(self) -> GilLimit | None:
-        """The GIL's limit, once, where there is a way out."""
-        if self.told or self.decoding.gil is None or self.decoding.gil.held_s < WORTH_TELLING_S:
+        """The GIL's limit, once, where there is a way out that would gain something."""
+        limit = self.decoding.gil
+        if self.told or limit is None or limit.held_s < WORTH_TELLING_S or self.decoding.worked_s < TELL_AFTER_S:
             return None
         self.told = True
-        return self.decoding.gil
+        return limit

@@ -10,7 +10,7 @@ import pytest
 
 from aiofeed.gil import GilLimit, gil_message, held_share
 from aiofeed.thread_tuning import Job, ThreadTuner
-from aiofeed.tuning import Tuner
+from aiofeed.tuning import TELL_AFTER_S, Tuner
 
 BATCH = 64
 
@@ -316,12 +316,36 @@ def test_the_message_names_the_gil_the_figures_and_the_way_out() -> None:
 def test_the_gil_is_told_of_once() -> None:
     """News is new once."""
     tuner = Tuner(decode_threads=2, threads_given=False, read_concurrency=64, reads_given=False)
+    tuner.decoding.worked_s = TELL_AFTER_S
     assert tuner.news() is None
     tuner.decoding.gil = GilLimit(1, 3e-5, 3e-5)
     assert tuner.news() is None
     tuner.decoding.gil = GilLimit(1, 1e-4, 1e-4)
     assert tuner.news() == GilLimit(1, 1e-4, 1e-4)
     assert tuner.news() is None
+
+
+def test_the_gil_is_not_told_of_for_a_little_work() -> None:
+    """It is found early, and told of once so much was decoded that a way out would gain something."""
+    tuner = Tuner(decode_threads=2, threads_given=False, read_concurrency=64, reads_given=False)
+    pool = Pool(tuner.decoding)
+    found_s = worked_s = 0.0
+    while tuner.news() is None:
+        pool.batches(GIL_BOUND, 1)
+        worked_s += BATCH * GIL_BOUND.held_s
+        found_s = found_s or (worked_s if tuner.decoding.gil is not None else 0.0)
+        assert worked_s < 2 * TELL_AFTER_S, "it is never told of"
+    assert 0 < found_s < TELL_AFTER_S / 4
+    assert worked_s > 0.75 * TELL_AFTER_S
+
+
+def test_work_that_nobody_waits_for_does_not_count() -> None:
+    """While the consumer has enough, the GIL holds up nobody."""
+    pool = Pool(ThreadTuner(2))
+    pool.batches(GIL_BOUND, 40)
+    worked_s = pool.tuner.worked_s
+    pool.batches(GIL_BOUND, 400, saturated=False)
+    assert pool.tuner.worked_s == worked_s
 
 
 def test_the_simulated_gil_is_what_makes_one_thread_best() -> None:
