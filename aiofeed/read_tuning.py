@@ -85,7 +85,8 @@ class ReadTuner:
             return
         # A pause between epochs is nobody's.
         gap_s, self._last = min(now - self._last, seconds), now
-        self._weigh(nbytes, samples)
+        if nbytes:
+            self._weigh(nbytes, samples)
         if concurrency != self.concurrency:
             return
         if self._skip > 0:
@@ -119,8 +120,7 @@ class ReadTuner:
         """Begin with fewer where samples are large; with more again where they are not."""
         share = min(1.0, samples / WEIGHED) if self._sample_bytes else 1.0
         self._sample_bytes += (nbytes / samples - self._sample_bytes) * share
-        free = FREE_BYTES / self._sample_bytes if self._sample_bytes else self._start
-        base = min(self._start, max(READS_LEAST, int(free)))
+        base = min(self._start, max(READS_LEAST, int(FREE_BYTES / self._sample_bytes)))
         if base < self._start and 1 / OTHER_SIZE < base / self._base < OTHER_SIZE:
             return
         low = self.concurrency <= self._base

@@ -223,6 +223,18 @@ def test_samples_that_become_small_are_as_many_as_ever() -> None:
     assert tuner.concurrency == 64
 
 
+@pytest.mark.parametrize("samples", [1, 16, 48, 64])
+def test_chunks_of_unknown_size_change_nothing(samples: int) -> None:
+    """What decode jobs read themselves is not weighed: however many such chunks come, the others' size stands."""
+    tuner = ReadTuner(64)
+    tuner.observe(0.0, 0.001, 8, 8 * 4_000_000, concurrency=64, starving=False)
+    few = tuner.concurrency
+    assert few < 64
+    for now in range(1, 3000):
+        tuner.observe(now, 0.0, samples, 0, concurrency=tuner.concurrency, starving=False)
+    assert tuner.concurrency == few
+
+
 def test_large_files_that_the_second_epoch_finds_in_the_page_cache_become_few() -> None:
     """As many as slow storage wanted are given up, since nobody waits for them."""
     feed = Feed(STORAGES["100 ms, 5 GB/s"], 8 * MB, 0.005)
