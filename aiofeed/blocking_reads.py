@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,9 +15,16 @@ from aiofeed.reading import total_bytes, unless_overridden
 from aiofeed.retries import retry_blocking
 from aiofeed.types import Source
 
+# Seconds that a thread waits for its turn to read. A chunk from the page cache takes a third of a millisecond; storage
+# that has turned slow is not read by one thread alone.
+TURN_S = 0.005
+
 
 class BlockingReader:
     """A source's ``read_now``, called so that whatever it raises becomes a value; used in decode threads.
+
+    Threads read in turn. A file takes the GIL several times, for a microsecond each: threads that are at it together
+    hand it to and fro, which costs more than the reads.
 
     Args:
         read_now: of the source.
@@ -26,12 +34,13 @@ class BlockingReader:
     def __init__(self, read_now: Callable[[Sequence[int]], Sequence[Any]], policy: FailurePolicy) -> None:
         self._read_now = read_now
         self._policy = policy
+        self._turn = threading.Lock()
 
     def read(self, indices: Sequence[int], outcome: Outcome, stop: StopFlag) -> list[Any]:
         """The encoded samples, errors in their places; ``outcome`` gets the time, the bytes and the retries."""
         started = time.perf_counter()
         try:
-            encoded = list(self._read_now(indices))
+            encoded = self._read_in_turn(indices)
             if len(encoded) != len(indices):
                 raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
         except Exception:  # noqa: BLE001 - the user's source may raise anything; asked one by one, it names who failed
@@ -45,6 +54,14 @@ class BlockingReader:
         outcome.read_s = time.perf_counter() - started
         outcome.nbytes = total_bytes(encoded)
         return encoded
+
+    def _read_in_turn(self, indices: Sequence[int]) -> list[Any]:
+        mine = self._turn.acquire(timeout=TURN_S)
+        try:
+            return list(self._read_now(indices))
+        finally:
+            if mine:
+                self._turn.release()
 
     def _read_one(self, index: int) -> Any:
         try:
