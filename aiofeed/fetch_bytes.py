@@ -36,9 +36,6 @@ SLOW_READ_LEAST = 8
 # other's way half of the time.
 SMALL_DECODE_S = 0.000400
 
-# Below this the GIL is held nearly all the time, reading included, and a second thread only waits for it.
-TINY_DECODE_S = 0.000030
-
 UNREAD: Any = object()
 _UNGUARDED = contextlib.nullcontext()
 
@@ -106,8 +103,8 @@ class BytesFetcher:
             return f"sample {index}"
 
     def lanes(self, threads: int) -> int:
-        """All of them, but one where samples are so small that they are Python's work more than the decoder's."""
-        return 1 if 0.0 < self._pace.seconds < TINY_DECODE_S and self._reads_inline() else threads
+        """All of them: whether they help is found out as they decode."""
+        return threads
 
     async def read(self, indices: Sequence[int]) -> Encoded:
         """The encoded samples, errors in their places."""

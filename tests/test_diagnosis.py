@@ -27,6 +27,7 @@ SOUND = Surroundings(
     pillow_simd_hidden=False,
     x86=True,
     decoders={"simplejpeg": "1.8.2", "cv2": ""},
+    small_files=True,
     uvloop="0.22.1",
     affinity=16,
     cpu_quota=7.5,
@@ -158,6 +159,7 @@ class TestText:
         assert "NVIDIA H200; 139 GiB of 140 GiB free; 0 bytes allocated and 2 MiB reserved here" in text
         assert "pinned copies 55.0 GB/s; pageable copies 11.0 GB/s; copies on a stream of their own" in text
         assert "Pillow-SIMD 12.1.1.post0; other decoders: simplejpeg 1.8.2, cv2" in text
+        assert "read in groups, without the GIL" in text
         assert "8 (affinity 16, quota 7.5)" in text
         assert "50 GiB free (limit 64 GiB)" in text
         assert "8 MiB (may be raised to no limit)" in text
@@ -166,13 +168,14 @@ class TestText:
     def test_nothing(self):
         """A machine without anything is described too."""
         bare = dataclasses.replace(
-            SOUND, pillow=None, decoders={}, uvloop=None, cpu_quota=None, memory_limit_bytes=None, open_files=None,
-            locked_bytes=None, shm_bytes=None,
+            SOUND, pillow=None, decoders={}, small_files=False, uvloop=None, cpu_quota=None, memory_limit_bytes=None,
+            open_files=None, locked_bytes=None, shm_bytes=None,
         )  # fmt: skip
         text = str(DeviceReport((), "no reason", bare, ()))
         assert "none: no reason" in text
         assert "none; other decoders: none" in text
         assert "asyncio's own" in text
+        assert "read one by one" in text
         assert "/dev/shm" not in text
         assert text.endswith("Nothing is amiss.")
         metal = AcceleratorReport("mps:0", "mps", own_stream=False)

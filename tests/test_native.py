@@ -449,11 +449,11 @@ def test_the_library_is_built_from_its_source(tmp_path):
     for name in ("hatch_build.py", "aiofeed/decoders/turbo.c"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    where = {"PATH": "/usr/bin:/bin"}
+    where = {"PATH": "/usr/bin:/bin", "AIOFEED_GROUPS": "0"}
     done = subprocess.run(
-        [sys.executable, "hatch_build.py"], cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+        [sys.executable, "hatch_build.py"], cwd=tmp_path, env=where, capture_output=True, text=True, check=False
     )
-    assert "built" in done.stdout
+    assert done.stdout == f"built {LIBRARY.relative_to(ROOT)}\n"
     assert NativeDecoder(tmp_path / LIBRARY.relative_to(ROOT)).version == native_decoder().version
     for extra, reason in (({"CC": "/nowhere/cc"}, "/nowhere/cc"), ({"AIOFEED_TURBO": "0"}, "AIOFEED_TURBO=0")):
         done = subprocess.run(

@@ -47,6 +47,7 @@ class Surroundings:
         pillow_simd_hidden: whether Pillow-SIMD was installed, and then Pillow over it.
         x86: whether the processor is one that Pillow-SIMD is for.
         decoders: other packages that decode images, with their versions.
+        small_files: whether the library is there that reads them in groups.
         uvloop: its version.
         affinity: cores that this process may run on.
         cpu_quota: cores' worth of time that the cgroup allows.
@@ -69,6 +70,7 @@ class Surroundings:
     pillow_simd_hidden: bool
     x86: bool
     decoders: Mapping[str, str]
+    small_files: bool
     uvloop: str | None
     affinity: int
     cpu_quota: float | None
@@ -136,6 +138,7 @@ def _surroundings_rows(found: Surroundings) -> list[tuple[str, str]]:
     rows = [
         ("torch", f"{found.torch}; {found.torch_threads} threads"),
         ("images", f"{pillow}; other decoders: {others}"),
+        ("small files", "read in groups, without the GIL" if found.small_files else "read one by one"),
         ("event loop", f"uvloop {found.uvloop}" if found.uvloop else "asyncio's own"),
         ("cores", cores),
         ("memory", f"{size(found.free_memory_bytes)} free ({limit})"),

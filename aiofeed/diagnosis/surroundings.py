@@ -12,6 +12,7 @@ from typing import Any
 
 from aiofeed import machine
 from aiofeed.diagnosis.report import Surroundings
+from aiofeed.sources.groups import group_reader
 
 # What can be imported, and the packages that bring it.
 _DECODERS = {
@@ -39,6 +40,7 @@ def surroundings() -> Surroundings:
         pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
         x86=platform.machine().lower() in ("x86_64", "amd64"),
         decoders=_own_decoder() | {name: _version(packages) for name, packages in _DECODERS.items() if _there(name)},
+        small_files=group_reader() is not None,
         uvloop=_version(("uvloop",)) if _there("uvloop") else None,
         affinity=machine.affinity(),
         cpu_quota=machine.cpu_quota(),

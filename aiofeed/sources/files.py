@@ -11,13 +11,26 @@ from typing import Any
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed.config import positive_int
-from aiofeed.sources.reading import MAX_BYTES, Rules, beneath, read_file, read_settled, refuse_links, settled_by
+from aiofeed.sources.groups import SMALL, GroupReader, group_reader
+from aiofeed.sources.reading import (
+    MAX_BYTES,
+    Rules,
+    beneath,
+    read_file,
+    read_group,
+    read_settled,
+    refuse_links,
+    settled_by,
+)
 
 # A hop through an executor costs some 60 us; a group of files that takes 5 ms makes that small, and a slow file
 # holds up its own group only.
 GROUP_S = 0.005
 # Never so many that one group is most of a batch's reading.
 GROUP_MOST = 64
+
+# Fewer files are not worth a call of the library.
+GROUP_LEAST = 4
 
 # A file that takes less was in the page cache, whatever else the machine was doing meanwhile.
 AT_ONCE_S = 0.0005
@@ -71,6 +84,7 @@ class Files:
                 raise ValueError(f"{len(self.paths)} paths, but {len(targets)} targets")
             self.target = targets.__getitem__
         self._seconds_per_file = 0.0
+        self._bytes_per_file = 0.0
 
     def __len__(self) -> int:
         """The number of files."""
@@ -110,13 +124,22 @@ class Files:
 
     async def _read_group(self, indices: Sequence[int]) -> list[bytes | OSError]:
         paths = [self.paths[index] for index in indices]
-        contents, seconds = await _read_files(paths, self._rules)
-        self._observe(seconds / len(paths))
+        contents, seconds = await _read_files(paths, self._rules, self._group_reader(len(paths)))
+        self._observe(contents, seconds)
         return contents
 
-    def _observe(self, per_file: float) -> None:
-        # A moving average: storage that turns slow or fast is followed within a few groups.
+    def _group_reader(self, files: int) -> GroupReader | None:
+        """The library, where it can be had and gains something."""
+        if files < GROUP_LEAST or not 0.0 < self._bytes_per_file <= SMALL:
+            return None
+        return group_reader()
+
+    def _observe(self, contents: list[bytes | OSError], seconds: float) -> None:
+        # Moving averages: storage that turns slow or fast is followed within a few groups.
+        per_file = seconds / len(contents)
         self._seconds_per_file += (per_file - self._seconds_per_file) * (0.2 if self._seconds_per_file else 1.0)
+        nbytes = sum([len(data) for data in contents if isinstance(data, bytes)]) / len(contents)
+        self._bytes_per_file += (nbytes - self._bytes_per_file) * (0.2 if self._bytes_per_file else 1.0)
 
     @property
     def answers_at_once(self) -> bool:
@@ -125,16 +148,23 @@ class Files:
 
     def read_now(self, indices: Sequence[int], /) -> list[bytes | OSError]:
         """What ``read_many`` gives, read in the calling thread."""
-        contents, seconds = _read_files_blocking([self.paths[index] for index in indices], self._rules)
-        self._observe(seconds / len(contents))
+        paths = [self.paths[index] for index in indices]
+        contents, seconds = _read_files_blocking(paths, self._rules, self._group_reader(len(paths)))
+        self._observe(contents, seconds)
         return contents
 
 
-def _read_files_blocking(paths: Sequence[str], rules: Rules) -> tuple[list[bytes | OSError], float]:
+def _read_files_blocking(
+    paths: Sequence[str], rules: Rules, reader: GroupReader | None
+) -> tuple[list[bytes | OSError], float]:
     started = time.perf_counter()
     contents: list[bytes | OSError] = []
+    found = None if reader is None else read_group(reader, paths, rules)
     since = settled_by(time.time())
-    for path in paths:
+    for at, path in enumerate(paths):
+        if found is not None and (data := found[at]) is not None:
+            contents.append(data)
+            continue
         try:
             data = read_settled(path, rules, since) if since > 0.0 else None
             if data is None:
@@ -147,6 +177,6 @@ def _read_files_blocking(paths: Sequence[str], rules: Rules) -> tuple[list[bytes
     return contents, time.perf_counter() - started
 
 
-_read_files: Callable[[Sequence[str], Rules], Awaitable[tuple[list[bytes | OSError], float]]] = wrap(
-    _read_files_blocking
+_read_files: Callable[[Sequence[str], Rules, GroupReader | None], Awaitable[tuple[list[bytes | OSError], float]]] = (
+    wrap(_read_files_blocking)
 )

@@ -6,7 +6,10 @@ import errno
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from aiofeed.sources.groups import GroupReader
 
 # Far above any sample, far below any machine's memory.
 MAX_BYTES = 1 << 30
@@ -118,6 +121,14 @@ def read_file(path: str, rules: Rules = _ANY) -> bytes:
         return data
     finally:
         os.close(descriptor)
+
+
+def read_group(reader: GroupReader, paths: Sequence[str], rules: Rules) -> Sequence[bytes | None] | None:
+    """What ``read_file`` gives, of all small files at once; ``None`` of one that it has to be asked for, or of all."""
+    if rules.follow_symlinks:
+        return reader.read(paths, _FLAGS, rules.max_bytes)
+    # What leads through folders below a root, one at a time, is not the library's to follow.
+    return reader.read(paths, _FLAGS | _NOFOLLOW, rules.max_bytes) if _NOFOLLOW and rules.root is None else None
 
 
 def _rest(descriptor: int, data: bytes, path: str, max_bytes: int) -> bytes:
