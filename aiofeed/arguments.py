@@ -145,7 +145,7 @@ def adopt_cache(
     from aiofeed.cache.device_rows import DeviceRows
     from aiofeed.cache.disk import DiskCache, DiskStore
     from aiofeed.cache.host import HostCache, HostStore
-    from aiofeed.cache.identity import identity
+    from aiofeed.cache.identity import dataset_identity, identity
     from aiofeed.cache.resident import HostRows
     from aiofeed.fetch_cached import cached_form
 
@@ -166,16 +166,13 @@ def adopt_cache(
     assert isinstance(cache, HostCache | DiskCache)
     if isinstance(cache, DiskCache):
         if decode is None:
-            raise TypeError(
-                f"a DiskCache is for later runs, too, and nothing tells what the items of {source!r} are made of and "
-                f'by: pass cache="host" or "device"'
-            )
+            assert isinstance(source, FromDataset)
+            return DiskStore(len(source), cache, source.fingerprint() or dataset_identity(source.dataset))
         return DiskStore(len(source), cache, fingerprint(), identity(decode))
     if engines:
-        way_out = "" if decode is None else "cache=DiskCache(path), which they share, or "
         raise ValueError(
             'cache="host" is memory of this process, and engine="process" decodes in others: pass '
-            f'{way_out}engine="thread"'
+            'cache=DiskCache(path), which they share, or engine="thread"'
         )
     return HostStore(len(source), cache, machine.free_memory)
 
@@ -222,8 +219,8 @@ def _check_cache_on_device(
         )
     if engines:
         raise ValueError(
-            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread"'
-            + ("" if form is None else ", or cache=DiskCache(path), which they share")
+            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread", '
+            "or cache=DiskCache(path), which they share"
         )
     if isinstance(backend, DeviceGroup):
         raise ValueError(

@@ -44,8 +44,12 @@ def new_fetcher(
     if isinstance(source, FromDataset):
         if cache is None:
             return DatasetFetcher(source, policy)
+        from aiofeed.cache.disk import DiskStore
         from aiofeed.fetch_kept_items import KeptItemsFetcher
+        from aiofeed.fetch_shared_items import SharedItemsFetcher
 
+        if isinstance(cache, DiskStore):
+            return SharedItemsFetcher(source, policy, store=cache)
         return KeptItemsFetcher(source, policy, store=cache)
     assert decode is not None
     in_place = collate_fn is None and decodes_in_place(decode)

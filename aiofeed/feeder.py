@@ -64,8 +64,8 @@ class Feeder(Generic[BatchT]):
         cache: keep decoded samples: "host" in memory, ``HostCache(max_bytes)`` within a limit, ``DiskCache(path)`` in a
             file, "device" all of them where batches are wanted: once an epoch's samples are there, its batches are
             views of a permuted buffer, as those of ``Tensors``. Samples are kept as they are met; random augmentation
-            comes after, in the first epoch too ("device" has none but ``transform``). Of a ``Dataset`` "host" and
-            "device" keep the items: what it drew for one the first time is seen in all epochs.
+            comes after, in the first epoch too ("device" has none but ``transform``). Of a ``Dataset`` the items
+            are kept: what it drew for one the first time is seen in all epochs.
         limits: what may be used at most; chosen at run time by default.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
             keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.

@@ -64,11 +64,15 @@ class DatasetFetcher:
         """Get the items and store them."""
         return self._get_items(plan, range(start, start + len(encoded)), assembly.put, watch)
 
-    def _get_items(self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: Watch) -> Outcome:
-        outcome = Outcome()
-        if watch.guard is not None:
-            watch.guard.outcome = outcome
-        started = time.perf_counter()
+    def _get_items(
+        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: Watch, outcome: Outcome | None = None
+    ) -> Outcome:
+        """Get items and store them; ``outcome`` is what came of those before, and is gone on with."""
+        if outcome is None:
+            outcome = Outcome()
+            if watch.guard is not None:
+                watch.guard.outcome = outcome
+        started, retries = time.perf_counter(), outcome.retries
         # A limit on the time of one item is kept by asking for one at a time.
         many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
         plain = watch.guard is None and not self._policy.retries
@@ -91,9 +95,10 @@ class DatasetFetcher:
                     del named
                     if self._policy.action == "raise":
                         break
-        outcome.decode_s = time.perf_counter() - started
-        if not outcome.retries:
-            self._pace.observe(outcome.decode_s, len(positions))
+        took_s = time.perf_counter() - started
+        outcome.decode_s += took_s
+        if outcome.retries == retries:
+            self._pace.observe(took_s, len(positions))
         return outcome
 
     def _put_many(self, plan: BatchPlan, positions: Sequence[int], put: Put, outcome: Outcome) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # As default_collate makes tensors of them.
-_NUMBERS: dict[type, np.dtype[Any]] = {
+NUMBERS: dict[type, np.dtype[Any]] = {
     int: np.dtype(np.int64),
     float: np.dtype(np.float64),
     bool: np.dtype(np.bool_),
@@ -69,7 +69,7 @@ class Part:
     def value(self, memory: NDArray[Any]) -> Any:
         """The part again, in memory of its own."""
         if self.kind is not None:
-            return memory.item() if self.kind in _NUMBERS else memory[()]
+            return memory.item() if self.kind in NUMBERS else memory[()]
         copied = memory.copy()
         if not self.layout.tensor:
             return copied
@@ -87,7 +87,8 @@ def item_layout(item: Any) -> ItemLayout:
     nbytes = sum(part.nbytes for part in parts)
     if not nbytes:
         raise UnfitError(f"it has no elements: it is {told(item)}")
-    return ItemLayout((nbytes,), "uint8", parts=tuple(parts), template=template)
+    words = str(template)
+    return ItemLayout((nbytes,), "uint8", form=words, told=words, parts=tuple(parts), template=template)
 
 
 def parts_of(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
@@ -141,7 +142,7 @@ def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     if kind is tuple or kind is list or is_namedtuple(value):
         found = [_template(part, f"{path}[{at}]", parts) for at, part in enumerate(value)]
         return kind._make(found) if is_namedtuple(value) else kind(found)
-    number = kind if kind in _NUMBERS or isinstance(value, np.generic) else None
+    number = kind if kind in NUMBERS or isinstance(value, np.generic) else None
     layout = _array_layout(value) if number is None else _number_layout(value)
     if layout is None:
         raise UnfitError(
@@ -173,7 +174,7 @@ def _array_layout(value: Any) -> Layout | None:
 
 
 def _number_layout(value: Any) -> Layout | None:
-    if (dtype := _NUMBERS.get(type(value))) is not None:
+    if (dtype := NUMBERS.get(type(value))) is not None:
         return Layout((), dtype.name)
     import torch
     from torch.utils.data import default_collate

@@ -167,7 +167,7 @@ def check_travels(recipe: Recipe) -> None:
 def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
     """What tells a source from another: its own ``fingerprint()``, or one of its type, length and keys."""
     own = getattr(source, "fingerprint", None)
-    if own is not None:
-        return str(own())
+    if own is not None and (said := own()) is not None:
+        return str(said)
     kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
     return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))

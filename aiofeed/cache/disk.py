@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.cache.claims import Claims
 from aiofeed.cache.host import check_max_bytes
-from aiofeed.cache.layout import Layout
+from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.cache.store import Store
 from aiofeed.errors import CacheError
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from aiofeed.cache.file import CacheFile
 
 log = logging.getLogger("aiofeed")
+
+
+# In the place of a decoder's identity.
+NO_DECODER = "none, the items of a Dataset"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,11 @@ class DiskCache:
     A file of other data, of a decoder with other settings or of another version is refused with a ``CacheError`` and
     never touched. Data are known by the source's fingerprint (its own, or type, length and keys): files that are
     changed in place, under the same names, are not noticed.
+
+    Of a ``Dataset`` the items are kept: tensors, arrays and numbers, nested, of fixed shapes and dtypes. Each is made
+    once, whichever process makes it. It is known by its length, the form of its items and
+    ``FromDataset(fingerprint=...)``; else by type, code of ``__getitem__`` and ``repr``, and the first item that is
+    taken from the file is asked for once more: a log line says so where it is another now.
 
     Use a local disk: the lock between processes is ``flock``. Linux and macOS.
 
@@ -79,10 +89,10 @@ class DiskStore(Store):
         samples: length of the source.
         cache: what the user said.
         source: fingerprint of the source.
-        decoder: identity of the decoder.
+        decoder: identity of the decoder; ``NO_DECODER`` where a ``Dataset``'s items are kept.
     """
 
-    def __init__(self, samples: int, cache: DiskCache, source: str, decoder: str) -> None:
+    def __init__(self, samples: int, cache: DiskCache, source: str, decoder: str = NO_DECODER) -> None:
         self._cache = cache
         self._source = source
         self._decoder = decoder
@@ -95,9 +105,12 @@ class DiskStore(Store):
         self._damaged: set[int] = set()
         self._told = False
         self._writes = True
+        self._claims = Claims(str(self._cache.path))
+        # Whether the file was there, so that what it is of has to be believed.
+        self.met = False
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_file", "_table", "_damaged", "_told", "_writes")
+        mine = ("_file", "_table", "_damaged", "_told", "_writes", "_claims", "met")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def _inherit(self) -> None:
@@ -111,19 +124,57 @@ class DiskStore(Store):
             from aiofeed.cache.file import open_file
 
             with self._lock:
-                file = open_file(str(self._cache.path), create=False)
+                file = open_file(self.path, create=False) if self.layout is None else None
                 described = None if file is None else file.describe()
                 if file is not None and described is not None:
                     self._adopt(file, described, None)
                     self.layout = file.layout
+                    self.met = True
+
+    def settle(self, layout: Layout) -> bool:
+        """Samples look like this; False where those that are kept look otherwise.
+
+        Raises:
+            CacheError: there is no room, or the file has items of another form.
+        """
+        alike, known = super().settle(layout), self.layout
+        if isinstance(known, ItemLayout) and known.template is None:
+            # Only the file has said what items look like.
+            if not alike:
+                raise self.other_form(str(layout))
+            self.layout = layout
+        return alike
+
+    @property
+    def path(self) -> str:
+        """Of the file."""
+        return str(self._cache.path)
+
+    def other_form(self, here: str) -> CacheError:
+        """The error of a file that has items of another form."""
+        return self._other(self.path, [f"form of a sample: {self.layout} in the file, {here} here"])
+
+    def claim(self, index: int) -> bool:
+        """Whether the calling thread is to make a sample now; False where another, or another process, is at it.
+
+        Raises:
+            CacheError: the file can neither be opened nor made.
+        """
+        with self._lock:
+            return self._claims.take(index, self._file)
+
+    def release(self, index: int) -> None:
+        """What ``claim`` gave is given back."""
+        with self._lock:
+            self._claims.release(index)
 
     def _open(self, layout: Layout) -> None:
         from aiofeed.cache.file import open_file
 
-        path = str(self._cache.path)
+        path = self.path
         if layout.nbytes * self.samples == 0:
             raise CacheError(f"there is nothing to keep: {self.samples} samples of {layout.nbytes} bytes")
-        file = open_file(path, create=True)
+        file = self._claims.begun or open_file(path, create=True)
         assert file is not None
         try:
             with file.locked():
@@ -139,26 +190,28 @@ class DiskStore(Store):
 
     def _adopt(self, file: CacheFile, described: dict[str, Any], layout: Layout | None) -> None:
         """Use a file, if it is one for these data and this decoder."""
-        differ = [
-            f"{what}: {there} in the file, {here} here"
-            for what, there, here in (
-                ("samples", described["samples"], self.samples),
-                ("fingerprint of the source", described["source"], self._source),
-                ("decoder", described["decoder"], self._decoder),
-                ("form of a sample", str(file.layout), str(layout or file.layout)),
-            )
-            if there != here
+        compared: list[tuple[str, Any, Any]] = [
+            ("samples", described["samples"], self.samples),
+            ("decoder", described["decoder"], self._decoder),
+            ("form of a sample", file.layout, layout or file.layout),
+            ("fingerprint of the source", described["source"], self._source),
         ]
+        differ = [f"{what}: {there} in the file, {here} here" for what, there, here in compared if there != here]
         if differ:
-            raise CacheError(
-                f"the cache {file.path!r} was filled from something else: {'; '.join(differ)}. Delete the file, or "
-                f"give DiskCache another path"
-            )
+            alone = len(differ) == 1 and described["source"] != self._source and self._decoder == NO_DECODER
+            says = f". Where the items are the same, FromDataset(dataset, fingerprint={described['source']!r}) says so"
+            raise self._other(file.path, differ, says if alone else "")
         if file.capacity < file.samples:
             log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
         self._table, self._arena = file.open_rows()
-        self._file = file
+        self._file, self._claims.begun = file, None
         self._writes = file.writable
+
+    def _other(self, path: str, differ: Sequence[str], way_out: str = "") -> CacheError:
+        return CacheError(
+            f"the cache {path!r} was filled from something else: {'; '.join(differ)}. Delete the file, or give "
+            f"DiskCache another path{way_out}"
+        )
 
     def doubtful(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those whose entry says that they are there and whose checksum was not compared."""

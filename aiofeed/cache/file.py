@@ -1,12 +1,14 @@
 """The file of a ``DiskCache``: a header, a table with an entry per sample, and rows. Local byte order is not assumed.
 
     0     magic, length and CRC-32 of the description (0 until the file is whole), number of rows given out
-    40    the description: JSON
+    40    the description: JSON; of a ``Dataset``'s items it has the form, too
     table an entry of 16 bytes per sample: number of its row + 1 (0: none), CRC-32 of index and row
     rows  at a multiple of 4096, one after the other
 
 All writing is by ``pwrite`` under an exclusive ``flock``, first the row, then its entry. Reading needs no lock: an
-entry counts only once its checksum has been compared, so that nothing depends on what reached the disk first.
+entry counts only once its checksum has been compared, so that nothing depends on what reached the disk first. Who
+makes a sample may lock the bytes of its entry meanwhile, byte 0 where there are no entries yet: such locks end with
+their holder, nothing that is right or wrong depends on them, and the ``flock`` does not meet them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, told_bytes
+from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
 from aiofeed.errors import CacheError
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
 _PAGE = 4096
 _POPULATE_READ = 22
+# Locks that belong to an open file, not to a process: Linux, and its struct flock where a long has 64 bits.
+_OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if struct.calcsize("l") == 8 else None
+_FLOCK = struct.Struct("hhqqi4x")
 _WAY_OUT = "delete the file, or choose another path"
 
 
@@ -88,6 +93,27 @@ class CacheFile:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
+    def claim(self, index: int | None) -> bool:
+        """Say to others that a sample is being made here, the first of all with ``None``; False where another is at it.
+
+        It goes with the file, at the latest; where the system has no such locks it always succeeds.
+        """
+        return self._lock_entry(index, fcntl.F_WRLCK)
+
+    def unclaim(self, index: int | None) -> None:
+        """The sample has been made, or not."""
+        self._lock_entry(index, fcntl.F_UNLCK)
+
+    def _lock_entry(self, index: int | None, kind: int) -> bool:
+        if _OWN_LOCK is None or not self.writable:
+            return True
+        at, nbytes = (0, 1) if index is None else (self._table_at + index * _ENTRY.size, _ENTRY.size)
+        try:
+            fcntl.fcntl(self._fd, _OWN_LOCK, _FLOCK.pack(kind, os.SEEK_SET, at, nbytes, 0))
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EACCES)
+        return True
+
     def describe(self) -> dict[str, Any] | None:
         """What the file says of itself; ``None`` where it was never finished being made.
 
@@ -122,9 +148,7 @@ class CacheFile:
 
     def _place(self, described: dict[str, Any], length: int) -> None:
         self.samples, self.capacity = int(described["samples"]), int(described["capacity"])
-        self.layout = Layout(
-            tuple(described["shape"]), described["dtype"], described["torch_dtype"], described["tensor"]
-        )
+        self.layout = _described_layout(described)
         self._table_at = _up(_DESCRIPTION_AT + length)
         self._rows_at = _up(self._table_at + self.samples * _ENTRY.size)
         self._end = self._rows_at + self.capacity * self.layout.nbytes
@@ -139,6 +163,8 @@ class CacheFile:
         described = {"version": VERSION} | described
         described |= {"shape": list(layout.shape), "dtype": layout.dtype}
         described |= {"torch_dtype": layout.torch_dtype, "tensor": layout.tensor}
+        if isinstance(layout, ItemLayout):
+            described |= {"form": layout.form, "types": layout.types, "told": layout.told}
         # Its length is to be the same whatever the capacity.
         described["capacity"] = samples
         length = len(json.dumps(described)) + 20
@@ -231,6 +257,14 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         return CacheFile(path)
     except OSError as error:
         raise CacheError(f"the cache {path!r} cannot be made: {error}") from error
+
+
+def _described_layout(described: dict[str, Any]) -> Layout:
+    shape, dtype = tuple(described["shape"]), described["dtype"]
+    if "form" in described:
+        types, told = tuple(described["types"]), described["told"]
+        return ItemLayout(shape, dtype, form=described["form"], types=types, told=told)
+    return Layout(shape, dtype, described["torch_dtype"], described["tensor"])
 
 
 def _up(at: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
+from aiofeed.cache.layout import Layout, told_bytes
 from aiofeed.cache.store import COMING, NONE, Store
 
 if TYPE_CHECKING:
@@ -74,14 +74,12 @@ class HostStore(Store):
         if capacity < self.samples:
             log.warning(
                 "the cache keeps %d of %d samples: all need %s, and it may have %s%s; the others are decoded in every "
-                "epoch (HostCache(max_bytes=...) sets the limit%s)",
+                "epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) keeps samples in a file)",
                 capacity,
                 self.samples,
                 told_bytes(self.samples * layout.nbytes),
                 told_bytes(limit),
                 "" if self._cache.max_bytes is not None else f", half of what is free for {ranks} rank(s) of this host",
-                # A Dataset's items can be kept in memory alone.
-                "" if isinstance(layout, ItemLayout) else ", DiskCache(path) keeps samples in a file",
             )
         # Private to this process: a fork has a copy. The system gives pages as they are written to.
         self._arena = np.empty((capacity, layout.nbytes), np.uint8)

@@ -1,12 +1,17 @@
-"""What a decoder is, in words that are the same in another process: samples of another decoder are no use."""
+"""What a decoder or a ``Dataset`` is, in words that are the same in another process: what another made is no use."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
+
+# As much of a repr as an error message bears.
+_SHOWN = 200
 
 
 def identity(decoder: Callable[..., Any]) -> str:
@@ -34,6 +39,28 @@ def identity(decoder: Callable[..., Any]) -> str:
     methods = [getattr(kind, name, None) for name in ("__call__", "decode_cached", "decode_into", "decode_cached_into")]
     code = " ".join(_code(method) for method in methods if isinstance(method, types.FunctionType))
     return f"{kind.__module__}.{kind.__qualname__} {code} {_settings(decoder, decoder)}"
+
+
+def dataset_identity(dataset: Any) -> str:
+    """What can be seen of a ``Dataset``: its type, the code of its ``__getitem__``, its ``repr`` where it has its own.
+
+    Of a torch ``Subset``: its indices, and that of which it is one. Length and items are compared elsewhere.
+    """
+    kind = type(dataset)
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and isinstance(dataset, data.Subset):
+        return f"{kind.__qualname__} {_digest(repr(list(dataset.indices)))} of {dataset_identity(dataset.dataset)}"
+    methods = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__")]
+    found = [kind.__qualname__, *[_code(method) for method in methods if isinstance(method, types.FunctionType)]]
+    if isinstance(kind.__repr__, types.FunctionType):
+        # Where it lies in memory is not what it is.
+        shown = " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(dataset)).split())
+        found.append(shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... {_digest(shown)}")
+    return " ".join(found)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def _settings(value: Any, decoder: Any) -> str:

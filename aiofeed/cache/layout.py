@@ -53,11 +53,18 @@ class ItemLayout(Layout):
     """The form of items of several parts, kept one behind the other: ``shape`` [bytes], ``dtype`` uint8.
 
     Args:
+        form: structure, shapes and dtypes in words, which make two alike; for a file, as ``written_forms`` puts it.
+        types: for a file, the classes of its namedtuples, "module:name" each, depth first.
+        told: the form for people.
         parts: what each is.
-        template: an item with what describes a part, by place in ``parts``, where that stands.
+        template: an item with what describes a part, by place in ``parts``, where that stands; ``None`` where only the
+            form is known.
     """
 
-    parts: tuple[Layout, ...] = ()
+    form: str = ""
+    types: tuple[str, ...] = field(default=(), compare=False)
+    told: str = field(default="", compare=False)
+    parts: tuple[Layout, ...] = field(default=(), compare=False)
     template: Any = field(default=None, compare=False)
 
     @property
@@ -66,7 +73,7 @@ class ItemLayout(Layout):
         return self.parts
 
     def __str__(self) -> str:
-        return str(self.template)
+        return self.told
 
     def pack(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
         """The parts as a row of bytes; a view of the only one where its memory lies in order."""

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_WAY_OUT = 'cache="host" keeps as many as fit into host memory'
-_OR_A_FILE = f"{_WAY_OUT}, and DiskCache(path) keeps them in a file"
+_WAY_OUT = 'cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
 
 
 class ResidentStore(Store):
@@ -75,7 +74,7 @@ class ResidentStore(Store):
         if kind is None:
             raise CacheError(
                 f'cache="device" keeps targets that are numbers, tensors, arrays, or tuples and dicts of these, and '
-                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {_OR_A_FILE}"
+                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {_WAY_OUT}"
             )
         with self._lock:
             if not self.targets:
@@ -84,7 +83,7 @@ class ResidentStore(Store):
         if kind != self._kind:
             raise CacheError(
                 f'cache="device" keeps targets that are all alike; the first was {self._kind}, this one is {kind}; '
-                f"{_OR_A_FILE}"
+                f"{_WAY_OUT}"
             )
         self.targets[index] = target
 
@@ -106,7 +105,7 @@ class ResidentStore(Store):
             f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {told_bytes(layout.nbytes)} each '
             f"({layout}) take {told_bytes(self.samples * layout.nbytes)}, and two batches "
             f"{told_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
-            f"{_WAY_OUT if isinstance(layout, ItemLayout) else _OR_A_FILE}"
+            f"{_WAY_OUT}"
         )
 
 

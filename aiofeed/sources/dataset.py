@@ -32,12 +32,14 @@ class FromDataset:
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
         threads: how many threads may call it at the same time.
+        fingerprint: what its items are, in words of yours, for a state and a ``DiskCache`` to know it by: others for
+            other data and other settings. ``None``: they go by what can be seen of it.
 
     Raises:
-        TypeError: an ``IterableDataset``, or an object without the two methods.
+        TypeError: an ``IterableDataset``, an object without the two methods, or a fingerprint that is no text.
     """
 
-    def __init__(self, dataset: MapDataset[Any], threads: int = 1) -> None:
+    def __init__(self, dataset: MapDataset[Any], threads: int = 1, *, fingerprint: str | None = None) -> None:
         if is_iterable_dataset(dataset):
             raise TypeError(
                 f"{type(dataset).__name__} is an IterableDataset: it has no index, so no order, shards or state. "
@@ -47,6 +49,9 @@ class FromDataset:
             raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")
         self.dataset = dataset
         self.threads = positive_int("FromDataset(threads=...)", threads)
+        if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
+            raise TypeError(f"FromDataset(fingerprint=...) must be a text, got {fingerprint!r}")
+        self._fingerprint = fingerprint
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -54,6 +59,10 @@ class FromDataset:
 
     def __repr__(self) -> str:
         return f"FromDataset({type(self.dataset).__name__}, threads={self.threads})"
+
+    def fingerprint(self) -> str | None:
+        """What the user said that it is."""
+        return self._fingerprint
 
     def key(self, index: int, /) -> str:
         """The dataset's name and the index: a Dataset has no names of its own."""
