@@ -145,6 +145,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         store = self._store
         if store.layout is None:
             store.begin(None)
+            store.met = False  # of another process, which is filling it now
             self._restore()
         if not positions or self._layout is None:
             return list(positions)

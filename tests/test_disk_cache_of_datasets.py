@@ -247,6 +247,35 @@ def test_batches_are_the_users(path: Path) -> None:
     assert run(Items(), path) == expected
 
 
+def test_an_item_that_is_changed_after_it_was_given(path: Path) -> None:
+    """A Dataset may give the same memory each time."""
+    memory = np.zeros(3)
+
+    def item(index: int) -> np.ndarray:
+        memory[:] = index
+        return memory
+
+    for _ in range(2):
+        with Feeder(named(Items(6, item)), batch_size=2, sampler=[5, 4, 3, 2, 1, 0], cache=DiskCache(path)) as feeder:
+            assert [row[0] for batch in feeder for row in batch.tolist()] == [5, 4, 3, 2, 1, 0]
+
+
+def test_feeders_of_one_process_share_the_work(path: Path) -> None:
+    """At the same time, from nothing."""
+    one, other = (Items(40, lambda index: (time.sleep(0.002), index)[1]) for _ in range(2))
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda items=items: found.append(run(named(items), path))) for items in (one, other)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [streamed(Items(40, "int"))] * 2
+    if cache_file._OWN_LOCK is not None:
+        assert one.reads + other.reads == Counter(range(40))
+
+
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 

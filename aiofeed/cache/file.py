@@ -21,6 +21,7 @@ import os
 import shutil
 import stat
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,8 +45,9 @@ _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
 _PAGE = 4096
 _POPULATE_READ = 22
-# Locks that belong to an open file, not to a process: Linux, and its struct flock where a long has 64 bits.
-_OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if struct.calcsize("l") == 8 else None
+# Locks that belong to an open file, not to a process; elsewhere than on Linux they would meet the flock.
+_LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
+_OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
 _FLOCK = struct.Struct("hhqqi4x")
 _WAY_OUT = "delete the file, or choose another path"
 
