@@ -34,14 +34,17 @@ def written(layout: ItemLayout) -> ItemLayout:
 
 
 def restored(layout: ItemLayout) -> ItemLayout | None:
-    """What a file says made whole again; ``None`` where a namedtuple is of a class that is not loaded.
+    """What a file says made whole again; ``None`` where that cannot be, an item has to tell then.
 
-    Nothing is imported because a file says so.
+    A namedtuple's class may not be loaded: nothing is imported because a file says so. Nor need it be a form of ours.
     """
     parts: list[Layout] = []
     try:
         template = _read(json.loads(layout.form), iter(layout.types), parts)
-    except LookupError:
+        fits = sum(part.nbytes for part in parts) == layout.nbytes
+    except (LookupError, ValueError, TypeError, SyntaxError, StopIteration):
+        return None
+    if not fits:
         return None
     return replace(layout, parts=tuple(parts), template=template)
 

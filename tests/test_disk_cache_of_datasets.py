@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +314,16 @@ def test_a_namedtuple_whose_class_is_not_loaded_is_learnt_from_an_item(path: Pat
     dataset = Items(22, item)
     assert run(named(dataset), path) == streamed(Items(22, item))
     assert dataset.reads == Counter([0])
+
+
+@pytest.mark.parametrize(
+    "form", ["", "[]", '["odd"]', '["array", "f9", [2]]', '["dict", [["(", ["number", "int"]]]]', "7"]
+)
+def test_a_form_that_is_none_of_ours_is_not_restored(form: str) -> None:
+    """Nor one of another size: an item tells, and what differs is refused then."""
+    layout = written(item_layout((1, 2)))
+    assert restored(replace(layout, form=form)) is None
+    assert restored(replace(layout, shape=(24,))) is None
 
 
 @pytest.mark.parametrize("case", range(len(UNLIKE)))
