@@ -29,7 +29,7 @@ class Claims:
             file: in use; ``None``: there is none yet. Then one is claimed at a time: it tells what samples look like.
 
         Raises:
-            CacheError: the file can neither be opened nor made.
+            CacheError: the file can neither be opened nor made, or is none of ours.
         """
         if index in self._taken or (file is None and self._taken):
             return False
@@ -42,6 +42,11 @@ class Claims:
             assert file is not None
         if not file.claim(entry):
             return False
+        if entry is None and file.describe() is not None:
+            # Another process has made it since it was looked for: it has entries to claim.
+            file.unclaim(None)
+            self.begun = None
+            return False
         self._taken[index] = (file, entry)
         return True
 
@@ -49,3 +54,10 @@ class Claims:
         """Give a claim back."""
         file, entry = self._taken.pop(index)
         file.unclaim(entry)
+        if entry is None and file.made:
+            file.unclaim(index)
+
+    @property
+    def making(self) -> int | None:
+        """The sample that is made while there is no file yet."""
+        return next((index for index, (_, entry) in self._taken.items() if entry is None), None)

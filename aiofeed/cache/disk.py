@@ -183,7 +183,7 @@ class DiskStore(Store):
                     if not file.writable:
                         raise CacheError(f"the cache {path!r} is empty and may not be written to")
                     mine = {"samples": self.samples, "source": self._source, "decoder": self._decoder}
-                    described = file.make(mine, layout, self._cache.max_bytes)
+                    described = file.make(mine, layout, self._cache.max_bytes, self._claims.making)
         except OSError as error:
             raise CacheError(f"the cache {path!r} cannot be used: {error}") from error
         self._adopt(file, described, layout)

@@ -102,6 +102,11 @@ class CacheFile:
         """
         return self._lock_entry(index, fcntl.F_WRLCK)
 
+    @property
+    def made(self) -> bool:
+        """Whether it is known where its entries are."""
+        return hasattr(self, "_table_at")
+
     def unclaim(self, index: int | None) -> None:
         """The sample has been made, or not."""
         self._lock_entry(index, fcntl.F_UNLCK)
@@ -155,8 +160,16 @@ class CacheFile:
         self._rows_at = _up(self._table_at + self.samples * _ENTRY.size)
         self._end = self._rows_at + self.capacity * self.layout.nbytes
 
-    def make(self, described: dict[str, Any], layout: Layout, max_bytes: int | None) -> dict[str, Any]:
+    def make(
+        self, described: dict[str, Any], layout: Layout, max_bytes: int | None, making: int | None = None
+    ) -> dict[str, Any]:
         """Make the file, inside ``locked``; all of its room is taken now. What it says of itself.
+
+        Args:
+            described: what it is to be of.
+            layout: of a sample.
+            max_bytes: of the file.
+            making: the sample that told the layout: it is claimed before others see that there is a file.
 
         Raises:
             CacheError: there is no room.
@@ -185,6 +198,8 @@ class CacheFile:
         self._reserve()
         self._write(text, _DESCRIPTION_AT)
         os.fsync(self._fd)
+        if making is not None:
+            self.claim(making)
         self._write(_HEAD.pack(_MAGIC, length, zlib.crc32(text), 0), 0)
         os.fsync(self._fd)
         return described
