@@ -116,7 +116,7 @@ def test_image_folder_follows_links_as_the_argument_says(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda root: None, "not a folder"),
+        (lambda root: None, "there is no folder.* is there, and has no 'root'"),
         (lambda root: root.mkdir(), "no sub-folders"),
         (lambda root: (root.mkdir(), (root / "a.jpg").touch()), "1 images but no sub-folders.*aiofeed.Files"),
         (lambda root: (root / "cat").mkdir(parents=True), "class 'cat'.*has no image"),
@@ -130,6 +130,22 @@ def test_a_folder_without_images_is_refused(tmp_path: Path, make, told: str) -> 
     with pytest.raises((FileNotFoundError, NotADirectoryError), match=told) as caught:
         ImageFolder(root)
     assert str(root) in str(caught.value)
+
+
+def test_a_relative_root_says_from_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the deepest folder that is there, and what is missing in it."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        ImageFolder("data/trian/cats")
+    assert f"{str(tmp_path / 'data')!r} is there, and has no 'trian'" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [1, b"a.jpg", None])
+def test_what_is_no_path_is_named(wrong: object) -> None:
+    """The message gives the entry and its position."""
+    with pytest.raises(TypeError, match=f"number 1 is {wrong!r}"):
+        Files(["a.jpg", wrong])  # type: ignore[list-item]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

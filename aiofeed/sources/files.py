@@ -71,7 +71,7 @@ class Files:
             raise TypeError(f"follow_symlinks must be True or False, got {follow_symlinks!r}")
         self.root = None if root is None else os.fspath(root)
         self._rules = Rules(positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
-        self.paths = [os.fspath(path) for path in paths]
+        self.paths = [_path(path, position) for position, path in enumerate(paths)]
         if self.root is not None:
             self.paths = [beneath(self.root, path) for path in self.paths]
             if not follow_symlinks:
@@ -152,6 +152,14 @@ class Files:
         contents, seconds = _read_files_blocking(paths, self._rules, self._group_reader(len(paths)))
         self._observe(contents, seconds)
         return contents
+
+
+def _path(value: object, position: int) -> str:
+    # One that is bytes would be a key that nothing can be joined to.
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(f"Files takes paths, str or os.PathLike; number {position} is {value!r}")
+    return path
 
 
 def _read_files_blocking(
