@@ -43,6 +43,11 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f"a source is asked for samples 0, 1, ..., and this {type(source).__name__} has the keys "
             f"{list(source)[:8]}: pass one of its values, or of a dict of tensors aiofeed.Tensors(*tensors.values())"
         )
+    if hasattr(source, "iloc"):
+        raise TypeError(
+            f"a {type(source).__name__} of pandas is asked by its index, not by position: pass "
+            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+        )
     if is_map_dataset(source):
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:

@@ -6,7 +6,9 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
@@ -146,6 +148,43 @@ def test_what_is_no_path_is_named(wrong: object) -> None:
     """The message gives the entry and its position."""
     with pytest.raises(TypeError, match=f"number 1 is {wrong!r}"):
         Files(["a.jpg", wrong])  # type: ignore[list-item]
+
+
+class Column:
+    """As a pandas Series after sample() or a filter: asked by an index of its own."""
+
+    def __init__(self, labels: dict[int, int]) -> None:
+        self._labels = labels
+        self.iloc = list(labels.values())
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> int:
+        return self._labels[index]
+
+    def to_numpy(self) -> np.ndarray:
+        return np.array(list(self._labels.values()))
+
+
+@pytest.mark.parametrize("index", [(2, 0, 1), (7, 8, 9)])
+def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]) -> None:
+    """Labels stay beside the paths of their rows, whatever the index."""
+    paths = [tmp_path / f"{number}" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]))
+    column: Any = Column(dict(zip(index, (0, 10, 20), strict=True)))
+    [(data, labels)] = Feeder(Files(paths, column), decode=lambda data: data[0], batch_size=3)
+    assert data.tolist() == [0, 1, 2]
+    assert labels.tolist() == [0, 10, 20]
+    with pytest.raises(TypeError, match=r"asked by its index.*aiofeed.Files"):
+        Feeder(column, batch_size=3)
+
+
+def test_a_dict_of_targets_is_refused() -> None:
+    """It would be asked by position."""
+    with pytest.raises(TypeError, match=r"targets are one label per file.*got a dict"):
+        Files(["a", "b"], {"a": 0, "b": 1})  # type: ignore[arg-type]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
