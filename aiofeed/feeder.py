@@ -197,6 +197,11 @@ class Feeder(Generic[BatchT]):
         return f"Feeder({self._source!r}, batch_size={self._recipe.batch_size})"
 
     @property
+    def batch_size(self) -> int:
+        """Samples per batch; for another, make another feeder, which may load this one's state."""
+        return self._recipe.batch_size
+
+    @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or was last; before the first ``iter()``, the one it begins."""
         return self._progress.current

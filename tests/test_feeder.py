@@ -601,7 +601,11 @@ def test_an_iterator_says_where_it_stands() -> None:
 
 def test_repr_and_len() -> None:
     """A feeder says what it feeds."""
-    assert "batch_size=4" in repr(feeder_of())
+    feeder = feeder_of()
+    assert "batch_size=4" in repr(feeder)
+    assert feeder.batch_size == 4
+    with pytest.raises(AttributeError):
+        feeder.batch_size = 8  # type: ignore[misc]
     assert len(feeder_of()) == 3
     assert aiofeed.Feeder is Feeder
 
