@@ -49,6 +49,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
         )
     if is_map_dataset(source):
+        _check_part(source)
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(
@@ -57,6 +58,18 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     raise TypeError(
         f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
     )
+
+
+def _check_part(dataset: Any) -> None:
+    """``TypeError`` for a part (a ``Subset``) of what gives bytes, and has no items."""
+    whole_one = getattr(dataset, "dataset", None)
+    # Of torch's Subset and its like alone: a Dataset of the user's may have a file, with a `read`, of that name.
+    gives_bytes = isinstance(whole_one, Source) and not hasattr(whole_one, "__getitem__")
+    if gives_bytes and hasattr(dataset, "indices"):
+        raise TypeError(
+            f"a {type(dataset).__name__} asks for items, which {type(whole_one).__name__} lacks: for a part of it "
+            f"pass sampler=indices, or aiofeed.Files(paths, targets) with those of the part"
+        )
 
 
 def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:

@@ -6,6 +6,7 @@ kept aside and collated at the end.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -252,6 +253,8 @@ def _unfit(value: Any) -> str | None:
     """What is wrong with a value by itself, where people often forget it."""
     if value is None:
         return "one is None"
+    if inspect.iscoroutine(value):
+        return "one is a coroutine: `async def` is for a source's read, not for decoders, datasets and targets"
     if type(value).__module__.startswith("PIL."):
         return f"one is a {type(value).__name__}, an image of PIL's, and no array: numpy.asarray(image) makes one"
     return None

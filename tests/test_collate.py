@@ -121,6 +121,20 @@ def test_samples_that_do_not_fit_are_told_by_name(samples: list[Any], told: str)
     assert "collate_fn=" in str(caught.value)
 
 
+def test_a_coroutine_in_a_batch_is_told() -> None:
+    """Somebody wrote `async def` where a function is called."""
+
+    async def sample() -> int:
+        return 1
+
+    assembly = TreeAssembly(1, HostMemory(keep=2))
+    one = sample()
+    assembly.put(0, one)
+    with pytest.raises(CollateError, match=r"one is a coroutine.*'key 0'"):
+        assembly.finish(["key 0"])
+    one.close()
+
+
 def test_rows_filled_in_place_become_the_batch() -> None:
     """A row decoder's memory is the batch's: [N, 3, H, W] in channels_last, with targets beside it."""
     assembly = RowAssembly(Row((2, 4, 3), "uint8", (2, 0, 1)), 5, HostMemory(keep=1), targets=True)

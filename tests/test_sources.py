@@ -181,6 +181,27 @@ def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]
         Feeder(column, batch_size=3)
 
 
+class Hundreds(ImageFolder):
+    def target(self, index: int) -> int:  # type: ignore[override]
+        return self.targets[index] * 100
+
+
+def test_a_subclass_may_have_targets_of_its_own(tmp_path: Path) -> None:
+    """Its method is asked, not the list it may look into."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jpg").write_bytes(b"1")
+    [(_, labels)] = Feeder(Hundreds(tmp_path), decode=len, batch_size=2)
+    assert labels.tolist() == [0, 100]
+
+
+def test_a_subset_of_a_source_is_refused(tmp_path: Path) -> None:
+    """A source gives bytes, not items; the message says how a part of it is fed."""
+    part = torch.utils.data.Subset(Files([tmp_path / "a"]), [0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a Subset asks for items.*sampler=indices, or aiofeed\.Files"):
+        Feeder(part, batch_size=1)
+
+
 def test_a_dict_of_targets_is_refused() -> None:
     """It would be asked by position."""
     with pytest.raises(TypeError, match=r"targets are one label per file.*got a dict"):
