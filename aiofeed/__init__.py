@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from aiofeed import testing
     from aiofeed.attached import attach
     from aiofeed.bridge import prefetch
@@ -130,6 +131,8 @@ def __getattr__(name: str) -> object:
 
     if name == "testing":
         return import_module("aiofeed.testing")
+    if name == "__version__":
+        return import_module("importlib.metadata").version("aiofeed")
     if name not in _HOMES:
         raise AttributeError(f"module 'aiofeed' has no attribute {name!r}")
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiofeed import machine
-from aiofeed.config import Limits, ResolvedLimits, resolve
+from aiofeed.config import Limits, ResolvedLimits, resolve, whole
 from aiofeed.devices import DeviceGroup
 from aiofeed.schedule import Shuffle
 from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
@@ -19,31 +21,6 @@ if TYPE_CHECKING:
     from aiofeed.cache.store import Store
     from aiofeed.cached_forms import Form
     from aiofeed.device import DeviceBackend
-
-_DATALOADER_ARGUMENTS: Mapping[str, str] = {
-    "num_workers": "reading and decoding run in threads here, bounded by Limits(decode_threads=...); "
-    'engine="process:{value}" has them run in so many processes, and a Dataset that is thread-safe goes in as '
-    "FromDataset(dataset, threads={value})",
-    "pin_memory": "memory is pinned wherever device= is an accelerator",
-    "pin_memory_device": "pass device=",
-    "prefetch_factor": "pass limits=Limits(prefetch_batches={value})",
-    "persistent_workers": "threads live as long as the feeder does",
-    "worker_init_fn": "there are no worker processes; random numbers come per sample through the decoder's `rng`",
-    "multiprocessing_context": "there are no worker processes",
-    "batch_sampler": "pass sampler= and batch_size=",
-    "timeout": "pass on_error=FailurePolicy(read_timeout_s={value})",
-    "generator": "pass seed=",
-    "dataset": "it is the first argument",
-}
-
-
-def refuse_dataloader_arguments(unknown: Mapping[str, object]) -> None:
-    """``TypeError`` for an argument that ``Feeder`` does not have, naming what stands in its place."""
-    for name, value in unknown.items():
-        if name in _DATALOADER_ARGUMENTS:
-            instead = _DATALOADER_ARGUMENTS[name].format(value=value)
-            raise TypeError(f"Feeder has no argument {name!r} ({name}={value!r}): {instead}")
-        raise TypeError(f"Feeder has no argument {name!r}")
 
 
 def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
@@ -61,7 +38,18 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
         raise TypeError(
             f"a source is an object, got the string {source!r}; did you mean aiofeed.ImageFolder({source!r})?"
         )
+    if isinstance(source, Mapping) and 0 not in source:
+        raise TypeError(
+            f"a source is asked for samples 0, 1, ..., and this {type(source).__name__} has the keys "
+            f"{list(source)[:8]}: pass one of its values, or of a dict of tensors aiofeed.Tensors(*tensors.values())"
+        )
+    if hasattr(source, "iloc"):
+        raise TypeError(
+            f"a {type(source).__name__} of pandas is asked by its index, not by position: pass "
+            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+        )
     if is_map_dataset(source):
+        _check_part(source)
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(
@@ -72,6 +60,18 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     )
 
 
+def _check_part(dataset: Any) -> None:
+    """``TypeError`` for a part (a ``Subset``) of what gives bytes, and has no items."""
+    whole_one = getattr(dataset, "dataset", None)
+    # Of torch's Subset and its like alone: a Dataset of the user's may have a file, with a `read`, of that name.
+    gives_bytes = isinstance(whole_one, Source) and not hasattr(whole_one, "__getitem__")
+    if gives_bytes and hasattr(dataset, "indices"):
+        raise TypeError(
+            f"a {type(dataset).__name__} asks for items, which {type(whole_one).__name__} lacks: for a part of it "
+            f"pass sampler=indices, or aiofeed.Files(paths, targets) with those of the part"
+        )
+
+
 def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
     """The decoder, where the source needs one."""
     if isinstance(source, Tensors):
@@ -80,7 +80,7 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         return None
     if isinstance(source, FromDataset):
         if decode is not None:
-            raise TypeError("a Dataset's items come decoded, so decode= makes no sense: do it in the dataset")
+            raise TypeError("a Dataset's items come decoded, so decode= makes no sense: " + _decoded_where(source))
         return None
     if decode is None:
         raise TypeError(
@@ -91,7 +91,27 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         raise TypeError(f"decode must be callable, got {decode!r}")
     if isinstance(decode, type):
         raise TypeError(f"decode must be an object that decodes, got the class {decode.__name__}; call it first")
+    if _is_async(decode):
+        raise TypeError(
+            f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: what is to be waited "
+            f"for belongs into the source's `async read`"
+        )
     return decode  # type: ignore[no-any-return]
+
+
+def _decoded_where(source: FromDataset) -> str:
+    items = source.dataset
+    if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
+        return f"a {type(items).__name__} is taken for a Dataset; for files pass aiofeed.Files(paths)"
+    return "do it in the dataset"
+
+
+def _is_path(text: str) -> bool:
+    return os.sep in text or "." in text
+
+
+def _is_async(value: Any) -> bool:
+    return inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
 
 
 def an_engine(value: object) -> int:
@@ -154,6 +174,7 @@ def adopt_cache(
     if cache != "device" and not isinstance(cache, HostCache | DiskCache):
         raise TypeError(
             f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
+            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if isinstance(cache, str) and _is_path(cache) else "")
         )
     if isinstance(source, Tensors):
         raise TypeError("cache= keeps samples in memory, and those of Tensors are in memory already: leave it out")
@@ -235,10 +256,8 @@ def _check_cache_on_device(
 
 
 def an_int(what: str, value: object) -> int:
-    """``value`` where it is an int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} must be an int, got {value!r}")
-    return value
+    """``value`` where it is an int, one of numpy's too."""
+    return whole(what, value)
 
 
 def a_seed(value: object) -> int:
@@ -250,9 +269,11 @@ def a_seed(value: object) -> int:
 
 
 def a_callable(what: str, value: Any) -> Any:
-    """``value`` where it is callable or ``None``."""
+    """``value`` where it is callable or ``None``; what it returns is used, so it is no ``async def``."""
     if value is not None and not callable(value):
         raise TypeError(f"{what} must be callable, got {value!r}")
+    if value is not None and _is_async(value):
+        raise TypeError(f"{what} must be an ordinary function, which a thread calls; {value!r} is `async def`")
     return value
 
 

@@ -70,10 +70,14 @@ class Prefetch(Generic[BatchT]):
         if not isinstance(batches, Iterable | AsyncIterable) and not hasattr(batches, "__getitem__"):
             raise TypeError(f"prefetch takes an iterable or an async iterable of batches, got {batches!r}")
         self._batches = batches
+        self._device = device
         self._backend = resolve_devices(device)
         self._transform: Transform | None = a_callable("transform", transform)
         self._prefetch_batches = positive_int("prefetch_batches", prefetch_batches)
         self._device_batches = positive_int("device_batches", device_batches)
+
+    def __repr__(self) -> str:
+        return f"Prefetch({type(self._batches).__name__}, device={self._device!r})"
 
     def __len__(self) -> int:
         """Batches per pass, where ``batches`` knows."""

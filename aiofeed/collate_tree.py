@@ -6,6 +6,7 @@ kept aside and collated at the end.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -235,12 +236,28 @@ def _default_collate(values: list[Any]) -> Any:
     try:
         return default_collate(values)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
+        for position, value in enumerate(values):
+            if (odd := _unfit(value)) is not None:
+                raise _MisfitError(odd, (position,)) from error
         shapes = [tuple(value.shape) if hasattr(value, "shape") else None for value in values]
         for position, shape in enumerate(shapes):
             if shape != shapes[0]:
                 problem = f"shapes {list(shapes[0] or ())} and {list(shape or ())}"
+                if shape is None or shapes[0] is None:
+                    problem = f"one is a {type(values[0]).__name__}, another a {type(values[position]).__name__}"
                 raise _MisfitError(problem, (0, position)) from error
         raise _MisfitError(str(error), ()) from error
+
+
+def _unfit(value: Any) -> str | None:
+    """What is wrong with a value by itself, where people often forget it."""
+    if value is None:
+        return "one is None"
+    if inspect.iscoroutine(value):
+        return "one is a coroutine: `async def` is for a source's read, not for decoders, datasets and targets"
+    if type(value).__module__.startswith("PIL."):
+        return f"one is a {type(value).__name__}, an image of PIL's, and no array: numpy.asarray(image) makes one"
+    return None
 
 
 def compact(rows: NDArray[Any], kept: Kept) -> NDArray[Any]:

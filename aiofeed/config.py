@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, fields
 
 MIB = 1 << 20
@@ -53,7 +54,7 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                positive_int(f"Limits({field.name}=...)", value)
+                object.__setattr__(self, field.name, positive_int(f"Limits({field.name}=...)", value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +99,17 @@ def resolve(
 
 def positive_int(what: str, value: object) -> int:
     """``value`` where it is an int of at least 1, else the error that says what was given."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = whole(what, value)
+    if number < 1:
+        raise ValueError(f"{what} must be at least 1, got {number}")
+    return number
+
+
+def whole(what: str, value: object) -> int:
+    """``value`` as an int, where it is one, of numpy's too; no bool, and no float however whole."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    # By what Python itself takes for an index. Tensors and arrays have it, too, but are more than a number.
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(type(value), "__len__"):
         raise TypeError(f"{what} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{what} must be at least 1, got {value}")
-    return value
+    return operator.index(value)  # type: ignore[arg-type]

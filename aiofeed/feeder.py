@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, TypeVar
 
 from aiofeed import lifetime
-from aiofeed.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_dataloader_arguments
+from aiofeed.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int
 from aiofeed.config import Limits, positive_int
 from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.devices import resolve_devices
 from aiofeed.failures import Failure, FailureLog
+from aiofeed.foreign_arguments import refuse_foreign_arguments
 from aiofeed.iterator import FeedIterator
 from aiofeed.ordering import Order
 from aiofeed.passes import Passes
@@ -24,14 +25,19 @@ from aiofeed.state import Progress, SavedState
 from aiofeed.types import Source
 
 if TYPE_CHECKING:
+    import typing_extensions
+
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.devices import Device
     from aiofeed.sharing.passing import Passable
     from aiofeed.sources.dataset import MapDataset
-    from aiofeed.types import Decoder
+    from aiofeed.types import Decoder, RandomDecoder
 
-BatchT = TypeVar("BatchT")
+    # Without its default `feeder = Feeder(...)` would need an annotation wherever no collate_fn says what a batch is.
+    BatchT = typing_extensions.TypeVar("BatchT", default=Any)
+else:
+    BatchT = TypeVar("BatchT")
 
 # How long close() waits for threads that are at a sample they cannot leave.
 JOIN_S = 5.0
@@ -92,7 +98,7 @@ class Feeder(Generic[BatchT]):
         self,
         source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
         *,
-        decode: Decoder[Any, Any] | None = None,
+        decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int,
         shuffle: Shuffle = False,
         sampler: Iterable[int] | None = None,
@@ -109,14 +115,15 @@ class Feeder(Generic[BatchT]):
         in_order: bool = True,
         engine: str = "thread",
         static_batches: bool = False,
-        **unknown: Any,
+        **unknown: Never,
     ) -> None:
-        refuse_dataloader_arguments(unknown)
+        refuse_foreign_arguments(unknown, known=Feeder.__init__.__kwdefaults__ or ())
         self._source = adopt_source(source)
         self._length = len(self._source)
+        batch_size = positive_int("batch_size", batch_size)
         self._order = Order(
             length=self._length,
-            batch_size=positive_int("batch_size", batch_size),
+            batch_size=batch_size,
             shuffle=a_shuffle(shuffle),
             seed=a_seed(seed),
             drop_last=a_bool("drop_last", drop_last),
@@ -188,6 +195,11 @@ class Feeder(Generic[BatchT]):
 
     def __repr__(self) -> str:
         return f"Feeder({self._source!r}, batch_size={self._recipe.batch_size})"
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch; for another, make another feeder, which may load this one's state."""
+        return self._recipe.batch_size
 
     @property
     def epoch(self) -> int:

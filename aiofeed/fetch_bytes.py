@@ -268,6 +268,8 @@ class BytesFetcher:
         if not reading:
             return decode_error(error, key, index, traced=self._traced)
         hint = ""
+        if isinstance(error, TypeError) and "'await' expression" in str(error):
+            hint = f" ({type(self._source).__name__}.read is no `async def`, which a source's has to be)"
         if isinstance(error, IndexError):
             with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from queue import Empty
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiofeed import trace
 from aiofeed.counters import Counters
@@ -82,6 +82,16 @@ class FeedIterator(Generic[BatchT_co]):
         self._started = counters.asked_at = time.perf_counter()
         self._finished = False
         self._closed: str | None = None
+
+    def __repr__(self) -> str:
+        stands = "ended" if self._finished else "closed" if self._closed is not None else "open"
+        return f"FeedIterator({stands}, batches handed out: {self._counters.batches})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an iterator cannot be pickled or copied, since its threads cannot: take the feeder, which goes on where "
+            "this iterator stands, or its state_dict()"
+        )
 
     def __iter__(self) -> FeedIterator[BatchT_co]:
         return self

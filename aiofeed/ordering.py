@@ -67,6 +67,7 @@ class Order:
         # Whether the epoch listed last has handed out a batch.
         self._began = True
         self._suggested = False
+        self._warned = False
 
     def schedule(self, length: int | None = None) -> Schedule:
         """The order of an epoch of ``length`` samples; settles rank and world size.
@@ -85,6 +86,7 @@ class Order:
         if self._sampling is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
+            self._warn_of_nothing(schedule)
             return Begun(schedule, schedule.begin(position))
         if not self._began:
             self._sampling.again()
@@ -94,6 +96,7 @@ class Order:
             start = schedule.begin(position)
             if start.epoch == position.epoch:
                 self._began = False
+                self._warn_of_nothing(schedule)
                 return Begun(schedule, start, permutation)
             position = start
 
@@ -111,6 +114,19 @@ class Order:
                 schedule.length,
                 schedule.length * 8 >> 20,
             )
+
+    def _warn_of_nothing(self, schedule: Schedule) -> None:
+        """Say once that an epoch has no batch: a loop over it does nothing, and looks like one that is done."""
+        if self._warned or schedule.stripe().batches:
+            return
+        self._warned = True
+        ranks = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
+        log.warning(
+            "an epoch has no batches: %s",
+            f"{schedule.length} samples do not fill one of {schedule.batch_size}{ranks}, and drop_last=True"
+            if schedule.length
+            else "there are no samples",
+        )
 
     def began(self) -> None:
         """The epoch that was begun last has handed out a batch."""

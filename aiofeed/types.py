@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 EncodedT = TypeVar("EncodedT")
@@ -62,6 +63,14 @@ class Decoder(Protocol[EncodedT_contra, SampleT_co]):
     """
 
     def __call__(self, data: EncodedT_contra, /) -> SampleT_co:
+        """Decode one sample."""
+        ...
+
+
+class RandomDecoder(Protocol[EncodedT_contra, SampleT_co]):
+    """A ``Decoder`` that cannot do without its generator."""
+
+    def __call__(self, data: EncodedT_contra, /, *, rng: torch.Generator) -> SampleT_co:
         """Decode one sample."""
         ...
 

@@ -7,6 +7,7 @@ The ranks take turns, so the feeder's batches should divide by their number: the
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import tempfile
@@ -43,6 +44,7 @@ def train(rank: int, place: str, told: Connection) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     context = multiprocessing.get_context("spawn")
     x = torch.arange(float(SAMPLES)).unsqueeze(1)
     # The server shares out: the feeder itself is not sharded.

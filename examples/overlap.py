@@ -44,7 +44,8 @@ def run(samples: int, scale: float, loads: int) -> None:
 
     def report(event: str) -> None:
         indent = "" if event.startswith("load") else " " * 20
-        print(f"{time.perf_counter() - began:7.3f} s   {indent}{event}", flush=True)
+        # One write for each line: the loads report from another thread than the steps.
+        print(f"{time.perf_counter() - began:7.3f} s   {indent}{event}\n", end="", flush=True)
 
     feeder: aiofeed.Feeder[list[str]] = aiofeed.Feeder(
         SlowSource(samples, load_s, report),

@@ -28,6 +28,7 @@ def test_a_dataloaders_batches_pass_through() -> None:
     """Same batches, same order, any number of passes, len()."""
     batches = prefetch(loader())
     assert len(batches) == 3
+    assert repr(batches) == "Prefetch(DataLoader, device=None)"
     for _ in range(3):
         for got, wanted in zip(batches, loader(), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import default_collate
 
 from aiofeed.collate import CollateAssembly, RowAssembly
@@ -95,7 +96,10 @@ def test_a_batch_is_what_default_collate_gives(kind: str, order: list[int] | Non
         ([(1, 2), (1, 2, 3)], "one has 2 parts, another 3"),
         ([{"a": 1}, {"b": 1}], "one has the key 'a', another has only"),
         ([{"a": 1}, 3], "one is a dict, another a int"),
-        ([None, None], "NoneType"),
+        ([None, None], r"one is None \('key 0'\)"),
+        ([torch.ones(2), None], r"one is None \('key 1'\)"),
+        ([torch.ones(2), "text"], "one is a Tensor, another a str.*'key 0' and 'key 1'"),
+        ([torch.ones(2), Image.new("L", (1, 1))], "an image of PIL's.*numpy.asarray.*'key 1'"),
         ([1, 1 << 70], "int64"),
     ],
 )
@@ -115,6 +119,20 @@ def test_samples_that_do_not_fit_are_told_by_name(samples: list[Any], told: str)
     with pytest.raises(CollateError, match=told) as caught:
         attempt()
     assert "collate_fn=" in str(caught.value)
+
+
+def test_a_coroutine_in_a_batch_is_told() -> None:
+    """Somebody wrote `async def` where a function is called."""
+
+    async def sample() -> int:
+        return 1
+
+    assembly = TreeAssembly(1, HostMemory(keep=2))
+    one = sample()
+    assembly.put(0, one)
+    with pytest.raises(CollateError, match=r"one is a coroutine.*'key 0'"):
+        assembly.finish(["key 0"])
+    one.close()
 
 
 def test_rows_filled_in_place_become_the_batch() -> None:

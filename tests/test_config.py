@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from aiofeed.config import MIB, Limits, resolve
 
@@ -13,6 +15,15 @@ def test_a_limit_is_a_positive_int(name: str, value: object, error: type[Excepti
     """The message names the limit and what was given."""
     with pytest.raises(error, match=rf"{name}.*{value}"):
         Limits(**{name: value})
+
+
+def test_numpys_ints_are_ints() -> None:
+    """They become Python's; a tensor or a float, however whole, is none."""
+    limit = Limits(decode_threads=np.int64(3)).decode_threads  # type: ignore[arg-type]
+    assert (limit, type(limit)) == (3, int)
+    for other in (np.float64(3), np.array(3), torch.tensor(3), np.bool_(True)):
+        with pytest.raises(TypeError, match=r"decode_threads.* must be an int"):
+            Limits(decode_threads=other)  # type: ignore[arg-type]
 
 
 def test_what_is_left_open_is_chosen() -> None:

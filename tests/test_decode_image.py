@@ -652,6 +652,7 @@ def test_pickles_and_compares_by_value():
     assert copy == decoder
     assert hash(copy) == hash(decoder)
     assert repr(copy) == repr(decoder)
+    assert repr(DecodeImage(8, crop="random")) == "DecodeImage(size=8, crop='random')"  # what was said, and no more
     assert (copy.row, copy.takes_seed) == (decoder.row, decoder.takes_seed)
     assert np.array_equal(decode(copy, data, 3), decode(decoder, data, 3))
     assert decoder != DecodeImage((24, 40))

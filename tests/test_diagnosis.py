@@ -1,6 +1,7 @@
 """The report on the machine: what it says, and the advice for each thing that is amiss."""
 
 import dataclasses
+import platform
 import re
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from aiofeed.testing import SimulatedDevice
 
 GIB = 1 << 30
 SOUND = Surroundings(
+    aiofeed="0.1.0",
+    python="Python 3.11.7, Linux x86_64",
     torch="2.9.0, CUDA 12.8",
     torch_threads=8,
     pillow="12.1.1.post0",
@@ -346,7 +349,9 @@ class TestCommand:
     def test_doctor(self, capsys):
         """The report is printed, and the exit code is 0 whatever it says."""
         assert main(["doctor", "--quick"]) == 0
-        assert "torch" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert re.search(rf"^aiofeed .*; Python {platform.python_version()}", output, re.MULTILINE)
+        assert "torch" in output
 
     def test_as_a_module(self):
         """``python -m aiofeed doctor`` is the same."""

@@ -163,7 +163,7 @@ def test_another_version_a_damaged_header_and_a_short_file_are_refused(
 
 
 def test_paths_that_cannot_be_are_told(path: Path) -> None:
-    for bad, message in ((path / "none/x", "cannot be made"), (path.parent, "folder")):
+    for bad, message in ((path / "none/x", "cannot be made.*there is no folder"), (path.parent, "folder")):
         with pytest.raises(CacheError, match=message):
             run(bad)
     with pytest.raises(CacheError, match="no cache"):
@@ -350,7 +350,7 @@ def test_killed_at_any_moment_nothing_wrong_is_believed(path: Path, rank: int) -
             process.send_signal(signal.SIGKILL)
             process.communicate()
         # The system has what they wrote; all of it is whole, for rows come before their entries.
-        if path.stat().st_size > 4096:
+        if path.exists() and path.stat().st_size > 4096:  # they may have been killed before they made it
             assert DiskCache(path).verify() == ()
     assert len(run(path, 200, decode=slow).reads) < 200
     assert (rank == -1) == bool(run(path, 200, decode=slow).reads)

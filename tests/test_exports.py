@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def test_methods_are_documented(name: str) -> None:
 def test_names_are_unique() -> None:
     """No public name is listed twice."""
     assert len(set(aiofeed.__all__)) == len(aiofeed.__all__)
+
+
+def test_version_is_the_installed_ones() -> None:
+    """`aiofeed.__version__` is what the package's metadata say."""
+    assert aiofeed.__version__ == metadata.version("aiofeed")
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -475,6 +476,10 @@ def test_transform_runs_on_the_batch() -> None:
     assert "transform= of batch 0" in str(caught.value.__notes__)
 
 
+async def coroutine(value: Any) -> Any:
+    return value
+
+
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
@@ -484,7 +489,13 @@ def test_transform_runs_on_the_batch() -> None:
         ({"pin_memory": True}, TypeError, "pin_memory.*device="),
         ({"batch_sampler": []}, TypeError, "batch_sampler.*sampler="),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
-        ({"wrokers": 3}, TypeError, "no argument 'wrokers'"),
+        ({"num_workers": 0}, TypeError, "num_workers=0.*leave it out"),
+        ({"wrokers": 3}, TypeError, "no argument 'wrokers'$"),
+        ({"shufle": True}, TypeError, r"no argument 'shufle'; did you mean shuffle=\?"),
+        ({"cache": "/tmp/a.cache"}, TypeError, r"did you mean aiofeed.DiskCache\('/tmp/a.cache'\)\?"),
+        ({"decode": coroutine}, TypeError, "decode must be an ordinary function.*async read"),
+        ({"collate_fn": coroutine}, TypeError, "collate_fn must be an ordinary function"),
+        ({"transform": coroutine}, TypeError, "transform must be an ordinary function"),
         ({"seed": "x"}, TypeError, "seed must be an int"),
         ({"seed": 1 << 70}, ValueError, "seed must be between"),
         ({"shuffle": 1}, TypeError, "shuffle must be"),
@@ -513,6 +524,8 @@ class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         (Endless(), r"IterableDataset.*aiofeed\.prefetch"),
         (DataLoader(Squares()), "pass its dataset"),
         (3, "a source has __len__, key and async read"),
+        ({"train": Squares()}, r"has the keys \['train'\]: pass one of its values"),
+        (["a.jpg", "b.jpg"], r"a list is taken for a Dataset; for files pass aiofeed.Files"),
     ],
 )
 def test_what_is_no_source_is_refused(source: Any, told: str) -> None:
@@ -527,9 +540,72 @@ def test_a_dataset_takes_no_decoder() -> None:
         Feeder(Squares(), decode=number, batch_size=2)
 
 
+def test_numpys_ints_are_taken() -> None:
+    """batch_size and seed may come from numpy; what is saved is plain all the same."""
+    feeder = Feeder(Numbers(8), decode=number, batch_size=np.int64(4), seed=np.int32(3))  # type: ignore[arg-type]
+    state = feeder.state_dict()
+    assert (type(state["batch_size"]), type(state["seed"])) == (int, int)
+    assert values(feeder) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_dict_of_numbers_is_a_dataset() -> None:
+    """What answers to 0, 1, ... does, whatever it is."""
+    assert [batch.tolist() for batch in Feeder({0: 5, 1: 6}, batch_size=2)] == [[5, 6]]
+
+
+class ReadsAtOnce(Numbers):
+    def read(self, index: int) -> bytes:  # type: ignore[override]
+        return b""
+
+
+def test_a_read_that_is_no_coroutine_is_told() -> None:
+    """The error says what a source's read has to be."""
+    with pytest.raises(aiofeed.ReadError, match=r"ReadsAtOnce\.read is no `async def`"):
+        list(Feeder(ReadsAtOnce(4), decode=number, batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "told"),
+    [
+        (0, {}, "there are no samples"),
+        (3, {"drop_last": True}, "3 samples do not fill one of 4, and drop_last=True"),
+        (
+            7,
+            {"drop_last": True, "shard": (1, 2)},
+            "7 samples do not fill one of 4 on each of 2 ranks, and drop_last=True",
+        ),
+    ],
+)
+def test_epochs_without_a_batch_are_told_once(
+    n: int, options: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that does nothing is no error, but a line of the log says why."""
+    feeder = feeder_of(n, **options)
+    assert [len(list(feeder)) for _ in range(3)] == [0, 0, 0]
+    assert [record.getMessage() for record in caplog.records] == [f"an epoch has no batches: {told}"]
+
+
+def test_an_iterator_says_where_it_stands() -> None:
+    """Open, ended or closed, and how many batches it gave; it is not pickled nor copied."""
+    feeder = feeder_of(8)
+    iterator = iter(feeder)
+    assert repr(iterator) == "FeedIterator(open, batches handed out: 0)"
+    with pytest.raises(TypeError, match="take the feeder"):
+        copy.copy(iterator)
+    list(iterator)
+    assert repr(iterator) == "FeedIterator(ended, batches handed out: 2)"
+    iterator = iter(feeder)
+    feeder.close()
+    assert repr(iterator) == "FeedIterator(closed, batches handed out: 0)"
+
+
 def test_repr_and_len() -> None:
     """A feeder says what it feeds."""
-    assert "batch_size=4" in repr(feeder_of())
+    feeder = feeder_of()
+    assert "batch_size=4" in repr(feeder)
+    assert feeder.batch_size == 4
+    with pytest.raises(AttributeError):
+        feeder.batch_size = 8  # type: ignore[misc]
     assert len(feeder_of()) == 3
     assert aiofeed.Feeder is Feeder
 

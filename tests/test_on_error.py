@@ -492,6 +492,7 @@ def test_files_read_beside_their_decoding_are_tried_again(tmp_path: Path, monkey
         return real(path, *rest)
 
     monkeypatch.setattr(module, "read_file", read)
+    monkeypatch.setattr(module, "group_reader", lambda: None)  # the library would find nothing wrong with the file
     feeder = Feeder(Files(paths), decode=number, batch_size=10, on_error=FailurePolicy(retries=2))
     assert [value for batch in feeder for value in batch.tolist()] == list(range(600))
     assert feeder.statistics().retries == 2

@@ -6,7 +6,9 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
@@ -116,7 +118,7 @@ def test_image_folder_follows_links_as_the_argument_says(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda root: None, "not a folder"),
+        (lambda root: None, "there is no folder.* is there, and has no 'root'"),
         (lambda root: root.mkdir(), "no sub-folders"),
         (lambda root: (root.mkdir(), (root / "a.jpg").touch()), "1 images but no sub-folders.*aiofeed.Files"),
         (lambda root: (root / "cat").mkdir(parents=True), "class 'cat'.*has no image"),
@@ -130,6 +132,80 @@ def test_a_folder_without_images_is_refused(tmp_path: Path, make, told: str) -> 
     with pytest.raises((FileNotFoundError, NotADirectoryError), match=told) as caught:
         ImageFolder(root)
     assert str(root) in str(caught.value)
+
+
+def test_a_relative_root_says_from_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the deepest folder that is there, and what is missing in it."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        ImageFolder("data/trian/cats")
+    assert f"{str(tmp_path / 'data')!r} is there, and has no 'trian'" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [1, b"a.jpg", None])
+def test_what_is_no_path_is_named(wrong: object) -> None:
+    """The message gives the entry and its position."""
+    with pytest.raises(TypeError, match=f"number 1 is {wrong!r}"):
+        Files(["a.jpg", wrong])  # type: ignore[list-item]
+
+
+class Column:
+    """As a pandas Series after sample() or a filter: asked by an index of its own."""
+
+    def __init__(self, labels: dict[int, int]) -> None:
+        self._labels = labels
+        self.iloc = list(labels.values())
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> int:
+        return self._labels[index]
+
+    def to_numpy(self) -> np.ndarray:
+        return np.array(list(self._labels.values()))
+
+
+@pytest.mark.parametrize("index", [(2, 0, 1), (7, 8, 9)])
+def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]) -> None:
+    """Labels stay beside the paths of their rows, whatever the index."""
+    paths = [tmp_path / f"{number}" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]))
+    column: Any = Column(dict(zip(index, (0, 10, 20), strict=True)))
+    [(data, labels)] = Feeder(Files(paths, column), decode=lambda data: data[0], batch_size=3)
+    assert data.tolist() == [0, 1, 2]
+    assert labels.tolist() == [0, 10, 20]
+    with pytest.raises(TypeError, match=r"asked by its index.*aiofeed.Files"):
+        Feeder(column, batch_size=3)
+
+
+class Hundreds(ImageFolder):
+    def target(self, index: int) -> int:  # type: ignore[override]
+        return self.targets[index] * 100
+
+
+def test_a_subclass_may_have_targets_of_its_own(tmp_path: Path) -> None:
+    """Its method is asked, not the list it may look into."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jpg").write_bytes(b"1")
+    [(_, labels)] = Feeder(Hundreds(tmp_path), decode=len, batch_size=2)
+    assert labels.tolist() == [0, 100]
+
+
+def test_a_subset_of_a_source_is_refused(tmp_path: Path) -> None:
+    """A source gives bytes, not items; the message says how a part of it is fed."""
+    part = torch.utils.data.Subset(Files([tmp_path / "a"]), [0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a Subset asks for items.*sampler=indices, or aiofeed\.Files"):
+        Feeder(part, batch_size=1)
+
+
+def test_a_dict_of_targets_is_refused() -> None:
+    """It would be asked by position."""
+    with pytest.raises(TypeError, match=r"targets are one label per file.*got a dict"):
+        Files(["a", "b"], {"a": 0, "b": 1})  # type: ignore[arg-type]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

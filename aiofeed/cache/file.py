@@ -273,7 +273,9 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666))
         return CacheFile(path)
     except OSError as error:
-        raise CacheError(f"the cache {path!r} cannot be made: {error}") from error
+        folder = os.path.dirname(path) or "."
+        hint = "" if os.path.isdir(folder) else f"; there is no folder {folder!r}: make it first"
+        raise CacheError(f"the cache {path!r} cannot be made: {error}{hint}") from error
 
 
 def _described_layout(described: dict[str, Any]) -> Layout:

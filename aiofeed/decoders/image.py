@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -101,6 +101,10 @@ class DecodeImage:
     takes_seed: bool = field(init=False, repr=False, compare=False)
     cached_row: Row = field(init=False, repr=False, compare=False)
     _backends: Backends = field(init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        said = [field for field in fields(self) if field.repr and getattr(self, field.name) != field.default]
+        return f"{type(self).__name__}({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in said)})"
 
     def __post_init__(self) -> None:
         put = object.__setattr__

@@ -40,6 +40,8 @@ class Surroundings:
     """What is around torch: packages, cores, memory, limits. ``None`` means that the system does not say.
 
     Args:
+        aiofeed: its own version; "" where it was not installed.
+        python: version of the interpreter, and the system.
         torch: version of torch, and what it was built for: "2.9.0, CUDA 12.8".
         torch_threads: threads that torch's own kernels use.
         pillow: version of the package PIL that is active; ``None``: there is none.
@@ -63,6 +65,8 @@ class Surroundings:
         forked: whether this process was forked from one that had started CUDA.
     """
 
+    aiofeed: str
+    python: str
     torch: str
     torch_threads: int
     pillow: str | None
@@ -136,6 +140,7 @@ def _surroundings_rows(found: Surroundings) -> list[tuple[str, str]]:
     cores += "no quota)" if found.cpu_quota is None else f"quota {found.cpu_quota:g})"
     limit = "no limit" if found.memory_limit_bytes is None else f"limit {size(found.memory_limit_bytes)}"
     rows = [
+        ("aiofeed", f"{found.aiofeed or 'not installed'}; {found.python}"),
         ("torch", f"{found.torch}; {found.torch_threads} threads"),
         ("images", f"{pillow}; other decoders: {others}"),
         ("small files", "read in groups, without the GIL" if found.small_files else "read one by one"),

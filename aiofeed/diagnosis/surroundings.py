@@ -32,6 +32,8 @@ def surroundings() -> Surroundings:
     files = _nvidia_files()
     untyped: Any = torch.cuda
     return Surroundings(
+        aiofeed=_version(("aiofeed",)),
+        python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         torch=f"{torch.__version__}, {_built_for()}",
         torch_threads=torch.get_num_threads(),
         pillow=pillow,

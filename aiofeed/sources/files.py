@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
@@ -41,7 +41,8 @@ class Files:
 
     Args:
         paths: the files, in order; ``str`` or ``os.PathLike``.
-        targets: one label per file; a sample is then ``(decoded, target)``.
+        targets: one label per file, in their order; a sample is then ``(decoded, target)``. Columns of a pandas
+            ``DataFrame`` may be given, ``Files(frame["path"], frame["label"])``: their index does not count.
         root: the folder that ``paths`` are relative to. For lists that come from elsewhere: a path that is absolute or
             has ``..`` in it is refused.
         follow_symlinks: whether a file may be a symbolic link. If not, reading one is an error; with a ``root`` so is
@@ -49,7 +50,7 @@ class Files:
         max_bytes: of one file; a larger one is an error before any of it is read.
 
     Raises:
-        TypeError: ``paths`` is a single path, or an entry is no path.
+        TypeError: ``paths`` is a single path, or an entry is no path, or ``targets`` is a dict.
         ValueError: ``targets`` has another length, or a path leaves ``root``.
     """
 
@@ -71,18 +72,19 @@ class Files:
             raise TypeError(f"follow_symlinks must be True or False, got {follow_symlinks!r}")
         self.root = None if root is None else os.fspath(root)
         self._rules = Rules(positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
-        self.paths = [os.fspath(path) for path in paths]
+        self.paths = [_path(path, position) for position, path in enumerate(paths)]
         if self.root is not None:
             self.paths = [beneath(self.root, path) for path in self.paths]
             if not follow_symlinks:
                 known: dict[str, bool] = {}
                 for path in self.paths:
                     refuse_links(self.root, path, known)
-        self.targets = targets
+        self.targets = targets = None if targets is None else _by_position(targets)
         if targets is not None:
             if len(targets) != len(self.paths):
                 raise ValueError(f"{len(self.paths)} paths, but {len(targets)} targets")
-            self.target = targets.__getitem__
+            if not hasattr(type(self), "target"):  # a subclass may say it in its own way
+                self.target = targets.__getitem__
         self._seconds_per_file = 0.0
         self._bytes_per_file = 0.0
 
@@ -152,6 +154,25 @@ class Files:
         contents, seconds = _read_files_blocking(paths, self._rules, self._group_reader(len(paths)))
         self._observe(contents, seconds)
         return contents
+
+
+def _by_position(targets: Any) -> Sequence[Any]:
+    """``targets`` as something that is asked by position."""
+    if isinstance(targets, Mapping):
+        raise TypeError(
+            "targets are one label per file, in the order of the paths, got a dict: [labels[p] for p in paths]"
+        )
+    # What pandas has is asked by its index, which after sample() or a filter is another order, or lacks numbers.
+    values: Sequence[Any] = targets.to_numpy() if hasattr(targets, "iloc") else targets
+    return values
+
+
+def _path(value: object, position: int) -> str:
+    # One that is bytes would be a key that nothing can be joined to.
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(f"Files takes paths, str or os.PathLike; number {position} is {value!r}")
+    return path
 
 
 def _read_files_blocking(

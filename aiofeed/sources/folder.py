@@ -16,7 +16,8 @@ class ImageFolder(Files):
     """``root/class_name/.../image.jpg``: one sample per image, its class's number as target.
 
     Classes are the sorted names of the sub-folders, files are sorted within each, sub-folders included: the order
-    of ``torchvision.datasets.ImageFolder``.
+    of ``torchvision.datasets.ImageFolder``. As there, an image is a file whose name ends in .jpg, .jpeg, .png, .ppm,
+    .bmp, .pgm, .tif, .tiff or .webp, in any case; others (.gif, .jp2, .avif, ...) are passed over. ``Files`` takes any.
 
     Args:
         root: the folder.
@@ -44,8 +45,9 @@ class ImageFolder(Files):
     ) -> None:
         root = os.fspath(root)
         if not os.path.isdir(root):
-            kind = NotADirectoryError if os.path.exists(root) else FileNotFoundError
-            raise kind(f"ImageFolder: {root!r} is not a folder")
+            if os.path.exists(root):
+                raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
+            raise FileNotFoundError(f"ImageFolder: there is no folder {root!r}{_as_far(root)}")
         with os.scandir(root) as entries:
             self.classes = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks))
         if not self.classes:
@@ -90,6 +92,18 @@ def _images(folder: str, follow_symlinks: bool) -> list[str]:
 def _refuse(error: OSError) -> None:
     # os.walk would pass over a folder that cannot be listed, and its images would be missing without a word.
     raise error
+
+
+def _as_far(root: str) -> str:
+    """How much of a path is there; so it shows from where a relative one is looked for, too."""
+    absolute = os.path.abspath(root)
+    parent = os.path.dirname(absolute)
+    while not os.path.isdir(parent) and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or os.path.exists(absolute):
+        return ""
+    missing = os.path.relpath(absolute, parent).split(os.sep)[0]
+    return f"; {parent!r} is there, and has no {missing!r}"
 
 
 def _no_classes(root: str) -> str:
