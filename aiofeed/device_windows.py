@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -29,6 +28,8 @@ QUEUED_WINDOWS = 2
 DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
 # Of the device's free memory, windows take no more.
 FREE_SHARE = 4
+# What says which sample a row is goes to the device with each window: of small rows the larger part.
+_INDEX_BYTES = 8
 
 
 class DeviceWindow(Window):
@@ -37,14 +38,14 @@ class DeviceWindow(Window):
     Args:
         copier: hands them to the consumer's stream.
         in_flight: the rows.
-        queued: called once all batches were handed out, with events after what their consumers have queued by then.
+        begun: called when its first batch is handed out, with the list of the streams that use it, which still grows.
     """
 
-    def __init__(self, copier: Copier, in_flight: InFlight, queued: Callable[[list[Event]], object]) -> None:
+    def __init__(self, copier: Copier, in_flight: InFlight, begun: Callable[[list[Stream]], object]) -> None:
         self._copier = copier
         self._in_flight = in_flight
         self._streams: list[Stream] = []
-        self.used = partial(_used, copier.backend, self._streams, queued)
+        self._begun = begun
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
@@ -54,15 +55,13 @@ class DeviceWindow(Window):
         if stream not in self._streams:
             self._copier.deliver(self._in_flight)
             self._streams.append(stream)
+            if len(self._streams) == 1:
+                self._begun(self._streams)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.batch(first, last)
         # Views with a version counter of their own.
         return [rows[first:last].data for rows in self._in_flight.batch]
-
-
-def _used(backend: DeviceBackend, streams: list[Stream], queued: Callable[[list[Event]], object]) -> None:
-    queued([backend.record(stream) for stream in streams])
 
 
 class DeviceWindows:
@@ -96,13 +95,15 @@ class DeviceWindows:
         self._copier = Copier(backend, rows)
         self._indices = PinnedMemory(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
+        # Of windows of which batches were handed out: the streams that use them, and once no more are, what is queued.
+        self._begun: deque[list[Stream]] = deque()
         self._queued: deque[list[Event]] = deque()
         self.follow()
         rows.data = self._upload()
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
         if (memory := free_and_total(backend)) is not None:
             bounds.append(memory[0] // FREE_SHARE)
-        self.most = window_batches(self._batch_bytes, *bounds)
+        self.most = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
 
     def follow(self) -> None:
         """Let the side stream wait for what the calling thread has queued: data that are made on the device, say."""
@@ -114,6 +115,10 @@ class DeviceWindows:
         Raises:
             DeviceCopyError: there is no room for a single batch.
         """
+        # Another is made once the one before is used up, or the pass that it was made for was left.
+        while self._begun:
+            self._queued.append([self._backend.record(stream) for stream in self._begun[0]])
+            self._begun.popleft()
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
         self._wait(QUEUED_WINDOWS)
         while True:
@@ -151,7 +156,7 @@ class DeviceWindows:
             np.copyto(indices, stretch.indices)
             in_flight = self._copier.issue((ArrayLeaf(indices, pinned=lease.pinned), start, count))
             self._copying.append((in_flight.copied, lease.give_back))
-        return DeviceWindow(self._copier, in_flight, self._queued.append)
+        return DeviceWindow(self._copier, in_flight, self._begun.append)
 
     def _upload(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         import torch

@@ -20,7 +20,6 @@ class WindowItems(deque[Item]):
     """The items of a window, and where to go on behind them: one assignment puts both in place."""
 
     after: Walk | None = None
-    used: Callable[[], object] | None = None
 
 
 class Pulled(Handoff[Item]):
@@ -58,8 +57,6 @@ class Pulled(Handoff[Item]):
         now = self.items
         items = WindowItems()
         try:
-            if now.used is not None:
-                now.used()
             if now.after is not None:
                 items = now.after.items()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised at the consumer's line
@@ -123,7 +120,6 @@ class Walk:
                 items.append(Ended())
             else:
                 items.extend(_batches(*made, epoch.counters))
-                items.used = made[1].used
         return items
 
     @property

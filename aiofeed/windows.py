@@ -10,7 +10,7 @@ otherwise take a write into one batch for a write into all of the window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -50,9 +50,6 @@ class Rows(Protocol):
 
 class Window(Protocol):
     """Some batches, side by side."""
-
-    used: Callable[[], object] | None
-    """To be called once all of its batches were handed out; refers to no rows."""
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
@@ -96,8 +93,6 @@ class HostWindow(Window):
 
         self._rows = rows
         self._dtypes = dtypes
-        # Memory comes back when nothing refers to it.
-        self.used = None
         self._plain = not any(dtypes)
         self._tensor = torch.from_numpy
         self._under_inference_mode, self._inference_mode = torch.is_inference_mode_enabled, torch.inference_mode
@@ -180,8 +175,8 @@ def as_tensor(given: Any) -> torch.Tensor:
 
     if isinstance(given, torch.Tensor):
         return given.detach().resolve_conj().resolve_neg()
-    # torch warns of memory that it may not write to, and has no tensors that it may not write to.
-    return torch.from_numpy(given if given.flags.writeable else np.array(given))
+    # torch has no tensors that it may not write to, and none that lie backwards (x[::-1]) or between others' bytes.
+    return torch.from_numpy(np.require(given, requirements=("C", "W", "A")))
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -206,13 +206,23 @@ def test_every_dtype_arrives_as_it_is(name: str, device: str | None) -> None:
     assert torch.equal(torch.cat([batch.view(torch.uint8) for batch in batches]), x.view(torch.uint8)[order])
 
 
+@pytest.mark.parametrize("column", [torch.arange(24).reshape(12, 2)[:, 1], torch.tensor([7]).expand(12)])
+def test_a_column_of_a_table_has_a_state(column: torch.Tensor) -> None:
+    """A single number of a strided or expanded tensor is told from others by its bytes as any row is."""
+    feeder: Feeder[Any] = Feeder(Tensors(column), batch_size=5)
+    assert feeder.state_dict() == Feeder(Tensors(column.clone()), batch_size=5).state_dict()
+
+
 @pytest.mark.parametrize("device", [None, "simulated"])
 def test_arrays_and_odd_strides_give_what_streaming_gives(device: str | None, tmp_path: Any) -> None:
-    """numpy arrays, a read-only map of a file, channels_last and expanded tensors, rows without elements."""
+    """numpy arrays (backwards, a field of records, a read-only map), channels_last, expanded tensors, no elements."""
     np.save(tmp_path / "rows.npy", np.arange(60, dtype=np.uint16).reshape(12, 5))
     tensors: list[Any] = [
         np.load(tmp_path / "rows.npy", mmap_mode="r"),
         np.arange(24.0).reshape(2, 12).T,
+        np.arange(24.0).reshape(12, 2)[::-1, ::-1],
+        np.array([(1, row) for row in range(12)], dtype="u1, i4")["f1"],
+        torch.arange(24.0).reshape(12, 2)[:, 1],
         torch.arange(12 * 24).reshape(12, 4, 3, 2).to(memory_format=torch.channels_last),
         torch.arange(12).unsqueeze(1).expand(12, 4),
         torch.zeros(12, 0),
@@ -456,6 +466,38 @@ def test_device_memory_is_flat_and_within_the_limit(latency: str) -> None:
     feeder.close()
     backend.synchronize()
     assert backend.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_device_memory_is_flat_where_every_pass_is_left(latency: Any) -> None:
+    """One batch of each pass, by a host that never waits: windows of passes that were left are waited for as others."""
+    x, y = data(64, 256)
+    backend = testing.SimulatedDevice(latency=latency)
+    limit = 32 * 1024
+    feeder: Feeder[Any] = Feeder(
+        Tensors(x, y), batch_size=4, shuffle=True, device=backend, limits=Limits(memory_bytes=limit)
+    )
+    for _ in range(100):
+        rows, labels = next(iter(feeder))
+        backend.sleep(20)
+        backend.launch(lambda a, b: None, rows, labels)
+    assert backend.reserved_bytes <= x.nbytes + y.nbytes + limit + 16 * 1024
+
+
+def test_indices_of_small_rows_count_as_memory() -> None:
+    """They are eight times as large as rows of one byte."""
+    n, limit = 1 << 20, 1 << 16
+    backend = testing.SimulatedDevice()
+    feeder: Feeder[Any] = Feeder(
+        Tensors(torch.zeros(n, dtype=torch.uint8)),
+        batch_size=64,
+        shuffle=True,
+        device=backend,
+        limits=Limits(memory_bytes=limit),
+    )
+    for _ in zip(range(1000), feeder, strict=False):
+        assert backend.pinned_bytes <= 2 * limit
+        assert backend.reserved_bytes <= n + 2 * limit
 
 
 @pytest.mark.parametrize("seed", range(20))
