@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
@@ -13,7 +14,17 @@ from aiofeed.order import Stretch
 from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import PinnedMemory, array
 from aiofeed.types import ArrayLeaf
-from aiofeed.windows import Made, Rows, Window, as_tensor, carried, row_bytes, window_batches
+from aiofeed.windows import (
+    FIRST_LOOK_S,
+    LOOK_S,
+    Made,
+    Rows,
+    Window,
+    as_tensor,
+    carried,
+    row_bytes,
+    window_batches,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -109,16 +120,18 @@ class DeviceWindows:
         """Let the side stream wait for what the calling thread has queued: data that are made on the device, say."""
         self._copier.follow()
 
+    def behind(self) -> bool:
+        """Whether ``make`` would wait for the device."""
+        self._note_queued()
+        return self._exceeds(QUEUED_WINDOWS)
+
     def make(self, stretch: Stretch) -> Made:
         """A window, of a part of the stretch where memory is short.
 
         Raises:
             DeviceCopyError: there is no room for a single batch.
         """
-        # Another is made once the one before is used up, or the pass that it was made for was left.
-        while self._begun:
-            self._queued.append([self._backend.record(stream) for stream in self._begun[0]])
-            self._begun.popleft()
+        self._note_queued()
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
         self._wait(QUEUED_WINDOWS)
         while True:
@@ -138,11 +151,29 @@ class DeviceWindows:
             self._wait(0)
             stretch = stretch.head(self.most)
 
-    def _wait(self, queued: int) -> None:
-        """Wait until no more windows than so many are used by work that is still queued."""
-        while len(self._queued) > queued:
-            for event in self._queued.popleft():
-                event.synchronize()
+    def _note_queued(self) -> None:
+        # Another window is made once the one before is used up, or the pass that it was made for was left.
+        while self._begun:
+            self._queued.append([self._backend.record(stream) for stream in self._begun[0]])
+            self._begun.popleft()
+
+    def _exceeds(self, most: int) -> bool:
+        """Whether more windows than so many are used by work that is still queued."""
+        try:
+            while len(self._queued) > most and all(event.query() for event in self._queued[0]):
+                self._queued.popleft()
+        except Exception as error:
+            raise DeviceCopyError(
+                f"{self._backend.name} failed in work queued before: {type(error).__name__}: {error}"
+            ) from error
+        return len(self._queued) > most
+
+    def _wait(self, most: int) -> None:
+        # Looked at rather than waited for, which Ctrl-C could not break: a window may be minutes of steps.
+        pause_s = FIRST_LOOK_S
+        while self._exceeds(most):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S)
 
     def _issue(self, stretch: Stretch) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():

@@ -13,7 +13,7 @@ from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready
 from aiofeed.order import Stretch
 from aiofeed.stream import EpochStart, Stream
-from aiofeed.windows import Made, Window, Windows
+from aiofeed.windows import FIRST_LOOK_S, LOOK_S, Made, Window, Windows
 
 
 class WindowItems(deque[Item]):
@@ -48,10 +48,24 @@ class Pulled(Handoff[Item]):
         return self.items[0]
 
     async def first_async(self) -> Item:
-        """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing."""
-        if not self.items:
-            await asyncio.sleep(0)
+        """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing.
+
+        A device that is behind is waited for without blocking the caller's loop.
+        """
+        pause_s = 0.0
+        while not self.items:
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, FIRST_LOOK_S), LOOK_S)
+            if not self._behind():
+                break
         return self.first()
+
+    def _behind(self) -> bool:
+        walk = self.items.after
+        try:
+            return walk is not None and walk.behind()
+        except Exception:  # noqa: BLE001 - who makes the window meets it again, and raises it at the consumer's line
+            return False
 
     def _make(self) -> None:
         now = self.items
@@ -121,6 +135,14 @@ class Walk:
             else:
                 items.extend(_batches(*made, epoch.counters))
         return items
+
+    def behind(self) -> bool:
+        """Whether a window is to be made next for which the device has no room yet."""
+        if self.epoch is None:
+            return False
+        windows = self.windows()
+        ends = bool(self.ahead) and self.ahead[0][1] is None
+        return not ends and self._made <= windows.ahead and windows.behind()
 
     @property
     def _made(self) -> int:

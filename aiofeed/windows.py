@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 HOST_WINDOW_BYTES = 1 << 20
 # The one that is used, and the last, of which the consumer still holds a batch.
 HOST_WINDOWS = 2
+# How soon, and then how seldom, a device that is behind is looked at again.
+FIRST_LOOK_S = 20e-6
+LOOK_S = 1e-3
 # From here on torch's threads gather faster than numpy's one does.
 PARALLEL_BYTES = 128 << 10
 # What carries a number of so many bytes where only its place changes: not every dtype has every operation.
@@ -69,6 +72,10 @@ class Windows(Protocol):
     """Batches of the next window, at most."""
     stage: str
     """What making one is called where time is accounted for: "collate" or "copy"."""
+
+    def behind(self) -> bool:
+        """Whether ``make`` would wait for the device."""
+        ...
 
     def make(self, stretch: Stretch) -> Made:
         """A window of a stretch, or of its head where memory is short."""
@@ -131,6 +138,10 @@ class HostWindows:
         self._memory = HostMemory(keep=HOST_WINDOWS * len(self._data))
         batch_bytes = batch_size * row_bytes(source)
         self.most = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+
+    def behind(self) -> bool:
+        """No: what is made here is there."""
+        return False
 
     def make(self, stretch: Stretch) -> Made:
         """One window."""

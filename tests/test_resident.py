@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import signal
 import sys
 import warnings
 import weakref
@@ -30,7 +31,7 @@ from aiofeed import (
     Tensors,
     testing,
 )
-from aiofeed.device_windows import DeviceWindows
+from aiofeed.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.order import Stretch
 from aiofeed.windows import HOST_WINDOW_BYTES, HostWindows
 
@@ -274,6 +275,65 @@ def test_async_for_gives_the_same_and_lets_others_run() -> None:
     found, turns = asyncio.run(run())
     assert equal(found, [host(batch) for batch in Feeder(Tensors(x, y), batch_size=4, shuffle=True)])
     assert turns >= 10
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_device_that_is_behind_is_waited_for_so_that_others_run(asynchronous: bool) -> None:
+    """An event loop goes on, and a signal handler has its turn: a device is looked at, not waited for in one call."""
+
+    class Event:
+        def __init__(self, of: Any) -> None:
+            self.of = of
+
+        def query(self) -> bool:
+            return not closed and bool(self.of.query())
+
+        def synchronize(self) -> None:
+            assert not closed, "waited for in one call"
+            self.of.synchronize()
+
+    class Device(testing.SimulatedDevice):
+        def record(self, stream: Any, /) -> Any:
+            event = super().record(stream)
+            return event if stream is self.side_stream() else Event(event)
+
+        def wait(self, stream: Any, event: Any, /) -> None:
+            super().wait(stream, getattr(event, "of", event))
+
+    x, y = data(64, 256)
+    closed = True
+    limits = Limits(memory_bytes=1)
+    feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=4, shuffle=True, device=Device(), limits=limits)
+    wanted = [host(batch) for batch in Feeder(Tensors(x, y), batch_size=4, shuffle=True)]
+
+    async def run() -> list[Any]:
+        nonlocal closed
+        iterator = aiter(feeder)
+        found = [host(await anext(iterator)) for _ in range(QUEUED_WINDOWS)]
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    while True:
+                        found.append(host(await anext(iterator)))
+        closed = False
+        return found + [host(batch) async for batch in iterator]
+
+    if asynchronous:
+        assert equal(asyncio.run(run()), wanted)
+        return
+    iterator = iter(feeder)
+    found = [host(next(iterator)) for _ in range(QUEUED_WINDOWS)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                found.append(host(next(iterator)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    closed = False
+    assert equal(found + [host(batch) for batch in iterator], wanted)
 
 
 # --- whose memory is whose --------------------------------------------------------------------------------------------
