@@ -316,6 +316,26 @@ def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: A
         assert backend.allocated_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_the_consumers_modes_are_not_those_of_a_transform_on_a_device(mode: Any) -> None:
+    """The first epoch is transformed in a thread of ours, the others in the consumer's: each gives the same."""
+    weight = torch.ones(5, 2, requires_grad=True)
+
+    def transform(batch: Any) -> Any:
+        return batch[0] @ weight, batch[1]
+
+    feeder: Feeder[Any] = Feeder(
+        Numbers(), decode=tensor, batch_size=4, cache="device", device=SimulatedDevice(), transform=transform
+    )
+    with mode(), feeder:
+        for _ in range(3):
+            for images, _ in feeder:
+                assert (images.dtype, images.requires_grad, images.is_inference()) == (torch.float32, True, False)
+            assert torch.is_grad_enabled() == (mode not in (torch.no_grad, torch.inference_mode))
+
+
 @pytest.mark.parametrize("decode", [Planar(), tensor])
 def test_targets_that_do_not_fit_on_the_device_are_an_error_before_the_first_batch(decode: Any) -> None:
     """They go there after the first epoch; masks, say, may be larger than their samples."""
