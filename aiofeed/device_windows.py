@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -14,7 +14,17 @@ from aiofeed.order import Stretch
 from aiofeed.sources.tensors import tensor_row_bytes
 from aiofeed.staging import PinnedMemory, array
 from aiofeed.types import ArrayLeaf
-from aiofeed.windows import Made, Rows, Window, as_tensor, carried, row_bytes, window_batches
+from aiofeed.windows import (
+    FIRST_LOOK_S,
+    LOOK_S,
+    Made,
+    Rows,
+    Window,
+    as_tensor,
+    carried,
+    row_bytes,
+    window_batches,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +39,8 @@ QUEUED_WINDOWS = 2
 DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
 # Of the device's free memory, windows take no more.
 FREE_SHARE = 4
+# What says which sample a row is goes to the device with each window: of small rows the larger part.
+_INDEX_BYTES = 8
 
 
 class DeviceWindow(Window):
@@ -37,14 +49,14 @@ class DeviceWindow(Window):
     Args:
         copier: hands them to the consumer's stream.
         in_flight: the rows.
-        queued: called once all batches were handed out, with events after what their consumers have queued by then.
+        begun: called when its first batch is handed out, with the list of the streams that use it, which still grows.
     """
 
-    def __init__(self, copier: Copier, in_flight: InFlight, queued: Callable[[list[Event]], object]) -> None:
+    def __init__(self, copier: Copier, in_flight: InFlight, begun: Callable[[list[Stream]], object]) -> None:
         self._copier = copier
         self._in_flight = in_flight
         self._streams: list[Stream] = []
-        self.used = partial(_used, copier.backend, self._streams, queued)
+        self._begun = begun
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
@@ -54,15 +66,13 @@ class DeviceWindow(Window):
         if stream not in self._streams:
             self._copier.deliver(self._in_flight)
             self._streams.append(stream)
+            if len(self._streams) == 1:
+                self._begun(self._streams)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.batch(first, last)
         # Views with a version counter of their own.
         return [rows[first:last].data for rows in self._in_flight.batch]
-
-
-def _used(backend: DeviceBackend, streams: list[Stream], queued: Callable[[list[Event]], object]) -> None:
-    queued([backend.record(stream) for stream in streams])
 
 
 class DeviceWindows:
@@ -96,17 +106,24 @@ class DeviceWindows:
         self._copier = Copier(backend, rows)
         self._indices = PinnedMemory(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
+        # Of windows of which batches were handed out: the streams that use them, and once no more are, what is queued.
+        self._begun: deque[list[Stream]] = deque()
         self._queued: deque[list[Event]] = deque()
         self.follow()
         rows.data = self._upload()
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
         if (memory := free_and_total(backend)) is not None:
             bounds.append(memory[0] // FREE_SHARE)
-        self.most = window_batches(self._batch_bytes, *bounds)
+        self.most = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
 
     def follow(self) -> None:
         """Let the side stream wait for what the calling thread has queued: data that are made on the device, say."""
         self._copier.follow()
+
+    def behind(self) -> bool:
+        """Whether ``make`` would wait for the device."""
+        self._note_queued()
+        return self._exceeds(QUEUED_WINDOWS)
 
     def make(self, stretch: Stretch) -> Made:
         """A window, of a part of the stretch where memory is short.
@@ -114,6 +131,7 @@ class DeviceWindows:
         Raises:
             DeviceCopyError: there is no room for a single batch.
         """
+        self._note_queued()
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
         self._wait(QUEUED_WINDOWS)
         while True:
@@ -133,11 +151,29 @@ class DeviceWindows:
             self._wait(0)
             stretch = stretch.head(self.most)
 
-    def _wait(self, queued: int) -> None:
-        """Wait until no more windows than so many are used by work that is still queued."""
-        while len(self._queued) > queued:
-            for event in self._queued.popleft():
-                event.synchronize()
+    def _note_queued(self) -> None:
+        # Another window is made once the one before is used up, or the pass that it was made for was left.
+        while self._begun:
+            self._queued.append([self._backend.record(stream) for stream in self._begun[0]])
+            self._begun.popleft()
+
+    def _exceeds(self, most: int) -> bool:
+        """Whether more windows than so many are used by work that is still queued."""
+        try:
+            while len(self._queued) > most and all(event.query() for event in self._queued[0]):
+                self._queued.popleft()
+        except Exception as error:
+            raise DeviceCopyError(
+                f"{self._backend.name} failed in work queued before: {type(error).__name__}: {error}"
+            ) from error
+        return len(self._queued) > most
+
+    def _wait(self, most: int) -> None:
+        # Looked at rather than waited for, which Ctrl-C could not break: a window may be minutes of steps.
+        pause_s = FIRST_LOOK_S
+        while self._exceeds(most):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S)
 
     def _issue(self, stretch: Stretch) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():
@@ -151,7 +187,7 @@ class DeviceWindows:
             np.copyto(indices, stretch.indices)
             in_flight = self._copier.issue((ArrayLeaf(indices, pinned=lease.pinned), start, count))
             self._copying.append((in_flight.copied, lease.give_back))
-        return DeviceWindow(self._copier, in_flight, self._queued.append)
+        return DeviceWindow(self._copier, in_flight, self._begun.append)
 
     def _upload(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         import torch

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.device_windows import DeviceWindows
@@ -67,7 +68,8 @@ class Resident:
 
     Args:
         store: the data.
-        transform: applied to each batch, in the consumer's thread and on its stream.
+        transform: applied to each batch, in the consumer's thread and on its stream; on a device in torch's default
+            modes, whatever the consumer has set, as in the thread where batches on their way are transformed.
         shape: makes a batch of the rows of each tensor; ``None``: their list.
     """
 
@@ -133,10 +135,13 @@ class Resident:
             batch = self._shape(batch)
         if self._transform is None:
             return batch
+        backend = self._store.backend
         try:
-            return self._transform(batch)
+            if backend is None:
+                return self._transform(batch)
+            with _modes_of_a_new_thread(backend.device.type):
+                return self._transform(batch)
         except Exception as error:
-            backend = self._store.backend
             if backend is None:
                 error.add_note(f"in transform= of batch {item.number}")
                 raise
@@ -164,3 +169,18 @@ class Resident:
         self._store.clear()
         if self.before is not None:
             await self.before.stopped()
+
+
+@contextmanager
+def _modes_of_a_new_thread(device_type: str) -> Iterator[None]:
+    """No autocast, no inference mode, gradients on: an epoch that streams and one that does not give the same."""
+    import torch
+
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
+        if torch.is_autocast_enabled(device_type):
+            modes.enter_context(torch.autocast(device_type, enabled=False))
+        yield

@@ -13,14 +13,13 @@ from aiofeed.handoff import Handoff
 from aiofeed.items import Closed, Ended, Failed, Item, Ready
 from aiofeed.order import Stretch
 from aiofeed.stream import EpochStart, Stream
-from aiofeed.windows import Made, Window, Windows
+from aiofeed.windows import FIRST_LOOK_S, LOOK_S, Made, Window, Windows
 
 
 class WindowItems(deque[Item]):
     """The items of a window, and where to go on behind them: one assignment puts both in place."""
 
     after: Walk | None = None
-    used: Callable[[], object] | None = None
 
 
 class Pulled(Handoff[Item]):
@@ -49,17 +48,29 @@ class Pulled(Handoff[Item]):
         return self.items[0]
 
     async def first_async(self) -> Item:
-        """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing."""
-        if not self.items:
-            await asyncio.sleep(0)
+        """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing.
+
+        A device that is behind is waited for without blocking the caller's loop.
+        """
+        pause_s = 0.0
+        while not self.items:
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, FIRST_LOOK_S), LOOK_S)
+            if not self._behind():
+                break
         return self.first()
+
+    def _behind(self) -> bool:
+        walk = self.items.after
+        try:
+            return walk is not None and walk.behind()
+        except Exception:  # noqa: BLE001 - who makes the window meets it again, and raises it at the consumer's line
+            return False
 
     def _make(self) -> None:
         now = self.items
         items = WindowItems()
         try:
-            if now.used is not None:
-                now.used()
             if now.after is not None:
                 items = now.after.items()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised at the consumer's line
@@ -123,8 +134,15 @@ class Walk:
                 items.append(Ended())
             else:
                 items.extend(_batches(*made, epoch.counters))
-                items.used = made[1].used
         return items
+
+    def behind(self) -> bool:
+        """Whether a window is to be made next for which the device has no room yet."""
+        if self.epoch is None:
+            return False
+        windows = self.windows()
+        ends = bool(self.ahead) and self.ahead[0][1] is None
+        return not ends and self._made <= windows.ahead and windows.behind()
 
     @property
     def _made(self) -> int:

@@ -10,7 +10,7 @@ otherwise take a write into one batch for a write into all of the window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 HOST_WINDOW_BYTES = 1 << 20
 # The one that is used, and the last, of which the consumer still holds a batch.
 HOST_WINDOWS = 2
+# How soon, and then how seldom, a device that is behind is looked at again.
+FIRST_LOOK_S = 20e-6
+LOOK_S = 1e-3
 # From here on torch's threads gather faster than numpy's one does.
 PARALLEL_BYTES = 128 << 10
 # What carries a number of so many bytes where only its place changes: not every dtype has every operation.
@@ -51,9 +54,6 @@ class Rows(Protocol):
 class Window(Protocol):
     """Some batches, side by side."""
 
-    used: Callable[[], object] | None
-    """To be called once all of its batches were handed out; refers to no rows."""
-
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
         """Rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
         ...
@@ -72,6 +72,10 @@ class Windows(Protocol):
     """Batches of the next window, at most."""
     stage: str
     """What making one is called where time is accounted for: "collate" or "copy"."""
+
+    def behind(self) -> bool:
+        """Whether ``make`` would wait for the device."""
+        ...
 
     def make(self, stretch: Stretch) -> Made:
         """A window of a stretch, or of its head where memory is short."""
@@ -96,8 +100,6 @@ class HostWindow(Window):
 
         self._rows = rows
         self._dtypes = dtypes
-        # Memory comes back when nothing refers to it.
-        self.used = None
         self._plain = not any(dtypes)
         self._tensor = torch.from_numpy
         self._under_inference_mode, self._inference_mode = torch.is_inference_mode_enabled, torch.inference_mode
@@ -136,6 +138,10 @@ class HostWindows:
         self._memory = HostMemory(keep=HOST_WINDOWS * len(self._data))
         batch_bytes = batch_size * row_bytes(source)
         self.most = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+
+    def behind(self) -> bool:
+        """No: what is made here is there."""
+        return False
 
     def make(self, stretch: Stretch) -> Made:
         """One window."""
@@ -180,8 +186,8 @@ def as_tensor(given: Any) -> torch.Tensor:
 
     if isinstance(given, torch.Tensor):
         return given.detach().resolve_conj().resolve_neg()
-    # torch warns of memory that it may not write to, and has no tensors that it may not write to.
-    return torch.from_numpy(given if given.flags.writeable else np.array(given))
+    # torch has no tensors that it may not write to, and none that lie backwards (x[::-1]) or between others' bytes.
+    return torch.from_numpy(np.require(given, requirements=("C", "W", "A")))
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:

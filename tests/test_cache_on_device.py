@@ -316,6 +316,47 @@ def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: A
         assert backend.allocated_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_the_consumers_modes_are_not_those_of_a_transform_on_a_device(mode: Any) -> None:
+    """The first epoch is transformed in a thread of ours, the others in the consumer's: each gives the same."""
+    weight = torch.ones(5, 2, requires_grad=True)
+
+    def transform(batch: Any) -> Any:
+        return batch[0] @ weight, batch[1]
+
+    feeder: Feeder[Any] = Feeder(
+        Numbers(), decode=tensor, batch_size=4, cache="device", device=SimulatedDevice(), transform=transform
+    )
+    with mode(), feeder:
+        for _ in range(3):
+            for images, _ in feeder:
+                assert (images.dtype, images.requires_grad, images.is_inference()) == (torch.float32, True, False)
+            assert torch.is_grad_enabled() == (mode not in (torch.no_grad, torch.inference_mode))
+
+
+@pytest.mark.parametrize("decode", [Planar(), tensor])
+def test_targets_that_do_not_fit_on_the_device_are_an_error_before_the_first_batch(decode: Any) -> None:
+    """They go there after the first epoch; masks, say, may be larger than their samples."""
+
+    def mask(index: int) -> Any:
+        if index == 0:
+            raise OSError("no mask")  # the next one tells
+        return {"mask": torch.full((16, 16), index), "area": index}
+
+    def feed(memory_bytes: int) -> Feeder[Any]:
+        backend = SimulatedDevice(memory_bytes=memory_bytes)
+        return Feeder(
+            Numbers(100, target=mask), decode=decode, batch_size=8, cache="device", device=backend, on_error="skip"
+        )
+
+    with feed(64 << 10) as feeder, pytest.raises(CacheError, match=r"100 targets of 2\.0 KiB each .*cache=\"host\""):
+        next(iter(feeder))
+    with feed(512 << 10) as feeder:
+        assert [[len(labels["area"]) for _, labels in feeder] for _ in range(2)] == [[7, *[8] * 11, 4]] * 2
+
+
 def test_a_device_that_fails_when_the_memory_is_taken() -> None:
     """An error at the `for` line; the next epoch tries again."""
     backend = SimulatedDevice(copy_fails_at=1)

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import signal
 import sys
 import warnings
 import weakref
@@ -30,7 +31,7 @@ from aiofeed import (
     Tensors,
     testing,
 )
-from aiofeed.device_windows import DeviceWindows
+from aiofeed.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.order import Stretch
 from aiofeed.windows import HOST_WINDOW_BYTES, HostWindows
 
@@ -206,13 +207,23 @@ def test_every_dtype_arrives_as_it_is(name: str, device: str | None) -> None:
     assert torch.equal(torch.cat([batch.view(torch.uint8) for batch in batches]), x.view(torch.uint8)[order])
 
 
+@pytest.mark.parametrize("column", [torch.arange(24).reshape(12, 2)[:, 1], torch.tensor([7]).expand(12)])
+def test_a_column_of_a_table_has_a_state(column: torch.Tensor) -> None:
+    """A single number of a strided or expanded tensor is told from others by its bytes as any row is."""
+    feeder: Feeder[Any] = Feeder(Tensors(column), batch_size=5)
+    assert feeder.state_dict() == Feeder(Tensors(column.clone()), batch_size=5).state_dict()
+
+
 @pytest.mark.parametrize("device", [None, "simulated"])
 def test_arrays_and_odd_strides_give_what_streaming_gives(device: str | None, tmp_path: Any) -> None:
-    """numpy arrays, a read-only map of a file, channels_last and expanded tensors, rows without elements."""
+    """numpy arrays (backwards, a field of records, a read-only map), channels_last, expanded tensors, no elements."""
     np.save(tmp_path / "rows.npy", np.arange(60, dtype=np.uint16).reshape(12, 5))
     tensors: list[Any] = [
         np.load(tmp_path / "rows.npy", mmap_mode="r"),
         np.arange(24.0).reshape(2, 12).T,
+        np.arange(24.0).reshape(12, 2)[::-1, ::-1],
+        np.array([(1, row) for row in range(12)], dtype="u1, i4")["f1"],
+        torch.arange(24.0).reshape(12, 2)[:, 1],
         torch.arange(12 * 24).reshape(12, 4, 3, 2).to(memory_format=torch.channels_last),
         torch.arange(12).unsqueeze(1).expand(12, 4),
         torch.zeros(12, 0),
@@ -264,6 +275,65 @@ def test_async_for_gives_the_same_and_lets_others_run() -> None:
     found, turns = asyncio.run(run())
     assert equal(found, [host(batch) for batch in Feeder(Tensors(x, y), batch_size=4, shuffle=True)])
     assert turns >= 10
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_device_that_is_behind_is_waited_for_so_that_others_run(asynchronous: bool) -> None:
+    """An event loop goes on, and a signal handler has its turn: a device is looked at, not waited for in one call."""
+
+    class Event:
+        def __init__(self, of: Any) -> None:
+            self.of = of
+
+        def query(self) -> bool:
+            return not closed and bool(self.of.query())
+
+        def synchronize(self) -> None:
+            assert not closed, "waited for in one call"
+            self.of.synchronize()
+
+    class Device(testing.SimulatedDevice):
+        def record(self, stream: Any, /) -> Any:
+            event = super().record(stream)
+            return event if stream is self.side_stream() else Event(event)
+
+        def wait(self, stream: Any, event: Any, /) -> None:
+            super().wait(stream, getattr(event, "of", event))
+
+    x, y = data(64, 256)
+    closed = True
+    limits = Limits(memory_bytes=1)
+    feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=4, shuffle=True, device=Device(), limits=limits)
+    wanted = [host(batch) for batch in Feeder(Tensors(x, y), batch_size=4, shuffle=True)]
+
+    async def run() -> list[Any]:
+        nonlocal closed
+        iterator = aiter(feeder)
+        found = [host(await anext(iterator)) for _ in range(QUEUED_WINDOWS)]
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    while True:
+                        found.append(host(await anext(iterator)))
+        closed = False
+        return found + [host(batch) async for batch in iterator]
+
+    if asynchronous:
+        assert equal(asyncio.run(run()), wanted)
+        return
+    iterator = iter(feeder)
+    found = [host(next(iterator)) for _ in range(QUEUED_WINDOWS)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                found.append(host(next(iterator)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    closed = False
+    assert equal(found + [host(batch) for batch in iterator], wanted)
 
 
 # --- whose memory is whose --------------------------------------------------------------------------------------------
@@ -456,6 +526,38 @@ def test_device_memory_is_flat_and_within_the_limit(latency: str) -> None:
     feeder.close()
     backend.synchronize()
     assert backend.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_device_memory_is_flat_where_every_pass_is_left(latency: Any) -> None:
+    """One batch of each pass, by a host that never waits: windows of passes that were left are waited for as others."""
+    x, y = data(64, 256)
+    backend = testing.SimulatedDevice(latency=latency)
+    limit = 32 * 1024
+    feeder: Feeder[Any] = Feeder(
+        Tensors(x, y), batch_size=4, shuffle=True, device=backend, limits=Limits(memory_bytes=limit)
+    )
+    for _ in range(100):
+        rows, labels = next(iter(feeder))
+        backend.sleep(20)
+        backend.launch(lambda a, b: None, rows, labels)
+    assert backend.reserved_bytes <= x.nbytes + y.nbytes + limit + 16 * 1024
+
+
+def test_indices_of_small_rows_count_as_memory() -> None:
+    """They are eight times as large as rows of one byte."""
+    n, limit = 1 << 20, 1 << 16
+    backend = testing.SimulatedDevice()
+    feeder: Feeder[Any] = Feeder(
+        Tensors(torch.zeros(n, dtype=torch.uint8)),
+        batch_size=64,
+        shuffle=True,
+        device=backend,
+        limits=Limits(memory_bytes=limit),
+    )
+    for _ in zip(range(1000), feeder, strict=False):
+        assert backend.pinned_bytes <= 2 * limit
+        assert backend.reserved_bytes <= n + 2 * limit
 
 
 @pytest.mark.parametrize("seed", range(20))

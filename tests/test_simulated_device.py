@@ -388,3 +388,18 @@ class TestTensors:
         assert train(simulated.copy) == pytest.approx(train(lambda tensor: tensor), abs=1e-6)
         gc.collect()
         assert simulated.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
+def test_what_is_queued_under_a_mode_may_run_outside_it(mode):
+    """Memory of the device is no inference tensor, and none of the user's default device."""
+    backend = SimulatedDevice(latency="late")
+    source = torch.arange(4)
+    with mode():
+        copied = backend.copy(source)
+        doubled = copied * 2
+    backend.synchronize()
+    assert copied.tolist() == [0, 1, 2, 3]
+    assert doubled.tolist() == [0, 2, 4, 6]
+    del copied, doubled
+    assert backend.copy(source).tolist() == [0, 1, 2, 3]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import Layout, told_bytes
-from aiofeed.cache.resident import ResidentStore
-from aiofeed.errors import DeviceCopyError
+from aiofeed.cache.resident import WAY_OUT, ResidentStore
+from aiofeed.cache.targets import kind_of, target_bytes
+from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.types import ArrayLeaf, DeviceLeaf
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ class DeviceRows(ResidentStore):
 
         backend = self._backend
         assert backend is not None
-        memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
-        found = None if memory is None else memory()
-        free = None if found is None else found[0]
-        where = f"on {backend.name}" + ("" if found is None else f" ({told_bytes(found[1])})")
+        free, where = self._free()
         self._check_room(layout, free, where)
         self.memory.clear()  # of an attempt that failed
         try:
@@ -82,6 +80,29 @@ class DeviceRows(ResidentStore):
             raise DeviceCopyError(
                 f"taking memory for the cache on {backend.name} failed: {type(error).__name__}: {error}"
             ) from error
+
+    def _free(self) -> tuple[int | None, str]:
+        """Bytes of the device's memory that are free, ``None`` where that is not known, and what errors call it."""
+        backend = self._backend
+        assert backend is not None
+        memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
+        found = None if memory is None else memory()
+        if found is None:
+            return None, f"on {backend.name}"
+        return found[0], f"on {backend.name} ({told_bytes(found[1])})"
+
+    def _check_targets(self, target: Any) -> None:
+        # They go to the device once all samples are there; looked at with the first, which no batch has come before.
+        layout, each = self.layout, target_bytes(target)
+        assert layout is not None
+        free, where = self._free()
+        beside = 2 * self._samples_of_batch() * (layout.nbytes + each)
+        if free is not None and self.samples * each + beside > free:
+            raise CacheError(
+                f'cache="device" does not fit {where}, which has {told_bytes(free)} free beside its samples: '
+                f"{self.samples:,} targets of {told_bytes(each)} each ({kind_of(target)}) take "
+                f"{told_bytes(self.samples * each)}, and two batches {told_bytes(beside)} beside them; {WAY_OUT}"
+            )
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
         """Nothing to do: it is kept when its batch is on the device."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_WAY_OUT = 'cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
+WAY_OUT = 'cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
 
 
 class ResidentStore(Store):
@@ -35,10 +35,12 @@ class ResidentStore(Store):
     def _blank(self) -> None:
         super()._blank()
         self.targets: list[Any] = []
+        # Whether there is room for them, as far as one of them tells.
+        self._targets_fit = False
         self._kind: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("targets", "_kind")
+        mine = ("targets", "_targets_fit", "_kind")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def _inherit(self) -> None:
@@ -68,13 +70,13 @@ class ResidentStore(Store):
         """Keep a sample's target; before its row.
 
         Raises:
-            CacheError: it cannot stand in a tensor with the others.
+            CacheError: it cannot stand in a tensor with the others, or there is no room for all that are like it.
         """
         kind = kind_of(target)
         if kind is None:
             raise CacheError(
                 f'cache="device" keeps targets that are numbers, tensors, arrays, or tuples and dicts of these, and '
-                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {_WAY_OUT}"
+                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {WAY_OUT}"
             )
         with self._lock:
             if not self.targets:
@@ -83,9 +85,15 @@ class ResidentStore(Store):
         if kind != self._kind:
             raise CacheError(
                 f'cache="device" keeps targets that are all alike; the first was {self._kind}, this one is {kind}; '
-                f"{_WAY_OUT}"
+                f"{WAY_OUT}"
             )
+        if not self._targets_fit:
+            self._check_targets(target)
+            self._targets_fit = True
         self.targets[index] = target
+
+    def _check_targets(self, target: Any) -> None:
+        """``CacheError`` where targets like this one do not fit in where their samples are."""
 
     def data(self) -> list[torch.Tensor]:
         """The rows of each column, [samples, ...], on the device where there is one, as they lie in memory."""
@@ -105,7 +113,7 @@ class ResidentStore(Store):
             f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {told_bytes(layout.nbytes)} each '
             f"({layout}) take {told_bytes(self.samples * layout.nbytes)}, and two batches "
             f"{told_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
-            f"{_WAY_OUT}"
+            f"{WAY_OUT}"
         )
 
 

@@ -25,3 +25,16 @@ def kind_of(target: Any) -> str | None:
         plain = str(target.layout) == "torch.strided" and str(target.device) == "cpu" and not target.requires_grad
         return f"tensor {target.dtype} {list(target.shape)}" if plain else None
     return None
+
+
+def target_bytes(target: Any) -> int:
+    """Bytes of a target as it stands in a tensor with the others; 0 for what cannot."""
+    if isinstance(target, bool):
+        return 1
+    if isinstance(target, int | float):
+        return 8
+    if isinstance(target, Mapping):
+        return sum(map(target_bytes, target.values()))
+    if isinstance(target, tuple | list):
+        return sum(map(target_bytes, target))
+    return int(getattr(target, "nbytes", 0))

@@ -114,5 +114,7 @@ def _row(tensor: Any, index: int) -> bytes:
         return tensor[index : index + 1].tobytes()
     import torch
 
-    row = tensor[index : index + 1].cpu().resolve_conj().resolve_neg().contiguous()
+    row = tensor[index : index + 1].cpu().resolve_conj().resolve_neg()
+    # A single number counts as contiguous with any stride, and a view as bytes wants a stride of 1.
+    row = row.clone(memory_format=torch.contiguous_format)
     return bytes(row.view(torch.uint8).numpy().tobytes())

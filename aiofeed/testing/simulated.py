@@ -213,9 +213,12 @@ class SimulatedDevice:
         if any(step == 0 and length > 1 for length, step in zip(size, stride, strict=True)):
             stride = torch.empty(size, device="meta").stride()
         extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        with self._turn():
-            handle = self._memory.allocate(extent * dtype.itemsize, self.current_stream())
-        raw = torch.empty(0, dtype=dtype).set_(handle.block.bytes.untyped_storage(), 0, tuple(size), tuple(stride))
+        # It is written when its work runs, wherever that may be.
+        with torch.inference_mode(False):
+            with self._turn():
+                handle = self._memory.allocate(extent * dtype.itemsize, self.current_stream())
+            raw = torch.empty(0, dtype=dtype, device="cpu")
+            raw.set_(handle.block.bytes.untyped_storage(), 0, tuple(size), tuple(stride))
         return SimulatedTensor(raw, handle, self)
 
     def enqueue(self, function: Callable[[], object]) -> None:

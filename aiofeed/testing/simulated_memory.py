@@ -21,7 +21,7 @@ class Block:
 
     def __init__(self, nbytes: int, stream: SimulatedStream) -> None:
         self.stream = stream
-        self.bytes = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self.bytes = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
         self.held: set[SimulatedStream] = set()
         self.users = 0
 
