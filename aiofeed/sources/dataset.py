@@ -31,7 +31,8 @@ class FromDataset:
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        threads: how many threads may call it at the same time.
+        threads: how many threads may call it at the same time, those of earlier passes and other feeders included; a
+            call that ran over a time limit does not count any more.
 
     Raises:
         TypeError: an ``IterableDataset``, or an object without the two methods.
