@@ -53,7 +53,7 @@ def test_a_slow_consumer_is_heard_at_once(engine: str, woken: list[str]) -> None
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 def test_nothing_is_left_in_the_budget(prefetch: int) -> None:
     """Over epochs that follow one another, what was taken is given back, told or noted."""
-    limits = Limits(prefetch_batches=prefetch, decode_threads=1)
+    limits = Limits(prefetch_batches=prefetch, decode_threads=2)
     with Feeder(parts.Numbers(40), decode=parts.slow_number, batch_size=4, engine="process:2", limits=limits) as feeder:
         for _ in feeder.epochs(4):
             assert len(list(feeder)) == 10
