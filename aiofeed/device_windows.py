@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -97,6 +98,7 @@ class DeviceWindows:
         self._indices = PinnedMemory(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
         self._queued: deque[list[Event]] = deque()
+        self.behind: tuple[float, float] | None = None
         self.follow()
         rows.data = self._upload()
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
@@ -115,7 +117,7 @@ class DeviceWindows:
             DeviceCopyError: there is no room for a single batch.
         """
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
-        self._wait(QUEUED_WINDOWS)
+        self.behind = self._wait(QUEUED_WINDOWS)
         while True:
             try:
                 return stretch, self._issue(stretch)
@@ -133,11 +135,15 @@ class DeviceWindows:
             self._wait(0)
             stretch = stretch.head(self.most)
 
-    def _wait(self, queued: int) -> None:
-        """Wait until no more windows than so many are used by work that is still queued."""
+    def _wait(self, queued: int) -> tuple[float, float] | None:
+        """Wait until no more windows than so many are used by work that is still queued; from when to when."""
+        if len(self._queued) <= queued:
+            return None
+        since = time.perf_counter()
         while len(self._queued) > queued:
             for event in self._queued.popleft():
                 event.synchronize()
+        return since, time.perf_counter()
 
     def _issue(self, stretch: Stretch) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():

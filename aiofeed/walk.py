@@ -111,10 +111,11 @@ class Walk:
     def items(self) -> WindowItems:
         """The next window's items, or an epoch's end; none behind the last."""
         windows = self.windows()
-        walk = self
+        walk, behind = self, None
         # The end of an epoch is passed on at once.
         while not walk.over and not (walk.ahead and walk.ahead[0][1] is None) and walk._made <= windows.ahead:
             walk = walk._further(windows)
+            behind = windows.behind or behind
         items = WindowItems()
         if walk.ahead:
             (epoch, made), rest = walk.ahead[0], walk.ahead[1:]
@@ -122,7 +123,7 @@ class Walk:
             if made is None:
                 items.append(Ended())
             else:
-                items.extend(_batches(*made, epoch.counters))
+                items.extend(_batches(*made, epoch.counters, behind))
                 items.used = made[1].used
         return items
 
@@ -140,6 +141,8 @@ class Walk:
             return Walk(self.windows, self.stream, (*self.ahead, (epoch, None)), upcoming, over=following is None)
         made = windows.make(stretch)
         ended, first, last = time.perf_counter(), made[0].numbers[0], made[0].numbers[-1]
+        if windows.behind is not None:
+            began = windows.behind[1]
         if windows.stage == "copy":
             epoch.counters.copy_s += ended - began
         else:
@@ -149,10 +152,13 @@ class Walk:
         return Walk(self.windows, self.stream, (*self.ahead, (epoch, made)), epoch, last + 1)
 
 
-def _batches(stretch: Stretch, window: Window, counters: Counters) -> list[Item]:
+def _batches(stretch: Stretch, window: Window, counters: Counters, behind: tuple[float, float] | None) -> list[Item]:
+    """Its batches; whoever asks for the first waits for what is made ahead."""
     samples, size = len(stretch.indices), stretch.batch_size
     items: list[Item] = []
     for at, number in enumerate(stretch.numbers):
         first, last = at * size, min((at + 1) * size, samples)
-        items.append(Ready(number, last - first, (window, first, last), None, 0, None, counters))
+        ready = Ready(number, last - first, (window, first, last), None, 0, None, counters)
+        ready.behind = None if items else behind
+        items.append(ready)
     return items

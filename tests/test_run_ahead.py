@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
+from aiofeed import device_windows
 from aiofeed.config import DEVICE_BATCHES
 from aiofeed.copier import Copier
 from aiofeed.copy_thread import QUEUED_BATCHES, CopyThread
@@ -291,3 +292,55 @@ def test_a_device_that_is_behind_is_no_stall(monkeypatch):
     assert statistics.wall_s > 60 * 0.02 / 2
     assert statistics.stall_s < statistics.wall_s / 2
     assert statistics.idle_s > statistics.wall_s / 4
+
+
+def test_a_device_that_is_behind_with_resident_data_is_no_stall(monkeypatch):
+    """Nor is it counted as copying: the time in which ``next`` waits before it makes another window."""
+    free_at = time.perf_counter()
+    waited_s = 0.0
+
+    class Used:
+        """Complete 100 ms after the window before."""
+
+        def __init__(self):
+            nonlocal free_at
+            self.at = free_at = max(free_at, time.perf_counter()) + 0.1
+
+        def synchronize(self):
+            nonlocal waited_s
+            began = time.perf_counter()
+            time.sleep(max(0.0, self.at - began))
+            waited_s += time.perf_counter() - began
+
+    monkeypatch.setattr(device_windows, "_used", lambda backend, streams, queued: queued([Used()]))
+    monkeypatch.setattr(device_windows, "DEVICE_WINDOW_BYTES", 1)  # windows of one batch
+    data = aiofeed.Tensors(torch.arange(80.0))
+    with aiofeed.Feeder(data, batch_size=4, device=SimulatedDevice()) as feeder:
+        assert sum(len(numbers) for [numbers] in feeder) == 80
+    statistics = feeder.statistics()
+    assert waited_s > 0.2
+    assert statistics.stall_s < statistics.wall_s - 0.9 * waited_s
+    assert statistics.copy_s < statistics.wall_s - 0.9 * waited_s
+
+
+def test_a_host_that_is_slower_than_its_device_is_a_stall(monkeypatch):
+    """Where the device is done before the next batch is finished, the wait is for data."""
+
+    class Done:
+        def query(self):
+            return True
+
+    class Slow:
+        def __len__(self):
+            return 80
+
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return torch.tensor(index)
+
+    monkeypatch.setattr(Copier, "used", lambda copier: Done())
+    with aiofeed.Feeder(Slow(), batch_size=4, device=SimulatedDevice()) as feeder:
+        list(feeder)
+    statistics = feeder.statistics()
+    assert statistics.stall_s > statistics.wall_s / 2
+    assert statistics.idle_s < statistics.wall_s / 4
