@@ -24,7 +24,7 @@ class JobMeter:
         self._queued = machine.queued_s()
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
-    def job(self, samples: int, nbytes: int) -> Job:
+    def job(self, samples: int, nbytes: int = 0) -> Job:
         """What it took until now, for so many samples, of which it read and wrote so many bytes."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         queued = machine.queued_s() - self._queued
