@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import share_parts as parts
 
 from aiofeed import Feeder, Limits
 from aiofeed.runtime import Runtime
+from aiofeed.sharing.processes import EngineProcesses
+from aiofeed.testing import SimulatedDevice
 
 
 @pytest.fixture
@@ -63,3 +66,29 @@ def test_nothing_is_left_in_the_budget(prefetch: int) -> None:
             time.sleep(0.01)
         assert pipeline._budget._holders == 0
         assert pipeline._engine._buffer.waiting == 0
+
+
+@pytest.mark.parametrize("device", [None, "simulated"])
+def test_a_batch_that_is_dropped_is_gone_before_its_word_is_heard(
+    device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits to be heard remembers how much room there is, and not the batch."""
+    monkeypatch.setattr(EngineProcesses, "busy", True)
+    with Feeder(
+        parts.Numbers(4),
+        decode=parts.number,
+        batch_size=4,
+        engine="process",
+        device=None if device is None else SimulatedDevice(),
+    ) as feeder:
+        iterator = iter(feeder)
+        batch = next(iterator)
+        assert batch.tolist() == [0, 1, 2, 3]
+        there = weakref.ref(batch)
+        del batch
+        pipeline: Any = feeder._passes.pipeline
+        [noted] = pipeline._engine._noted
+        assert noted.batch is None
+        assert noted.lease is None or device is None
+        assert there() is None
+        assert list(iterator) == []
