@@ -85,6 +85,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], obj
         logging.getLogger("aiofeed").removeHandler(handler)
 
 
+def begin(feeder: Feeder[Any], items: Items) -> None:
+    """A pass that is left, its iterator dropped, while the slow call is under way."""
+    iterator = iter(feeder)
+    next(iterator)
+    assert items.reached.wait(BOUND_S)
+
+
 def left_by_break(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
     for _ in feeder:
         assert items.reached.wait(BOUND_S)
@@ -101,8 +108,7 @@ def left_by_error(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 
 def closed(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
-    next(iter(feeder))
-    assert items.reached.wait(BOUND_S)
+    begin(feeder, items)
     feeder._passes.close(0.0)  # `close()` after its 5 s
     return feeder
 
@@ -117,8 +123,7 @@ def kept(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 
 def dropped(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
-    next(iter(feeder))
-    assert items.reached.wait(BOUND_S)
+    begin(feeder, items)
     source = feeder._source
     del feeder
     gc.collect()
@@ -126,8 +131,7 @@ def dropped(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 
 def wrapped_anew(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
-    next(iter(feeder))
-    assert items.reached.wait(BOUND_S)
+    begin(feeder, items)
     feeder._passes.close(0.0)
     return Feeder(FromDataset(items, threads=1), batch_size=4)
 
@@ -170,8 +174,9 @@ def test_as_many_threads_as_were_declared(told: Any) -> None:
     items = Items(slow=0)
     told = told(items.released.set)
     feeder = Feeder(FromDataset(items, threads=2), batch_size=4, limits=Limits(prefetch_batches=1))
-    iter(feeder)
+    iterator = iter(feeder)
     assert items.reached.wait(BOUND_S)
+    iterator.close()
     assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
     assert not told.lines
     assert not items.returned.is_set()
@@ -205,8 +210,7 @@ def test_a_time_limit_gives_a_call_up(action: Any, caplog: pytest.LogCaptureFixt
     items = Items()
     on_error = FailurePolicy(action, read_timeout_s=LIMIT_S)
     feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
-    next(iter(feeder))
-    assert items.reached.wait(BOUND_S)
+    begin(feeder, items)
     feeder._passes.stop("left")
     assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
     assert not items.returned.is_set()
@@ -220,8 +224,7 @@ def test_who_was_given_up_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> No
     items = Items()
     on_error = FailurePolicy(retries=3, read_timeout_s=LIMIT_S)
     feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
-    next(iter(feeder))
-    assert items.reached.wait(BOUND_S)
+    begin(feeder, items)
     feeder._passes.stop("left")
     iterator = iter(feeder)
     next(iterator)
@@ -237,8 +240,9 @@ def test_a_pass_that_waits_can_be_left() -> None:
     items = Items()
     left_by_break(Feeder(items, batch_size=4), items)
     feeder = Feeder(items, batch_size=4)
-    iter(feeder)
+    iterator = iter(feeder)
     began = time.monotonic()
+    iterator.close()
     feeder.close()
     assert time.monotonic() - began < 4.0  # of the 5 s after which threads are left behind
     items.released.set()
