@@ -11,7 +11,6 @@ import share_parts as parts
 
 from aiofeed import Feeder, Limits
 from aiofeed.runtime import Runtime
-from aiofeed.sharing.processes import EngineProcesses
 from aiofeed.sharing.remote import RemoteEngine
 from aiofeed.testing import SimulatedDevice
 
@@ -74,8 +73,8 @@ def test_a_batch_that_is_dropped_is_gone_before_its_word_is_heard(
     device: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits to be heard remembers how much room there is, and not the batch."""
-    monkeypatch.setattr(EngineProcesses, "busy", True)
-    monkeypatch.setattr(RemoteEngine, "_hear", lambda engine: None)
+    kept: list[Any] = []
+    monkeypatch.setattr(RemoteEngine, "_noted_until_heard", lambda engine, item: kept.append(item) or True)
     with Feeder(
         parts.Numbers(4),
         decode=parts.number,
@@ -88,12 +87,11 @@ def test_a_batch_that_is_dropped_is_gone_before_its_word_is_heard(
         assert batch.tolist() == [0, 1, 2, 3]
         there = weakref.ref(batch)
         del batch
-        pipeline: Any = feeder._passes.pipeline
         # The thread that copies it may be about to say so, and the task that has assembled it about to end.
         deadline = time.monotonic() + 10
-        while (there() is not None or not pipeline._engine._noted) and time.monotonic() < deadline:
+        while (there() is not None or not kept) and time.monotonic() < deadline:
             time.sleep(0.01)
-        [noted] = pipeline._engine._noted
+        [noted] = kept
         assert noted.batch is None
         assert noted.lease is None or device is None
         assert there() is None
