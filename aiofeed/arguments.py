@@ -206,9 +206,22 @@ def a_shuffle(value: object) -> Shuffle:
 
 
 def resolve_limits(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
-    """What may be used, with every number settled for this machine and this source."""
+    """What may be used, with every number settled for this machine and this source.
+
+    Raises:
+        TypeError: no ``Limits``.
+        ValueError: a limit that processes share does not reach for all of them.
+    """
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
+    if limits is not None and not isinstance(source, FromDataset):  # of which each process has a copy
+        for name in ("read_concurrency", "decode_threads"):
+            given = getattr(limits, name)
+            if given is not None and given < engines:
+                raise ValueError(
+                    f'Limits({name}={given}) with engine="process:{engines}": the processes share it, and each needs '
+                    f'one; give it at least {engines}, or fewer processes, as engine="process:{given}"'
+                )
     return resolve(
         limits or Limits(),
         batch_size=batch_size,

@@ -116,7 +116,8 @@ class Assembler:
         if self._settle(batch, outcome) and not batch.errors and not self._stop.stopped:
             self._finish(batch, outcome)
         if meter is not None:
-            outcome.job = meter.job(samples)
+            decoded = assembly.nbytes * samples // len(batch.plan.indices)
+            outcome.job = meter.job(samples, outcome.nbytes + decoded)
         return outcome
 
     def _settle(self, batch: Batch, outcome: Outcome) -> bool:

@@ -27,7 +27,8 @@ class Limits:
     Args:
         read_concurrency: samples being read at the same time. More hides slower storage and costs encoded bytes;
             chosen: one batch, at least 64, or 64 MiB where samples are large; and up to 512 where reads take 10 ms or
-            more, decoding waits for them, and more of them help.
+            more, decoding waits for them, and more of them help. Processes of ``engine="process:N"`` share it, and
+            ``decode_threads``: N or more.
         decode_threads: threads that decode. Chosen: the cores this process may use, by affinity and cgroup, and fewer
             where they only wait for one another.
         prefetch_batches: finished batches that may wait for the consumer; with ``engine="process:N"`` N - 1 more.

@@ -50,8 +50,10 @@ class FeedStatistics:
         collate_s: putting finished samples together, summed over threads.
         copy_s: issuing copies to the device; the copies themselves run by themselves.
         stall_s: the consumer waited for a batch. Near 0: the feed keeps up. Near ``wall_s``: it is the bottleneck.
-            Time in which the consumer waited because its device was too many batches behind it is left out.
-        idle_s: every batch that may wait was ready and the engine waited for the consumer, or for its device.
+            Time in which its device was too many batches behind for another one is left out, also where the next was
+            not finished yet: the device had work, and is what was waited for.
+        idle_s: every batch that may wait was ready and the engine waited for the consumer, or for its device. Of what
+            ``stall_s`` leaves out that may be all, or, where batches were still being finished meanwhile, a part.
         first_batch_s: from ``iter()`` to the first batch in the consumer's hands.
         wall_s: from ``iter()`` to the last batch, or to now.
         failures: samples that failed.

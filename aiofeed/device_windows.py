@@ -109,6 +109,7 @@ class DeviceWindows:
         # Of windows of which batches were handed out: the streams that use them, and once no more are, what is queued.
         self._begun: deque[list[Stream]] = deque()
         self._queued: deque[list[Event]] = deque()
+        self.waited: tuple[float, float] | None = None
         self.follow()
         rows.data = self._upload()
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
@@ -133,7 +134,7 @@ class DeviceWindows:
         """
         self._note_queued()
         # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
-        self._wait(QUEUED_WINDOWS)
+        self.waited = self._wait(QUEUED_WINDOWS)
         while True:
             try:
                 return stretch, self._issue(stretch)
@@ -168,12 +169,17 @@ class DeviceWindows:
             ) from error
         return len(self._queued) > most
 
-    def _wait(self, most: int) -> None:
+    def _wait(self, most: int) -> tuple[float, float] | None:
+        """Wait until no more windows than so many are used by work that is still queued; from when to when."""
+        if not self._exceeds(most):
+            return None
+        since = time.perf_counter()
         # Looked at rather than waited for, which Ctrl-C could not break: a window may be minutes of steps.
         pause_s = FIRST_LOOK_S
         while self._exceeds(most):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
+        return since, time.perf_counter()
 
     def _issue(self, stretch: Stretch) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():

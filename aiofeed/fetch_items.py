@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from aiofeed.callers import Call
 from aiofeed.collate import Assembly
 from aiofeed.collate_tree import misfit_error
 from aiofeed.config import ResolvedLimits
@@ -72,34 +73,47 @@ class DatasetFetcher:
             outcome = Outcome()
             if watch.guard is not None:
                 watch.guard.outcome = outcome
-        started, retries = time.perf_counter(), outcome.retries
-        # A limit on the time of one item is kept by asking for one at a time.
-        many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
-        plain = watch.guard is None and not self._policy.retries
-        dataset = self._source.dataset
-        if not many or not self._put_many(plan, positions, put, outcome):
-            for position in positions:
-                if watch.stop.stopped:
-                    break
-                try:
-                    if plain:
-                        put(position, dataset[plan.indices[position]])
-                    else:
-                        self._put_one(plan, position, put, watch, outcome)
-                except AbandonedError:
-                    raise
-                except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
-                    named = self._named(error, plan.indices[position])
-                    with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
-                        outcome.errors.append((position, named))
-                    del named
-                    if self._policy.action == "raise":
-                        break
+        retries = outcome.retries
+        try:
+            with Call(self._source, plan.indices[positions[0]], stop=watch.stop, limit_s=self.limit_s) as call:
+                started = time.perf_counter()
+                self._ask(plan, positions, put, watch, outcome, call)
+        except FeedError as error:  # it could not be called
+            outcome.errors.append((positions[0], error))
+            return outcome
         took_s = time.perf_counter() - started
         outcome.decode_s += took_s
         if outcome.retries == retries:
             self._pace.observe(took_s, len(positions))
         return outcome
+
+    def _ask(
+        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: Watch, outcome: Outcome, call: Call
+    ) -> None:
+        # A limit on the time of one item is kept by asking for one at a time.
+        many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
+        plain = watch.guard is None and not self._policy.retries
+        dataset = self._source.dataset
+        if many and self._put_many(plan, positions, put, outcome):
+            return
+        for position in positions:
+            if watch.stop.stopped:
+                return
+            try:
+                if plain:
+                    call.at(plan.indices[position])
+                    put(position, dataset[plan.indices[position]])
+                else:
+                    self._put_one(plan, position, put, watch, outcome, call)
+            except AbandonedError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
+                named = self._named(error, plan.indices[position])
+                with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
+                    outcome.errors.append((position, named))
+                del named
+                if self._policy.action == "raise":
+                    return
 
     def _put_many(self, plan: BatchPlan, positions: Sequence[int], put: Put, outcome: Outcome) -> bool:
         """Get all items in one call; False where that fails, and each has to be asked for to learn which it was."""
@@ -116,8 +130,8 @@ class DatasetFetcher:
                     break
         return True
 
-    def _put_one(self, plan: BatchPlan, position: int, put: Put, watch: Watch, outcome: Outcome) -> None:
-        get = partial(self._get, plan.indices[position], position, watch.guard)
+    def _put_one(self, plan: BatchPlan, position: int, put: Put, watch: Watch, outcome: Outcome, call: Call) -> None:
+        get = partial(self._get, plan.indices[position], position, watch.guard, call)
         try:
             item = get()
         except Exception as error:
@@ -135,7 +149,8 @@ class DatasetFetcher:
             with watch.guard.commit():
                 put(position, item)
 
-    def _get(self, index: int, position: int, guard: Guard | None) -> Any:
+    def _get(self, index: int, position: int, guard: Guard | None, call: Call) -> Any:
+        call.at(index)
         if guard is not None:
             guard.begin(position)
         return self._source.dataset[index]

@@ -16,13 +16,14 @@ from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.cache.store import Store
 from aiofeed.cached_forms import UnfitError
+from aiofeed.callers import Call
 from aiofeed.collate import Assembly
 from aiofeed.collate_tree import Kept, compact
 from aiofeed.errors import CacheError, FeedError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Outcome
 from aiofeed.fetch_items import DatasetFetcher
-from aiofeed.guard import Watch
+from aiofeed.guard import StopFlag, Watch
 from aiofeed.item_forms import batch_of, item_layout, item_of, parts_of
 from aiofeed.naming import without_our_frames
 from aiofeed.policy import FailurePolicy
@@ -125,11 +126,14 @@ class KeptItemsFetcher(DatasetFetcher):
         for index in range(tried):
             if store.layout is not None:
                 return
-            work = loop.run_in_executor(decode_pool, self._probe, index)
+            stop = StopFlag()
+            work = loop.run_in_executor(decode_pool, self._probe, index, stop)
             try:
                 found = await asyncio.wait_for(work, self.limit_s)
             except TimeoutError:
                 continue  # as with one that cannot be had: it fails again, by name, when it is met
+            finally:
+                stop.stopped = True
             if found is not None:
                 layout, row = found
                 store.settle(layout)
@@ -139,11 +143,12 @@ class KeptItemsFetcher(DatasetFetcher):
         if tried and store.layout is None:
             log.warning("none of the first %d items can be had, so that none are kept on this pass", tried)
 
-    def _probe(self, index: int) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
-        try:
-            [item] = self._source.items([index])
-        except BaseException:  # noqa: BLE001 - the user's Dataset: it raises again, by name, when the sample is met
-            return None
+    def _probe(self, index: int, stop: StopFlag) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
+        with Call(self._source, index, stop=stop, limit_s=self.limit_s):
+            try:
+                [item] = self._source.items([index])
+            except BaseException:  # noqa: BLE001 - the user's Dataset: it raises again, by name, when the sample is met
+                return None
         try:
             layout = item_layout(item)
             # A copy: a Dataset may give the same memory each time.

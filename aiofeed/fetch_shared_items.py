@@ -19,11 +19,12 @@ import numpy as np
 from aiofeed.cache.disk import DiskStore
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.cached_forms import UnfitError
+from aiofeed.callers import Call
 from aiofeed.collate import Assembly
 from aiofeed.errors import CacheError
 from aiofeed.fetch import Outcome
 from aiofeed.fetch_kept_items import KeptItemsFetcher
-from aiofeed.guard import Watch
+from aiofeed.guard import AbandonedError, Watch
 from aiofeed.item_forms import item_layout, item_of, parts_of
 from aiofeed.policy import FailurePolicy
 from aiofeed.sources.dataset import FromDataset
@@ -64,7 +65,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
             chunks = [[position] for position in positions]
         try:
             if plan.number == 0 and start == 0 and watch.guard is None:
-                self._compare(plan, positions)
+                self._compare(plan, positions, watch)
             for chunk in chunks:
                 self._fill(plan, chunk, assembly, watch, outcome)
                 if watch.stop.stopped or (outcome.errors and self._policy.action == "raise"):
@@ -176,7 +177,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         assembly.put(position, item_of(layout.split(row), layout))
         fresh.append((plan.indices[position], row))
 
-    def _compare(self, plan: BatchPlan, positions: Sequence[int]) -> None:
+    def _compare(self, plan: BatchPlan, positions: Sequence[int], watch: Watch) -> None:
         """Ask for one item that an earlier run has kept once more, where nothing but that tells what the file is of.
 
         Raises:
@@ -192,7 +193,10 @@ class SharedItemsFetcher(KeptItemsFetcher):
         if not kept:
             return
         try:
-            [item] = self._source.items(kept[:1])
+            with Call(self._source, kept[0], stop=watch.stop, limit_s=self.limit_s):
+                [item] = self._source.items(kept[:1])
+        except AbandonedError:
+            raise
         except BaseException:  # noqa: BLE001 - the user's Dataset; the item is kept, and need not be had any more
             return
         try:

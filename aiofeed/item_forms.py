@@ -198,7 +198,9 @@ def _take(node: Any, value: Any, path: str, found: list[NDArray[Any]]) -> None:
     elif type(value) is not type(node) or len(value) != len(node):
         raise _unlike(node, value, path)
     elif isinstance(node, dict):
-        if list(value) != list(node):
+        # The order of an OrderedDict's keys is part of its value.
+        alike = value.keys() == node.keys() if type(node) is dict else list(value) == list(node)
+        if not alike:
             raise _unlike(node, value, path)
         for name, part in node.items():
             _take(part, value[name], f"{path}[{name!r}]", found)

@@ -115,6 +115,7 @@ class FeedIterator(Generic[BatchT_co]):
         batch: BatchT_co = self._take(item, asked)
         # From here to the caller's line the interpreter does not look for signals (see handoff.py).
         self._observer.handed_out(item)
+        item.batch = None  # word of it may still be on its way
         del self._handoff.items[0]
         return batch
 
@@ -133,6 +134,7 @@ class FeedIterator(Generic[BatchT_co]):
             raise StopAsyncIteration
         batch: BatchT_co = self._take(item, asked)
         self._observer.handed_out(item)
+        item.batch = None  # word of it may still be on its way
         del self._handoff.items[0]
         return batch
 

@@ -24,12 +24,12 @@ class JobMeter:
         self._queued = machine.queued_s()
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
-    def job(self, samples: int) -> Job:
-        """What it took until now."""
+    def job(self, samples: int, nbytes: int = 0) -> Job:
+        """What it took until now, for so many samples, of which it read and wrote so many bytes."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         queued = machine.queued_s() - self._queued
         threads = self._threads if self._threads == _at_work(self._pool) else 0
-        return Job(samples, wall, cpu, queued, threads)
+        return Job(samples, wall, cpu, queued, threads, nbytes)
 
 
 def _at_work(pool: ThreadPool) -> int:

@@ -34,6 +34,13 @@ LOOK_MOST_S = 64.0
 OTHER_WORK = 1.6
 # A number that is being tried and that so many jobs in a row say nothing of is given up.
 GIVE_UP_JOBS = 48
+# Where a job copies more than this of each sample, as fast as this or faster, most of its time is copying, which a core
+# does at 3 to 10 GB/s and without the GIL. Smaller samples stay in a core's cache.
+LARGE_BYTES = 1 << 20
+COPIED_BYTES_S = 2.5e9
+# Passing the GIL on takes no more of a sample's processor time than this. Where more of it is taken as more threads are
+# at work, they fight for memory.
+HANDOVER_S = 100e-6
 # Of jobs that are only watched for a change of work, one in so many is measured.
 WATCHED = 8
 
@@ -48,6 +55,7 @@ class Job:
         cpu_s: of its thread.
         queued_s: that its thread was ready to run and had no core, which is other programs' doing; 0 where unknown.
         threads: how many were at work from its beginning to its end; 0 where that changed, or some were idle.
+        nbytes: that it has certainly copied: samples that were read within it, and the rows it wrote.
     """
 
     samples: int
@@ -55,6 +63,7 @@ class Job:
     cpu_s: float
     queued_s: float
     threads: int
+    nbytes: int = 0
 
 
 @dataclass(eq=False)
@@ -67,10 +76,12 @@ class _Window:
     wall_s: float = 0.0
     busy_s: float = 0.0
     cpu_s: float = 0.0
+    nbytes: int = 0
 
     def add(self, job: Job) -> None:
         self.jobs += 1
         self.samples += job.samples
+        self.nbytes += job.nbytes
         # Clocks are read one after the other: a job has used no more processor than it was on.
         self.wall_s += max(job.wall_s, job.cpu_s)
         self.busy_s += max(job.wall_s - job.queued_s, job.cpu_s)
@@ -101,6 +112,11 @@ class _Window:
     @property
     def cpu_per_sample(self) -> float:
         return self.cpu_s / self.samples
+
+    @property
+    def copies(self) -> bool:
+        """Whether samples are large, and copied for most of the time."""
+        return self.nbytes > LARGE_BYTES * self.samples and self.nbytes > COPIED_BYTES_S * self.cpu_s
 
 
 class ThreadTuner:
@@ -265,9 +281,14 @@ def _fewer(chosen: _Window, below: int) -> int | None:
 def gil_limit(chosen: _Window, more: _Window | None) -> GilLimit | None:
     """What keeps ``more`` threads from giving more than the ``chosen`` ones, where it is the GIL.
 
-    That is: the chosen are mostly at work, so that no storage is waited for, and more of them wait for one another.
+    That is: the chosen are mostly at work, so that no storage is waited for, and more of them wait for one another. And
+    it is not memory: more of them would give more if they did not wait, although each takes longer beside the others;
+    and they do more than copy large samples, where who waits does so for memory that the system maps.
     """
-    if more is None or not chosen.cpu_s or chosen.at_work < 0.6 or more.at_work >= 0.8:
+    if more is None or not chosen.cpu_s or chosen.at_work < 0.6 or more.at_work >= 0.8 or chosen.copies:
         return None
     cpu_s = chosen.cpu_per_sample
-    return GilLimit(chosen.threads, cpu_s, cpu_s * held_share(more.threads, more.rate * cpu_s))
+    beside_s = max(cpu_s, more.cpu_per_sample - HANDOVER_S)
+    if more.threads / beside_s < MORE_BRING * chosen.rate:
+        return None
+    return GilLimit(chosen.threads, cpu_s, cpu_s * held_share(more.threads, more.rate * beside_s))

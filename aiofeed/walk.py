@@ -53,12 +53,18 @@ class Pulled(Handoff[Item]):
         A device that is behind is waited for without blocking the caller's loop.
         """
         pause_s = 0.0
+        since: float | None = None
         while not self.items:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, FIRST_LOOK_S), LOOK_S)
             if not self._behind():
                 break
-        return self.first()
+            since = since or time.perf_counter()
+        until = time.perf_counter()
+        item = self.first()
+        if since is not None and isinstance(item, Ready):
+            item.behind = since, until if item.behind is None else item.behind[1]
+        return item
 
     def _behind(self) -> bool:
         walk = self.items.after
@@ -122,10 +128,11 @@ class Walk:
     def items(self) -> WindowItems:
         """The next window's items, or an epoch's end; none behind the last."""
         windows = self.windows()
-        walk = self
+        walk, waited = self, None
         # The end of an epoch is passed on at once.
         while not walk.over and not (walk.ahead and walk.ahead[0][1] is None) and walk._made <= windows.ahead:
             walk = walk._further(windows)
+            waited = windows.waited or waited
         items = WindowItems()
         if walk.ahead:
             (epoch, made), rest = walk.ahead[0], walk.ahead[1:]
@@ -133,7 +140,7 @@ class Walk:
             if made is None:
                 items.append(Ended())
             else:
-                items.extend(_batches(*made, epoch.counters))
+                items.extend(_batches(*made, epoch.counters, waited))
         return items
 
     def behind(self) -> bool:
@@ -158,6 +165,8 @@ class Walk:
             return Walk(self.windows, self.stream, (*self.ahead, (epoch, None)), upcoming, over=following is None)
         made = windows.make(stretch)
         ended, first, last = time.perf_counter(), made[0].numbers[0], made[0].numbers[-1]
+        if windows.waited is not None:
+            began = windows.waited[1]
         if windows.stage == "copy":
             epoch.counters.copy_s += ended - began
         else:
@@ -167,10 +176,13 @@ class Walk:
         return Walk(self.windows, self.stream, (*self.ahead, (epoch, made)), epoch, last + 1)
 
 
-def _batches(stretch: Stretch, window: Window, counters: Counters) -> list[Item]:
+def _batches(stretch: Stretch, window: Window, counters: Counters, waited: tuple[float, float] | None) -> list[Item]:
+    """Its batches; whoever asks for the first waits for what is made ahead."""
     samples, size = len(stretch.indices), stretch.batch_size
     items: list[Item] = []
     for at, number in enumerate(stretch.numbers):
         first, last = at * size, min((at + 1) * size, samples)
-        items.append(Ready(number, last - first, (window, first, last), None, 0, None, counters))
+        ready = Ready(number, last - first, (window, first, last), None, 0, None, counters)
+        ready.behind = None if items else waited
+        items.append(ready)
     return items

@@ -72,6 +72,8 @@ class Windows(Protocol):
     """Batches of the next window, at most."""
     stage: str
     """What making one is called where time is accounted for: "collate" or "copy"."""
+    waited: tuple[float, float] | None
+    """From when to when the last ``make`` waited for the device (``time.perf_counter`` seconds), if it did."""
 
     def behind(self) -> bool:
         """Whether ``make`` would wait for the device."""
@@ -130,6 +132,7 @@ class HostWindows:
     # Made by the thread that asks: it would wait for another as long, and gain nothing where cores are busy.
     ahead = 0
     stage = "collate"
+    waited: tuple[float, float] | None = None
 
     def __init__(self, source: Rows, batch_size: int, memory_bytes: int) -> None:
         self._data, self._dtypes = zip(*map(_host_rows, source.tensors), strict=True)

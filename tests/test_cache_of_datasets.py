@@ -461,11 +461,58 @@ UNLIKE: list[tuple[Any, Any, str]] = [
     ((1, 2), [1, 2], "item is a list of 2, .* a tuple of 2"),
     (Pair(1, 2), (1, 2), "item is a tuple of 2, .* a Pair of 2"),
     ({"a": 1, "b": 2}, {"a": 1, "c": 2}, r"keys \['a', 'c'\].*keys \['a', 'b'\]"),
-    ({"a": 1, "b": 2}, {"b": 1, "a": 2}, r"keys \['b', 'a'\].*keys \['a', 'b'\]"),
+    ({"a": 1, "b": 2}, {"b": 1, "a": 2, "c": 3}, r"keys \['b', 'a', 'c'\].*keys \['a', 'b'\]"),
+    (OrderedDict(a=1, b=2), OrderedDict(b=1, a=2), r"keys \['b', 'a'\].*keys \['a', 'b'\]"),
     ({"a": [1, (2, 3)]}, {"a": [1, (2, "x" * 99)]}, r"item\['a'\]\[1\]\[1\] is a str, 'x{39}\.\.\., .* int"),
     ((1, 2), (1, 2**70), r"item\[1\] is a int, 1180.*too"),
     ((1, 2), (1, None), r"item\[1\] is None"),
 ]
+
+
+def turned(index: int) -> dict[str, Any]:
+    """A dict, and one in it, whose keys come in an order of the index's own."""
+    entries = [("image", image(index)), ("label", index), ("meta", {"id": index, "x": index / 3})]
+    at = index % 3
+    item = dict(entries[at:] + entries[:at])
+    item["meta"] = dict(list(item["meta"].items())[:: -1 if index % 2 else 1])
+    return item
+
+
+@DEVICES
+@CACHES
+@pytest.mark.parametrize("kind_of_items", [Items, Many])
+def test_keys_of_a_dict_come_in_any_order(kind: str | None, cache: Any, kind_of_items: type[Items]) -> None:
+    """Values are those of their keys, in every epoch; batches have the keys in one order, that of some item."""
+    dataset = kind_of_items(item=turned)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
+    with (
+        Feeder(Items(item=turned), **options) as plain,
+        Feeder(dataset, cache=cache, device=device_of(kind), **options) as feeder,
+    ):
+        for _ in range(3):
+            orders = set()
+            for batch, expected in zip(feeder, plain, strict=True):
+                orders.add((*batch, *batch["meta"]))
+                assert set(batch) == set(expected)
+                assert all(flat(batch[name]) == flat(expected[name]) for name in ("image", "label"))
+                assert all(flat(batch["meta"][name]) == flat(expected["meta"][name]) for name in ("id", "x"))
+            assert len(orders) == 1
+    assert dataset.reads == Counter(range(22))
+
+
+def test_a_collate_fn_is_given_dicts_with_keys_in_one_order() -> None:
+    """That of the item which was kept first, the first time too."""
+    seen: list[Any] = []
+
+    def collate(samples: list[Any]) -> int:
+        seen.extend((sample["label"], list(sample)) for sample in samples)
+        return len(samples)
+
+    with Feeder(Items(item=turned), batch_size=4, cache="host", collate_fn=collate) as feeder:
+        for _ in range(2):
+            list(feeder)
+    assert {label for label, _ in seen} == set(range(22))
+    assert all(keys == ["image", "label", "meta"] for _, keys in seen)
 
 
 @DEVICES

@@ -1,5 +1,6 @@
 """A consumer that never waits for its device: what it holds there is bounded, and nobody waits for ever."""
 
+import asyncio
 import gc
 import threading
 import time
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
+from aiofeed import device_windows
 from aiofeed.config import DEVICE_BATCHES
 from aiofeed.copier import Copier
 from aiofeed.copy_thread import QUEUED_BATCHES, CopyThread
@@ -291,3 +293,77 @@ def test_a_device_that_is_behind_is_no_stall(monkeypatch):
     assert statistics.wall_s > 60 * 0.02 / 2
     assert statistics.stall_s < statistics.wall_s / 2
     assert statistics.idle_s > statistics.wall_s / 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_device_that_is_behind_with_resident_data_is_no_stall(monkeypatch, asynchronous):
+    """Nor is it counted as copying: the time in which the consumer waits before another window can be made."""
+    free_at = time.perf_counter()
+    waited_s = 0.0
+
+    class Used:
+        """Complete 100 ms after the window before; what is looked at in vain is waited for."""
+
+        def __init__(self, event):
+            nonlocal free_at
+            self.event = event
+            self.at = free_at = max(free_at, time.perf_counter()) + 0.1
+            self.looked = None
+
+        def query(self):
+            nonlocal waited_s
+            now = time.perf_counter()
+            if now < self.at:
+                self.looked = self.looked or now
+                return False
+            if self.looked is not None:
+                waited_s += self.at - self.looked
+                self.looked = None
+            return True
+
+    class Device(SimulatedDevice):
+        def record(self, stream):
+            event = super().record(stream)
+            return event if stream is self.side_stream() else Used(event)
+
+        def wait(self, stream, event):
+            super().wait(stream, getattr(event, "event", event))
+
+    monkeypatch.setattr(device_windows, "DEVICE_WINDOW_BYTES", 1)  # windows of one batch
+    data = aiofeed.Tensors(torch.arange(80.0))
+
+    async def count(feeder):
+        return sum([len(numbers) async for [numbers] in feeder])
+
+    with aiofeed.Feeder(data, batch_size=4, device=Device()) as feeder:
+        if asynchronous:
+            assert asyncio.run(count(feeder)) == 80
+        else:
+            assert sum(len(numbers) for [numbers] in feeder) == 80
+    statistics = feeder.statistics()
+    assert waited_s > 0.2
+    assert statistics.stall_s < statistics.wall_s - 0.9 * waited_s
+    assert statistics.copy_s < statistics.wall_s - 0.9 * waited_s
+
+
+def test_a_host_that_is_slower_than_its_device_is_a_stall(monkeypatch):
+    """Where the device is done before the next batch is finished, the wait is for data."""
+
+    class Done:
+        def query(self):
+            return True
+
+    class Slow:
+        def __len__(self):
+            return 80
+
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return torch.tensor(index)
+
+    monkeypatch.setattr(Copier, "used", lambda copier: Done())
+    with aiofeed.Feeder(Slow(), batch_size=4, device=SimulatedDevice()) as feeder:
+        list(feeder)
+    statistics = feeder.statistics()
+    assert statistics.stall_s > statistics.wall_s / 2
+    assert statistics.idle_s < statistics.wall_s / 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from aiofeed.gil import GilLimit, gil_message, held_share
-from aiofeed.thread_tuning import Job, ThreadTuner
+from aiofeed.thread_tuning import Job, ThreadTuner, _Window, gil_limit
 from aiofeed.tuning import TELL_AFTER_S, Tuner
 
 BATCH = 64
@@ -27,6 +27,9 @@ class Work:
         cores: that the threads have between them.
         noise: standard deviation of a job's time, as a part of it.
         queued: part of a job's time that its thread waits for a core that another program has.
+        memory_s: on the processor, for memory: that of ``threads ** 1.5`` where there are more.
+        mapped_s: off it, beside each other thread, for memory that the system maps for one at a time.
+        nbytes: that it copies.
     """
 
     held_s: float = 0.0
@@ -36,11 +39,19 @@ class Work:
     cores: int = 64
     noise: float = 0.0
     queued: float = 0.0
+    memory_s: float = 0.0
+    mapped_s: float = 0.0
+    nbytes: int = 0
+
+    def cpu(self, threads: int) -> float:
+        """Seconds of a processor, per sample, where so many threads are at it."""
+        return self.held_s + self.free_s + self.memory_s * threads**1.5
 
     def seconds(self, threads: int) -> float:
         """Of a thread, per sample, where so many are at it."""
         held = self.held_s * (1 + (self.handover if threads > 1 else 0.0))
-        alone = held + self.free_s + self.wait_s
+        memory = self.memory_s * threads**1.5 + self.mapped_s * (threads - 1)
+        alone = held + self.free_s + self.wait_s + memory
         by_gil = held * threads
         by_cores = (held + self.free_s) * threads / self.cores
         return max(alone, by_gil, by_cores)
@@ -88,9 +99,10 @@ class Pool:
         threads = self.tuner.threads
         samples = -(-BATCH // threads)
         wall = samples * work.seconds(threads) * max(0.2, self.random.gauss(1, work.noise))
-        cpu = samples * (work.held_s + work.free_s)
+        cpu = samples * work.cpu(threads)
         queued = wall * work.queued / (1 - work.queued)
-        job = Job(samples, wall + queued, cpu, queued, threads if saturated else 0) if self.tuner.listening else None
+        at_work, nbytes = threads if saturated else 0, samples * work.nbytes
+        job = Job(samples, wall + queued, cpu, queued, at_work, nbytes) if self.tuner.listening else None
         self._serial += 1
         heapq.heappush(self._running, (self.now + wall + queued, self._serial, job, samples))
 
@@ -282,6 +294,52 @@ def test_nothing_else_is_taken_for_the_gil(name: str, most: int) -> None:
     pool = Pool(ThreadTuner(most))
     pool.batches(replace(WORKS[name], noise=0.05), 100)
     assert pool.tuner.gil is None
+
+
+# As measured of files of 8 MB whose bytes become a tensor: 1.4 ms alone; two at a time each take 3.8 ms and wait for 1.
+COPYING = Work(free_s=0.1e-3, memory_s=1.3e-3, mapped_s=1e-3)
+# Memory that nobody has touched yet is mapped for one thread at a time, as often as it is given back.
+MAPPING = Work(free_s=1.2e-3, mapped_s=1.25e-3, nbytes=16 << 20)
+
+
+@pytest.mark.parametrize("most", [2, 4, 16])
+@pytest.mark.parametrize("work", [COPYING, MAPPING])
+def test_memory_is_not_taken_for_the_gil(work: Work, most: int) -> None:
+    """Threads that copy fight for memory, or wait for it; both look like the GIL where only time is looked at."""
+    for seed in range(5):
+        pool = Pool(ThreadTuner(most), random.Random(seed))
+        pool.batches(replace(work, noise=0.05), 100)
+        assert pool.tuner.gil is None
+
+
+@pytest.mark.parametrize("nbytes", [0, 2048, 150_000, 1 << 20])
+def test_the_gil_is_found_beside_copying(nbytes: int) -> None:
+    """A small sample is no copy, however fast it passes, nor is a large one that Python is long at."""
+    pool = Pool(ThreadTuner(2))
+    pool.batches(replace(GIL_BOUND, nbytes=nbytes), 20)
+    assert pool.tuner.gil is not None
+    pool = Pool(ThreadTuner(2))
+    pool.batches(Work(held_s=9e-3, free_s=1e-3, handover=0.3, nbytes=16 << 20), 20)
+    assert pool.tuner.gil is not None
+
+
+def test_what_it_costs_to_pass_the_gil_on_is_its_own() -> None:
+    """Two threads that pass it to and fro take more of the processors' time, some of it for nothing."""
+    one, two = _Window(1), _Window(2)
+    one.add(Job(1000, 0.110, 0.105, 0.0, 1))
+    two.add(Job(1000, 0.300, 0.180, 0.0, 2))
+    limit = gil_limit(one, two)
+    assert limit is not None
+    assert limit.held_s == pytest.approx(105e-6, rel=0.01)
+
+
+@pytest.mark.parametrize(("cpu_2_ms", "blamed"), [(1.4, True), (2.0, True), (2.8, False), (3.8, False)])
+def test_threads_that_slow_each_other_on_the_processor_are_not_held_up(cpu_2_ms: float, blamed: bool) -> None:
+    """Where two give no more even if neither waited, what they wait for makes no difference."""
+    one, two = _Window(1), _Window(2)
+    one.add(Job(100, 0.140, 0.139, 0.0, 1))
+    two.add(Job(100, 0.1 * cpu_2_ms / 0.75, 0.1 * cpu_2_ms, 0.0, 2))
+    assert (gil_limit(one, two) is not None) == blamed
 
 
 def test_the_gil_is_forgotten_where_work_changes() -> None:

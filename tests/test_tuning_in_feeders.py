@@ -51,7 +51,7 @@ class FakeMeter(JobMeter):
         type(self).made += 1
         self._lanes = pool.lanes
 
-    def job(self, samples: int) -> Job:
+    def job(self, samples: int, nbytes: int) -> Job:
         return Job(samples, self._lanes * samples * 1e-4, samples * 0.9e-4, 0.0, self._lanes)
 
 

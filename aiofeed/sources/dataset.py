@@ -31,7 +31,8 @@ class FromDataset:
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        threads: how many threads may call it at the same time.
+        threads: how many threads may call it at the same time, those of earlier passes and other feeders included; a
+            call that ran over a time limit does not count any more.
         fingerprint: what its items are, in words of yours, for a state and a ``DiskCache`` to know it by: others for
             other data and other settings. ``None``: they go by what can be seen of it.
 

@@ -94,6 +94,16 @@ class Far(Numbers):
         return b"%d" % found
 
 
+class Followed(Noted):
+    """Each read notes its beginning and its end."""
+
+    async def read(self, index: int) -> bytes:
+        tell(self.path, "begins")
+        await asyncio.sleep(0.002)
+        tell(self.path, "ends")
+        return await super().read(index)
+
+
 class Large(Numbers):
     """Each is 10 MiB, the same ones; reads take a moment."""
 

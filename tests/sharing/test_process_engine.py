@@ -259,6 +259,37 @@ def test_limits_are_divided_and_statistics_are_of_the_whole(jpeg_folder: Path) -
     assert found.chunk_size > 0
 
 
+@pytest.mark.parametrize("name", ["read_concurrency", "decode_threads"])
+@pytest.mark.parametrize(("given", "engines"), [(1, 2), (2, 4), (3, 4)])
+def test_a_limit_that_does_not_reach_for_all_processes_is_refused(name: str, given: int, engines: int) -> None:
+    """Each reads at least one sample at a time, and decodes in at least one thread: fewer cannot be kept to."""
+    limits = Limits(**{name: given})
+    with pytest.raises(ValueError, match=rf"{name}={given}.*process:{engines}.*at least {engines}.*process:{given}"):
+        Feeder(parts.Numbers(8), decode=parts.number, batch_size=4, engine=f"process:{engines}", limits=limits)
+
+
+def test_a_limit_of_one_for_each_process_is_kept_to(tmp_path: Path) -> None:
+    """As many reads as processes: never more of them under way in all."""
+    limits = Limits(read_concurrency=2, decode_threads=2)
+    source = parts.Followed(24, str(tmp_path / "notes"))
+    with Feeder(source, decode=parts.number, batch_size=4, engine="process:2", limits=limits) as feeder:
+        assert numbers(feeder) == [list(range(at, at + 4)) for at in range(0, 24, 4)]
+        found = feeder.statistics()
+    assert (found.read_concurrency, found.decode_threads) == (2, 2)
+    under_way = most = 0
+    for line in lines(tmp_path / "notes"):
+        under_way += {"begins": 1, "ends": -1}.get(line, 0)
+        most = max(most, under_way)
+    assert 1 <= most <= 2
+
+
+def test_limits_of_reads_mean_nothing_to_a_dataset() -> None:
+    """Its items are not read on the loop, and each process has a copy with threads of its own."""
+    limits = Limits(read_concurrency=1, decode_threads=1)
+    with Feeder(parts.Squares(8), batch_size=4, engine="process:2", limits=limits) as feeder:
+        assert sum(len(numbers) for numbers, _ in feeder) == 8
+
+
 def test_a_consumer_that_stops_bounds_everything(tmp_path: Path) -> None:
     """With the consumer at its first batches no more than prefetch_batches are decoded ahead."""
     notes = tmp_path / "notes"

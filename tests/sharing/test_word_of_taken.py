@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import share_parts as parts
 
 from aiofeed import Feeder, Limits
 from aiofeed.runtime import Runtime
+from aiofeed.sharing.remote import RemoteEngine
+from aiofeed.testing import SimulatedDevice
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_a_slow_consumer_is_heard_at_once(engine: str, woken: list[str]) -> None
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 def test_nothing_is_left_in_the_budget(prefetch: int) -> None:
     """Over epochs that follow one another, what was taken is given back, told or noted."""
-    limits = Limits(prefetch_batches=prefetch, decode_threads=1)
+    limits = Limits(prefetch_batches=prefetch, decode_threads=2)
     with Feeder(parts.Numbers(40), decode=parts.slow_number, batch_size=4, engine="process:2", limits=limits) as feeder:
         for _ in feeder.epochs(4):
             assert len(list(feeder)) == 10
@@ -63,3 +66,33 @@ def test_nothing_is_left_in_the_budget(prefetch: int) -> None:
             time.sleep(0.01)
         assert pipeline._budget._holders == 0
         assert pipeline._engine._buffer.waiting == 0
+
+
+@pytest.mark.parametrize("device", [None, "simulated"])
+def test_a_batch_that_is_dropped_is_gone_before_its_word_is_heard(
+    device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits to be heard remembers how much room there is, and not the batch."""
+    kept: list[Any] = []
+    monkeypatch.setattr(RemoteEngine, "_noted_until_heard", lambda engine, item: kept.append(item) or True)
+    with Feeder(
+        parts.Numbers(4),
+        decode=parts.number,
+        batch_size=4,
+        engine="process",
+        device=None if device is None else SimulatedDevice(),
+    ) as feeder:
+        iterator = iter(feeder)
+        batch = next(iterator)
+        assert batch.tolist() == [0, 1, 2, 3]
+        there = weakref.ref(batch)
+        del batch
+        # The thread that copies it may be about to say so, and the task that has assembled it about to end.
+        deadline = time.monotonic() + 10
+        while (there() is not None or not kept) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        [noted] = kept
+        assert noted.batch is None
+        assert noted.lease is None or device is None
+        assert there() is None
+        assert list(iterator) == []
