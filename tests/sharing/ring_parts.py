@@ -13,6 +13,7 @@ import numpy as np
 import share_parts as parts
 import torch
 from late_device import LateDevice
+from serve_parts import wait_for
 
 import aiofeed
 
@@ -104,12 +105,15 @@ def epochs(
         told.send((type(error).__name__, str(error)))
 
 
-def for_ever(address: str, told: Connection, device: dict[str, Any] | None, step_s: float) -> None:
-    """Tell of each batch until killed, or until the server is gone."""
+def for_ever(address: str, told: Connection, device: dict[str, Any] | None, step_s: float, begin: str = "") -> None:
+    """Tell of each batch until killed, or until the server is gone; the first is taken once `begin`, a file, exists."""
     try:
         with aiofeed.attach(address, device=None if device is None else LateDevice(**device)) as feed:
             while True:
-                for batch in feed:
+                iterator = iter(feed)
+                if begin:
+                    wait_for(begin)
+                for batch in iterator:
                     told.send(([int(number) for number in batch["array"]], wrong(batch)))
                     time.sleep(step_s)
     except Exception as error:

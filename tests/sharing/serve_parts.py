@@ -55,12 +55,21 @@ def epochs(address: str, told: Connection, count: int, close_early: int = 0) -> 
         told.send((type(error).__name__, str(error)))
 
 
-def for_ever(address: str, told: Connection, step_s: float) -> None:
-    """Tell of each batch until killed, or until the server is gone."""
+def wait_for(path: str) -> None:
+    """Until a file is there."""
+    while not os.path.exists(path):
+        time.sleep(0.002)
+
+
+def for_ever(address: str, told: Connection, step_s: float, begin: str = "") -> None:
+    """Tell of each batch until killed, or until the server is gone; the first is taken once `begin`, a file, exists."""
     try:
         with aiofeed.attach(address) as feed:
             while True:
-                for batch in feed:
+                iterator = iter(feed)
+                if begin:
+                    wait_for(begin)
+                for batch in iterator:
                     told.send(batch.flatten().tolist())
                     time.sleep(step_s)
     except Exception as error:
@@ -68,13 +77,14 @@ def for_ever(address: str, told: Connection, step_s: float) -> None:
 
 
 def stops(address: str, told: Connection) -> None:
-    """Stop, for good, with the first batch."""
+    """Stop with the first batch; tell, once that is over, how the epoch ends."""
     with aiofeed.attach(address) as feed:
-        next(iter(feed))
+        iterator = iter(feed)  # one that is dropped would leave its epoch
+        next(iterator)
         told.send("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
         try:
-            for _ in feed:
+            for _ in iterator:
                 pass
         except Exception as error:
             told.send((type(error).__name__, str(error)))

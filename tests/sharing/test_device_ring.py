@@ -307,14 +307,18 @@ def test_consumers_killed_at_random_moments_hold_up_nobody(address: str, device:
     assert [numbers for numbers, _ in seen] == [expected(400)[at % 100] for at in range(len(seen))]
 
 
-def test_a_consumer_that_is_dropped_has_what_it_was_given_and_then_the_error(address: str, device: LateDevice) -> None:
+def test_a_consumer_that_is_dropped_has_what_it_was_given_and_then_the_error(
+    address: str, device: LateDevice, tmp_path: Path
+) -> None:
+    begin = tmp_path / "begin"  # read on before, it could find the slow one without its first batch and have it dropped
     with feeder(4000, device=device) as feeding:
         with aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"):
             with (
                 Started(ring_parts.stops, address, {}) as slow,
-                Started(ring_parts.for_ever, address, {}, 0.0) as quick,
+                Started(ring_parts.for_ever, address, {}, 0.0, str(begin)) as quick,
             ):
                 assert slow.hear() == "stopping"
+                begin.touch()
                 assert [quick.hear()[1] for _ in range(60)] == [[]] * 60
                 os.kill(slow.pid, signal.SIGCONT)
                 kind, text, bad = slow.hear()
@@ -322,10 +326,15 @@ def test_a_consumer_that_is_dropped_has_what_it_was_given_and_then_the_error(add
                 assert "it was dropped" in text
 
 
-def test_a_dropped_consumers_slots_in_host_memory_are_not_written_again(address: str) -> None:
+def test_a_dropped_consumers_slots_in_host_memory_are_not_written_again(address: str, tmp_path: Path) -> None:
+    begin = tmp_path / "begin"
     with feeder(4000) as feeding, aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"):
-        with Started(ring_parts.stops, address, {}) as slow, Started(ring_parts.for_ever, address, {}, 0.0) as quick:
+        with (
+            Started(ring_parts.stops, address, {}) as slow,
+            Started(ring_parts.for_ever, address, {}, 0.0, str(begin)) as quick,
+        ):
             assert slow.hear() == "stopping"
+            begin.touch()
             assert [quick.hear()[1] for _ in range(60)] == [[]] * 60
             os.kill(slow.pid, signal.SIGCONT)
             kind, _, bad = slow.hear()
