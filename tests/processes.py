@@ -28,12 +28,12 @@ from typing import Any
 
 # The promise for a process that was told to end. A machine that is busy with other things gets this much more.
 PROMISE_S = 2.0
-GRACE_S = 6.0
+GRACE_S = 18.0
 # From the first line of a script to the signal, at most: imports, construction, some epochs.
 SPREAD_S = 0.4
 FRESH_SPREAD_S = 0.8
 # Whatever has not come by then never comes.
-HANG_S = 20.0
+HANG_S = 90.0
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -134,7 +134,7 @@ class Child:
                 left.append("processes of its session")
             while more := self._more(0.0):
                 self._said += more
-            left += [name for name in shared_memory() if str(self.pid) in name]
+            left += [name for name in shared_memory() if str(self.pid) in re.findall(r"\d+", name)]
             self._err.seek(0)
             assert code is not None
             return End(code, self._said.decode(), self._err.read().decode(), seconds, tuple(left))
@@ -205,7 +205,10 @@ class ForkServer:
 
     def __exit__(self, *exception: object) -> None:
         self._socket.close()
-        self._process.wait(HANG_S)
+        try:
+            self._process.wait(HANG_S)
+        finally:
+            self._process.kill()
 
     def __call__(self, name: str) -> Child:
         """A fork, about to run a script."""

@@ -291,13 +291,28 @@ def close_of_a_stuck_feeder() -> None:
 
 
 @script
-def exit_of_a_stuck_feeder() -> None:
+def ctrl_c_at_the_exit_of_a_stuck_feeder() -> None:
+    """It comes from a thread of its own, as soon as the end of the interpreter waits for aiofeed's."""
+    import threading
+
+    from aiofeed import lifetime
+
     kept.append(iter(feeder(decode=stuck_in_c)))
     decoding()
-    # The last to be registered is the first to run: the interpreter has begun to end.
-    import atexit
+    main = threading.get_ident()
 
-    atexit.register(say, "ending")
+    def waiting() -> bool:
+        frame = sys._current_frames()[main]
+        while frame.f_code is not lifetime._wait.__code__ and frame.f_back is not None:
+            frame = frame.f_back
+        return frame.f_code is lifetime._wait.__code__
+
+    def interrupt() -> None:
+        while not waiting():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
 
 
 # --- ways of ending ---------------------------------------------------------------------------------------------------

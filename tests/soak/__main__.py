@@ -20,7 +20,12 @@ MOST_BROKEN = 5
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=3.0, help="how long (default 3)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=3.0,
+        help="of episodes (default 3); signals and damaged images, after them, take some more",
+    )
     parser.add_argument("--seed", type=int, default=None, help="of everything drawn; default: another each time")
     parser.add_argument("--episode", type=int, default=None, help="run this episode alone")
     parser.add_argument("--times", type=int, default=1, help="how often, with --episode (default 1)")
@@ -72,10 +77,11 @@ def main() -> int:
                     break
     if arguments.episode is None:
         for name, function in EXTRAS.items():
+            print(f"{name}: ", end="", flush=True)
             try:
-                print(f"{name}: {function(seed)}", flush=True)
-            except AssertionError as error:
-                soak.broken.append(f"{name}: {error}")
+                print(function(seed), flush=True)
+            except Exception as error:  # whatever it is, the totals are worth printing
+                soak.broken.append(f"{name}: {type(error).__name__}: {error}")
                 print(soak.broken[-1], flush=True)
         try:
             soak.checks.check_growth()
