@@ -359,7 +359,7 @@ class TestCommand:
             [sys.executable, "-m", "aiofeed", "doctor", "--quick"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=True,
         )
         assert "cores" in done.stdout

@@ -314,7 +314,7 @@ def child(path: Path, rank: int = 0, world: int = 1, threads: int = 2) -> subpro
 
 def ended(process: subprocess.Popen[str]) -> int:
     """How many samples it has read."""
-    output, _ = process.communicate(timeout=50)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 0
     return int(output.split()[-1])
 

@@ -35,7 +35,7 @@ def run(name: str, *arguments: str | Path, code: int = 0) -> str:
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         env=environment(),
-        timeout=50,
+        timeout=150,
         check=False,
     )
     assert done.returncode == code, done.stdout

@@ -342,7 +342,7 @@ def test_a_source_out_of_descriptors() -> None:
 
 
 def ended(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=40)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs resource")

@@ -20,7 +20,7 @@ from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
 from aiofeed.testing import SimulatedDevice
 
 # The promise is 0.2 s. A machine that is busy with other things gets this much more.
-GONE_S = 2.0
+GONE_S = 20.0
 
 
 class Slow:
@@ -205,7 +205,8 @@ def test_a_decoder_that_is_stuck_holds_up_nobody(caplog: pytest.LogCaptureFixtur
     iterator.close()
     again = iter(feeder)
     assert next(again).tolist() == [0, 1, 2, 3]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < GONE_S
+    assert "left behind" not in caplog.text
     release.set()
     again.close()
     assert gone_within(GONE_S)
@@ -274,7 +275,7 @@ def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
         def number(data): return torch.tensor(int(data))
     """
     script = textwrap.dedent(prelude) + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, **options)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, **options)
 
 
 @pytest.mark.parametrize("state", ["iterating", "idle", "closed", "before the first batch"])

@@ -64,7 +64,7 @@ def two_epochs(feeder: Feeder[torch.Tensor]) -> Iterator[tuple[int, list[list[fl
 def test_two_ranks_share_a_checkpoint(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     """Two ranks save together and load together; each goes on with its own part."""
     process = torchrun(2, SCRIPT, tmp_path)
-    output, _ = process.communicate(timeout=50)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert sorted(line for line in output.splitlines() if line.startswith("rank")) == ["rank 0: equal", "rank 1: equal"]
 

@@ -60,7 +60,7 @@ def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
     """Train to the end, from the checkpoint in ``folder`` if there is one."""
     folder.mkdir(exist_ok=True)
     process = torchrun(workers, SCRIPT, folder / "last.pt", folder)
-    output, _ = process.communicate(timeout=50)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     return read_run(folder)
 

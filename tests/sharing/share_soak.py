@@ -16,7 +16,7 @@ import share_parts as parts
 from aiofeed import Feeder, Limits, WorkerDiedError
 
 
-def kill_at_random_moments(times: int, seed: int = 0, *, within_s: float = 3.0) -> None:
+def kill_at_random_moments(times: int, seed: int = 0, *, within_s: float = 15.0) -> None:
     """Feed from two processes, kill one of them at a random moment, and look at what comes of it; again and again.
 
     Args:
