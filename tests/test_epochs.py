@@ -534,6 +534,7 @@ def test_thousands_of_short_epochs_leave_nothing_behind(make: MakeFeeder) -> Non
         assert sum(1 for _ in feeder) == 1
         if epoch % 1000 == 500:
             threads |= {thread.name for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
+            settled(feeder, source)
             source.reads.clear()
             gc.collect()
             objects.append(len(gc.get_objects()))
@@ -545,11 +546,13 @@ def test_thousands_of_short_epochs_leave_nothing_behind(make: MakeFeeder) -> Non
 @pytest.mark.parametrize("options", [{}, {"sampler": [0, 1]}])
 def test_plain_loops_over_short_epochs_leave_nothing_behind(make: MakeFeeder, options: dict[str, Any]) -> None:
     """The same where each epoch is asked for by itself."""
-    feeder = make(Watched(2), **options)
+    source = Watched(2)
+    feeder = make(source, **options)
     objects = []
     for epoch in range(300):
         assert sum(1 for _ in feeder) == 1
         if epoch % 100 == 50:
+            settled(feeder, source)
             gc.collect()
             objects.append(len(gc.get_objects()))
     assert objects[2] - objects[0] < 300

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,13 +116,21 @@ def test_lanes_bound_what_runs_and_can_be_changed() -> None:
     assert pool.join(5)
 
 
-def test_waiting_share_tells_waiting_from_work() -> None:
+def test_waiting_share_tells_waiting_from_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near 1 for jobs that wait, low for jobs that compute."""
+    wall = cpu = 100.0
+
+    def job(waits_s: float, computes_s: float) -> None:
+        nonlocal wall, cpu
+        wall, cpu = wall + waits_s + computes_s, cpu + computes_s
+
+    clocks = SimpleNamespace(perf_counter=lambda: wall, thread_time=lambda: cpu, monotonic=time.monotonic)
+    monkeypatch.setattr("aiofeed.executor.time", clocks)
     pool = ThreadPool("test", 1)
-    pool.submit(threading.Event().wait, 0.05).result(5)
+    pool.submit(job, 0.05, 0.001).result(5)
     assert pool.waiting_share > 0.9
     for _ in range(30):
-        pool.submit(sum, range(200_000)).result(5)
-    assert pool.waiting_share < 0.9
+        pool.submit(job, 0.001, 0.005).result(5)
+    assert pool.waiting_share < 0.3
     pool.stop()
     assert pool.join(5)

@@ -41,7 +41,7 @@ EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "1000"))
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = (9, 7)
 MAX_PIXELS = 1_000_000
-INPUT_LIMIT_S = 20.0
+INPUT_LIMIT_S = 60.0
 """For one input, on a machine that is busy with other things: the slowest takes some 0.1 s."""
 MEMORY_LIMIT = 400 << 20
 """What the process may grow by: some pictures of MAX_PIXELS, and the 64 MiB of text that Pillow allows a PNG."""

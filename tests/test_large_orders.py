@@ -68,7 +68,7 @@ def test_a_keyed_order_of_a_billion_stores_nothing() -> None:
     first_s, added_mb = map(float, ended.stdout.split())
     assert added_mb < 50
     # The target is 50 ms; the bound shows that nothing of the size of the data is made.
-    assert first_s < 2
+    assert first_s < 10
 
 
 def test_a_large_list_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

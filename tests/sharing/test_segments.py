@@ -44,7 +44,7 @@ def test_named_memory_has_no_name_either(named: None) -> None:
     """Once it is open, nothing of it is left in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
     both_ends(100_000)
-    assert set(os.listdir("/dev/shm")) == before
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "aiofeed" in name]
 
 
 @linux

@@ -589,7 +589,9 @@ def test_processes_that_are_killed(start: Callable[..., Process]) -> None:
         assert attach_tensors("killed").tolist() == [1, 1]
     sharer.end()
     assert other.end() == 0
-    assert (set(os.listdir(shm)) if shm.is_dir() else set()) == before
+    # What other programs have there now goes in time.
+    left = (set(os.listdir(shm)) if shm.is_dir() else set()) - before
+    until(lambda: not left or not left & set(os.listdir(shm)))
 
 
 def test_an_interpreter_that_exits_without_closing_leaves_nothing(start: Callable[..., Process]) -> None:
