@@ -37,6 +37,8 @@ $(DOCS_STAMP): $(STAMP)
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[docs]'
 	@touch $@
 
+# The same examples each time: `make test-long` draws others.
+test: export CI ?= true
 test: ARGS ?= -m "not slow"
 test: $(STAMP)  ## the tests, without the slow ones
 	$(BIN)/python -m pytest $(ARGS)
