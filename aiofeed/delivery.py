@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ Transform = Callable[[Any], Any]
 
 def _released(runtime: Runtime, item: Ready) -> None:
     """Tell the engine that a batch has left the host's queue."""
+    item.left_at = time.perf_counter()
     if item.release is not None and (item.note is None or not item.note(item)):
         runtime.call(release, item)
 

@@ -272,9 +272,10 @@ class Engine:
         self._buffer.waiting -= 1
         self._budget.release(item.reserved)
         if self._full_since is not None:
-            # A pause between epochs is nobody's: an epoch is idle no earlier than it was asked for.
-            since = max(self._full_since, item.counters.asked_at)
-            item.counters.idle_s += max(time.perf_counter() - since, 0.0)
+            # A pause between epochs is nobody's: an epoch is idle no earlier than it was asked for, and no longer than
+            # until the batch left, whenever that is heard of.
+            if asked_at := item.counters.asked_at:
+                item.counters.idle_s += max(item.left_at - max(self._full_since, asked_at), 0.0)
             self._full_since = None
         self._buffer.open_gates()
         self._admission.room.set()

@@ -24,6 +24,7 @@ class Ready:
         lease: the memory to give back once it has been copied from.
         reserved: bytes to release once it has left the queue.
         release: called with the item then, on the engine's loop.
+        left_at: when it left the queue (``time.perf_counter`` seconds); the loop may hear of it later.
         note: called with the item then, in the thread that takes it; whether that is word enough, and the loop need not
             be woken for it.
         counters: of its epoch.
@@ -42,6 +43,7 @@ class Ready:
     counters: Counters = field(default_factory=Counters)
     failures: tuple[SampleError, ...] = ()
     taken: bool = False
+    left_at: float = 0.0
     note: Callable[[Ready], bool] | None = None
     behind: tuple[float, float] | None = None
 

@@ -641,6 +641,29 @@ def test_the_older_iterator_of_a_counting_consumer_is_over() -> None:
     assert len(list(second)) == 2
 
 
+def test_an_epoch_is_idle_no_longer_than_it_lasts_though_the_engine_hears_late() -> None:
+    """The engine waits until a batch is taken, and not until it is told."""
+    entered, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        held.wait(20)
+
+    with feeder_of(8, limits=Limits(prefetch_batches=2)) as feeder:
+        iterator = iter(feeder)
+        while feeder.statistics().queue_depth < 2:
+            threading.Event().wait(0.001)
+        feeder._passes.pipeline.runtime.call(hold)  # type: ignore[union-attr]
+        assert entered.wait(20)
+        assert len([next(iterator), next(iterator)]) == 2
+        taken = feeder.statistics()
+        threading.Event().wait(2 * taken.wall_s)
+        held.set()
+        while feeder.statistics().idle_s == 0:
+            threading.Event().wait(0.001)
+        assert feeder.statistics().idle_s <= taken.wall_s
+
+
 def test_an_epoch_is_idle_no_longer_than_it_lasts() -> None:
     """A pause between epochs, during which the next one is ready, counts for neither."""
     feeder = feeder_of(40)
