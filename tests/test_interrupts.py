@@ -138,6 +138,16 @@ def test_an_interrupted_next_of_resident_data_loses_no_batch(device: bool, step:
     assert place > 10
 
 
+@pytest.fixture
+def quick_collector() -> Iterator[None]:
+    """Collections, of which there are hundreds, look at what the test makes, and not at all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collector")
 @pytest.mark.parametrize("device", [False, True])
 def test_an_interrupted_iter_leaves_no_threads(device: bool) -> None:
     """Wherever Ctrl-C comes while an epoch begins: its threads end, though the feeder lives on and works."""
@@ -160,6 +170,7 @@ def test_an_interrupted_iter_leaves_no_threads(device: bool) -> None:
     feeder.close()
 
 
+@pytest.mark.usefixtures("quick_collector")
 def test_an_interrupted_prefetch_leaves_no_threads() -> None:
     """The same of the bridge."""
     before = set(threading.enumerate())
