@@ -7,6 +7,7 @@ as any other does, for a hundredth of the price. It is one of these that the soa
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -93,6 +94,7 @@ class Child:
     """
 
     def __init__(self, pid: int, out: int, err: Any, reap: Callable[[float], int | None]) -> None:
+        assert pid > 1, "a signal to the group of 1 is one to every process there is"
         self.pid = pid
         self._out = out
         self._err = err
@@ -119,6 +121,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        os.close(self._out)
+        self._err.close()
+
     def end(self) -> End:
         """Wait for the end; a process that does not end is killed and has the return code of that."""
         left = []
@@ -139,8 +146,7 @@ class Child:
             assert code is not None
             return End(code, self._said.decode(), self._err.read().decode(), seconds, tuple(left))
         finally:
-            os.close(self._out)
-            self._err.close()
+            self.drop()
 
 
 def shared_memory() -> list[str]:
@@ -192,6 +198,9 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        self._said = b""
+        # The child that was started last, until its end is known.
+        self._running: int | None = None
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVER, str(theirs.fileno())],
@@ -211,16 +220,35 @@ class ForkServer:
             self._process.kill()
 
     def __call__(self, name: str) -> Child:
-        """A fork, about to run a script."""
+        """A fork, about to run a script; an earlier one that nobody has waited for is killed."""
+        if self._running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._running, signal.SIGKILL)
         with _pipes() as (out, write, err):
             socket.send_fds(self._socket, [json.dumps(name).encode()], [write, err.fileno()])
-            pid = self._answer(HANG_S)
-            assert pid is not None, "the fork server does not answer"
-        return Child(pid, out, err, self._answer)
+            while (answer := self._answer(HANG_S)) is not None and len(answer) > 1:
+                pass  # the end of an earlier one
+            assert answer is not None, "the fork server does not answer"
+            [self._running] = answer
+        return Child(answer[0], out, err, functools.partial(self._reap, answer[0]))
 
-    def _answer(self, timeout_s: float) -> int | None:
-        ready, _, _ = select.select([self._socket], [], [], timeout_s)
-        return int(json.loads(self._socket.recv(1024))) if ready else None
+    def _reap(self, pid: int, timeout_s: float) -> int | None:
+        """The return code of the child ``pid``, once it has ended."""
+        while (answer := self._answer(timeout_s)) is not None:
+            if answer[0] == pid and len(answer) > 1:
+                self._running = None
+                return answer[1]
+        return None
+
+    def _answer(self, timeout_s: float) -> list[int] | None:
+        """What the server says next: the id of a child that it has begun, or that and the child's return code."""
+        while b"\n" not in self._said:
+            ready, _, _ = select.select([self._socket], [], [], timeout_s)
+            if not ready or not (more := self._socket.recv(1024)):
+                return None
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        return [int(number) for number in line.split()]
 
 
 def serve(descriptor: int) -> str:
@@ -240,8 +268,8 @@ def serve(descriptor: int) -> str:
                 return str(json.loads(request))
             for theirs in descriptors:
                 os.close(theirs)
-            asked.send(json.dumps(pid).encode())
-            asked.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+            asked.sendall(b"%d\n" % pid)
+            asked.sendall(b"%d %d\n" % (pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
 
 # --- what is expected of an end ---------------------------------------------------------------------------------------

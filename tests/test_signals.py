@@ -48,6 +48,18 @@ def right(end: End, returncode: int = 0, error: str | None = None, out: str = ""
     assert end.out == out
 
 
+def test_a_child_that_nobody_waits_for_does_not_mix_with_the_next(start: ForkServer) -> None:
+    """What the fork server says of one is not taken for another's, whenever it is read."""
+    endless = begun(start("slow"))
+    ended = start("no such script")
+    assert ended.line() == "ready"
+    again = start("end_by_sys_exit")
+    assert len({endless.pid, ended.pid, again.pid}) == 3
+    right(begun(again).end(), 3)
+    for child in (endless, ended):
+        child.drop()
+
+
 def test_ctrl_c_at_random_moments() -> None:
     """Whatever the script is doing: one KeyboardInterrupt, and the process ends within the promise."""
     totals = run_signal_cases(20, seed=random.randrange(2**32))
