@@ -42,6 +42,10 @@ class DaemonThread:
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target: Callable[[], object] | None = target
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # threading notes each thread in a WeakSet, whose callback is Python code: a Ctrl-C that came in it, as a thread
+        # of an earlier pass was dropped, was printed and lost. Whoever runs is noted elsewhere, too.
+        if (noted := getattr(threading, "_dangling", None)) is not None:
+            noted.discard(self.thread)
         self._begun = threading.Event()
         self._ended = threading.Event()
         self._interrupted = self._started = False

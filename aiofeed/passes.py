@@ -194,7 +194,9 @@ class Passes(Generic[BatchT]):
         """``close``, without blocking the caller's loop."""
         if (pipeline := self.stop("the feeder was closed")) is not None:
             try:
-                await asyncio.wait_for(pipeline.stopped(), limit_s)
+                # Before Python 3.12 wait_for loses a cancellation, Ctrl-C's say, that comes as the threads have ended.
+                async with asyncio.timeout(limit_s):
+                    await pipeline.stopped()
             except TimeoutError:
                 log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", limit_s)
 

@@ -664,6 +664,26 @@ def test_an_epoch_is_idle_no_longer_than_it_lasts_though_the_engine_hears_late()
         assert feeder.statistics().idle_s <= taken.wall_s
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancellation_that_comes_as_the_threads_end_is_not_lost(turns: int) -> None:
+    """`aclose` is cancelled then as at any other moment, or has ended before."""
+    feeder = feeder_of()
+    list(feeder)
+    pipeline: Any = feeder._passes.pipeline
+    ended = asyncio.Event()
+    pipeline.stopped = ended.wait
+    closing = asyncio.create_task(feeder.aclose())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    ended.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asked = closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled() == asked
+    feeder.close()
+
+
 def test_an_epoch_is_idle_no_longer_than_it_lasts() -> None:
     """A pause between epochs, during which the next one is ready, counts for neither."""
     feeder = feeder_of(40)
