@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import inspect
@@ -78,7 +79,8 @@ def join_threads(threads: Iterable[threading.Thread], grace_s: float = THREAD_GR
     deadline = time.monotonic() + grace_s
     threads = list(threads)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # one that is just being started cannot be joined
+            thread.join(max(0.0, deadline - time.monotonic()))
     return [thread for thread in threads if thread.is_alive()]
 
 
