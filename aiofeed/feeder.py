@@ -202,6 +202,11 @@ class Feeder(Generic[BatchT]):
         return self._recipe.batch_size
 
     @property
+    def dataset(self) -> Any:
+        """The ``Dataset`` or ``Source`` that samples come from; ``len(feeder.dataset)`` is how many there are."""
+        return getattr(self._source, "dataset", self._source)
+
+    @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or was last; before the first ``iter()``, the one it begins."""
         return self._progress.current
@@ -251,13 +256,8 @@ class Feeder(Generic[BatchT]):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._progress.reported
-        return SavedState(
-            self._order.schedule(self._length),
-            position,
-            self._fingerprint,
-            self._recipe.in_order,
-            self._order.saved_sampler(position.epoch),
-        )
+        schedule, sampler = self._order.schedule(self._length), self._order.saved_sampler(position.epoch)
+        return SavedState(schedule, position, self._fingerprint, self._recipe.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Where the time went: of the current or last epoch, or of the feeder's life with ``total=True``."""

@@ -610,6 +610,16 @@ def test_repr_and_len() -> None:
     assert aiofeed.Feeder is Feeder
 
 
+def test_the_dataset_is_what_was_given() -> None:
+    """As of a DataLoader: a Dataset itself, wrapped or not, or the source."""
+    dataset = TensorDataset(torch.arange(10))
+    source = Numbers(10)
+    assert Feeder(dataset, batch_size=4).dataset is dataset
+    assert Feeder(FromDataset(dataset, threads=2), batch_size=4).dataset is dataset
+    assert Feeder(source, decode=number, batch_size=4).dataset is source
+    assert len(Feeder(dataset, batch_size=4).dataset) == 10
+
+
 @pytest.mark.parametrize("drop", [False, True], ids=["iterator kept", "iterator dropped"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: bool) -> None:
