@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 INSTALL = (
@@ -23,8 +23,7 @@ INSTALL = (
 )
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """A library of the package's.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -285,3 +286,13 @@ def test_the_library_is_built_from_its_source(tmp_path: Path) -> None:
     assert "AIOFEED_GROUPS=0" in done.stderr
     assert done.returncode == 1
     assert not built.exists()
+
+
+def test_the_build_loads_as_a_builder_loads_it() -> None:
+    """By its path alone, under a name that `sys.modules` does not know."""
+    spec = importlib.util.spec_from_file_location("hatch_build_by_path", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert str(LIBRARY.relative_to(ROOT)) in [library.path for library in module.LIBRARIES]
