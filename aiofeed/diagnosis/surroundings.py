@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ def surroundings() -> Surroundings:
     untyped: Any = torch.cuda
     return Surroundings(
         aiofeed=_version(("aiofeed",)),
-        python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        python=f"Python {platform.python_version()}, {sys.platform} {platform.machine()}",
         torch=f"{torch.__version__}, {_built_for()}",
         torch_threads=torch.get_num_threads(),
         pillow=pillow,
