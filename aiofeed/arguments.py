@@ -13,7 +13,7 @@ from aiofeed import machine
 from aiofeed.config import Limits, ResolvedLimits, resolve, whole
 from aiofeed.devices import DeviceGroup
 from aiofeed.schedule import Shuffle
-from aiofeed.sources.dataset import FromDataset, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, check_part, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 from aiofeed.types import Source
 
@@ -38,18 +38,18 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
         raise TypeError(
             f"a source is an object, got the string {source!r}; did you mean aiofeed.ImageFolder({source!r})?"
         )
-    if isinstance(source, Mapping) and 0 not in source:
+    if isinstance(source, Mapping) and _has_names(source):
         raise TypeError(
             f"a source is asked for samples 0, 1, ..., and this {type(source).__name__} has the keys "
             f"{list(source)[:8]}: pass one of its values, or of a dict of tensors aiofeed.Tensors(*tensors.values())"
         )
-    if hasattr(source, "iloc"):
+    if hasattr(type(source), "iloc"):  # not of a Dataset that hands on what it lacks to a frame of its own
         raise TypeError(
             f"a {type(source).__name__} of pandas is asked by its index, not by position: pass "
             f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
         )
     if is_map_dataset(source):
-        _check_part(source)
+        check_part(source)
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(
@@ -60,16 +60,9 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     )
 
 
-def _check_part(dataset: Any) -> None:
-    """``TypeError`` for a part (a ``Subset``) of what gives bytes, and has no items."""
-    whole_one = getattr(dataset, "dataset", None)
-    # Of torch's Subset and its like alone: a Dataset of the user's may have a file, with a `read`, of that name.
-    gives_bytes = isinstance(whole_one, Source) and not hasattr(whole_one, "__getitem__")
-    if gives_bytes and hasattr(dataset, "indices"):
-        raise TypeError(
-            f"a {type(dataset).__name__} asks for items, which {type(whole_one).__name__} lacks: for a part of it "
-            f"pass sampler=indices, or aiofeed.Files(paths, targets) with those of the part"
-        )
+def _has_names(mapping: Mapping[Any, Any]) -> bool:
+    """Whether it has no samples 0, 1, ...; others than dicts (a TensorDict) may be asked for rows that are no keys."""
+    return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
 
 
 def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,10 @@ class Column:
 
     def __init__(self, labels: dict[int, int]) -> None:
         self._labels = labels
-        self.iloc = list(labels.values())
+
+    @property
+    def iloc(self) -> list[int]:
+        return list(self._labels.values())
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -179,6 +183,87 @@ def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]
     assert labels.tolist() == [0, 10, 20]
     with pytest.raises(TypeError, match=r"asked by its index.*aiofeed.Files"):
         Feeder(column, batch_size=3)
+
+
+class Framed:
+    """A Dataset that hands on what it lacks."""
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.frame, name)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return self.frame.iloc[index]
+
+
+class Rows(MutableMapping[str, torch.Tensor]):
+    """As a TensorDict: a mapping by its names, a Dataset by its rows."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"x": index * 10}
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(3))
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise NotImplementedError
+
+    def __delitem__(self, key: str) -> None:
+        raise NotImplementedError
+
+
+class Sizes(torch.utils.data.Subset):  # type: ignore[type-arg]
+    def __getitem__(self, index: Any) -> int:
+        return len(Path(self.dataset.paths[self.indices[index]]).read_bytes())  # type: ignore[attr-defined]
+
+    def __getitems__(self, indices: list[int]) -> list[int]:  # type: ignore[override]
+        return [self[index] for index in indices]
+
+
+class Lengths:
+    """A Dataset over a part of a source, no Subset."""
+
+    def __init__(self, dataset: Files, indices: list[int]) -> None:
+        self.dataset = dataset
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> int:
+        return len(Path(self.dataset.paths[self.indices[index]]).read_bytes())
+
+
+def test_datasets_that_resemble_what_is_refused_are_taken(tmp_path: Path) -> None:
+    """What says itself how its items are had is asked for them, whatever it has beside."""
+    [batch] = Feeder(Framed(Column({7: 0, 8: 10, 9: 20})), batch_size=3)
+    assert batch.tolist() == [0, 10, 20]
+    [batch] = Feeder(Rows(), batch_size=3)
+    assert batch["x"].tolist() == [0, 10, 20]
+    paths = [tmp_path / f"{number}" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes(number))
+    for part in (Sizes(Files(paths), [2, 1]), Lengths(Files(paths), [2, 1])):  # type: ignore[arg-type]
+        [batch] = Feeder(part, batch_size=2)
+        assert batch.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_dict_of_columns_is_refused(kind: Any) -> None:
+    """It has no samples 0, 1, ...; the message names its keys."""
+    with pytest.raises(TypeError, match=r"asked for samples 0, 1.*has the keys \['x', 'y'\]"):
+        Feeder(kind(x=torch.zeros(3), y=torch.zeros(3)), batch_size=1)
 
 
 class Hundreds(ImageFolder):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from aiofeed.config import positive_int
+from aiofeed.types import Source
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -89,3 +90,17 @@ def is_iterable_dataset(value: object) -> bool:
 def is_map_dataset(value: object) -> bool:
     """Whether ``value`` has a Dataset's two methods and none of a Source's."""
     return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not hasattr(value, "read")
+
+
+def check_part(dataset: Any) -> None:
+    """``TypeError`` for torch's ``Subset`` of what gives bytes, and has no items."""
+    data = sys.modules.get("torch.utils.data")
+    # A subclass, or a Dataset of the user's, may get its items from what it is a part of in its own way.
+    if data is None or not isinstance(dataset, data.Subset) or type(dataset).__getitem__ is not data.Subset.__getitem__:
+        return
+    whole = dataset.dataset
+    if isinstance(whole, Source) and not hasattr(whole, "__getitem__"):
+        raise TypeError(
+            f"a {type(dataset).__name__} asks for items, which {type(whole).__name__} lacks: for a part of it "
+            f"pass sampler=indices, or aiofeed.Files(paths, targets) with those of the part"
+        )
