@@ -55,7 +55,7 @@ class Part:
         """
         layout = self.layout
         if self.kind is not None:
-            return np.asarray(value, layout.dtype) if type(value) is self.kind else None
+            return np.asarray(value, layout.dtype) if _number_type(value) is self.kind else None
         memory, torch_dtype = _memory(value)
         alike = (
             memory is not None
@@ -142,7 +142,7 @@ def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     if kind is tuple or kind is list or is_namedtuple(value):
         found = [_template(part, f"{path}[{at}]", parts) for at, part in enumerate(value)]
         return kind._make(found) if is_namedtuple(value) else kind(found)
-    number = kind if kind in NUMBERS or isinstance(value, np.generic) else None
+    number = _number_type(value)
     layout = _array_layout(value) if number is None else _number_layout(value)
     if layout is None:
         raise UnfitError(
@@ -152,6 +152,13 @@ def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     found_part = Part(len(parts), number, layout)
     parts.append(layout)
     return found_part
+
+
+def _number_type(value: Any) -> type | None:
+    """The type of a number, ``None`` where it is none; of numpy's that are the same (``longlong``) always one."""
+    if isinstance(value, np.generic) and type(value) not in NUMBERS:
+        return np.dtype(value.dtype.str).type
+    return type(value) if type(value) in NUMBERS else None
 
 
 def _memory(value: Any) -> tuple[NDArray[Any] | None, str | None]:

@@ -291,6 +291,13 @@ def test_a_form_comes_back_as_it_was_written(item: str) -> None:
     assert type(again.template) is type(layout.template)
 
 
+def test_numbers_of_numpys_other_names_are_gone_on_with(path: Path) -> None:
+    """A ``longlong`` is an ``int64``: a later run, that knows it by the file alone, takes it too."""
+    items = [np.longlong(number) for number in range(8)]
+    run(named(items), path, sampler=[0, 1])
+    assert run(named(items), path) == streamed(items)
+
+
 def test_forms_that_differ_are_told_apart() -> None:
     """What batches would differ by, and nothing else."""
     items: list[Any] = [(1, 2), [1, 2], Pair(1, 2), {"a": 1, "b": 2}, {"b": 1, "a": 2}, OrderedDict(a=1, b=2)]
