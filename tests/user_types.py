@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import numpy as np
 import torch
 
 import aiofeed
@@ -67,6 +68,8 @@ async def train() -> None:
     resident = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, device=["cpu", "cpu"])
     listed = aiofeed.Feeder([1, 2, 3], batch_size=1, sampler=[0, 1])
     print(random, plain, resident, listed)
+    aiofeed.Files(["a"], np.zeros(1))
+    aiofeed.Files(["a"], torch.zeros(1))
 
     collated = aiofeed.Feeder(Rows(), batch_size=2, collate_fn=stacked)
     assert_type(next(iter(collated)), dict[str, torch.Tensor])

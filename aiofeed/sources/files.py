@@ -11,6 +11,7 @@ from typing import Any
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed.config import positive_int
+from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.groups import SMALL, GroupReader, group_reader
 from aiofeed.sources.reading import (
     MAX_BYTES,
@@ -60,7 +61,7 @@ class Files:
     def __init__(
         self,
         paths: Iterable[str | os.PathLike[str]],
-        targets: Sequence[Any] | None = None,
+        targets: Sequence[Any] | MapDataset[Any] | None = None,
         *,
         root: str | os.PathLike[str] | None = None,
         follow_symlinks: bool = True,
