@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +55,10 @@ def test_what_is_lost_and_doubled_is_seen(soak: Soak, monkeypatch: pytest.Monkey
             put(handoff, item)
 
     def doubling(handoff: Handoff[object], item: object) -> None:
+        again = copy.copy(item)  # before it is handed out: of a batch that was nothing is left in its item
         put(handoff, item)
         if isinstance(item, Ready) and item.number == 1 and item.release is not None:
-            put(handoff, item)
+            put(handoff, again)
 
     number = next(
         number for number in range(1000) if soak.run(number) and soak.tally["kind: epochs in a row"] and number

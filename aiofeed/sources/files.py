@@ -169,6 +169,8 @@ def _by_position(targets: Any) -> Sequence[Any]:
 
 
 def _path(value: object, position: int) -> str:
+    if type(value) is str:
+        return value
     # One that is bytes would be a key that nothing can be joined to.
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
