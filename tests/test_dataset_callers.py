@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aiofeed import FailurePolicy, Feeder, FeedError, FromDataset, Limits
+from aiofeed.callers import STUCK_S
 
 BOUND_S = 20.0
 LIMIT_S = 0.1
@@ -256,6 +257,53 @@ def test_two_feeders_of_one_dataset_take_turns() -> None:
         for one, other in zip(*feeders, strict=True):
             assert one.shape == other.shape
     assert items.most == 1
+    for feeder in feeders:
+        feeder.close()
+
+
+class Clock:
+    """A clock that is set, and counts who looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks: list[int] = []
+
+    def perf_counter(self) -> float:
+        self.looks.append(threading.get_ident())
+        return self.now
+
+    def seen_by_others(self) -> bool:
+        """Wait until other threads have looked some times more."""
+        before, mine, until = len(self.looks), threading.get_ident(), time.monotonic() + BOUND_S
+        while sum(look != mine for look in self.looks[before:]) < 4:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+        return True
+
+
+def test_a_long_chunk_is_not_stuck_while_its_samples_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is waited for is at one sample after the other: each has its time, however long all of them take."""
+    clock = Clock()
+    monkeypatch.setattr("aiofeed.callers.time", clock)
+    waited_for: list[bool] = []
+
+    class SlowItems(Items):
+        def __getitem__(self, index: int) -> int:
+            value = super().__getitem__(index)
+            if len(waited_for) < 6:
+                clock.now += STUCK_S * 0.6
+                waited_for.append(clock.seen_by_others())
+            return value
+
+    items = SlowItems(slow=0)
+    feeders = [Feeder(items, batch_size=6) for _ in range(2)]
+    first = iter(feeders[0])
+    assert items.reached.wait(BOUND_S)
+    second = iter(feeders[1])
+    items.released.set()
+    assert next(second).tolist() == next(first).tolist() == [0, 1, 2, 3, 4, 5]
+    assert waited_for == [True] * 6
     for feeder in feeders:
         feeder.close()
 
