@@ -55,6 +55,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
+def refuse_within_itself(source: FromDataset) -> None:
+    """Who is about to iterate a Dataset must not be inside it, where no other thread may be: it would wait for itself.
+
+    Raises:
+        FeedError: the calling thread is inside.
+    """
+    if not _callers or source.threads > 1:
+        return
+    with _lock:
+        others = _callers.get(id(source.dataset))
+        inside = others is not None and any(call._thread == threading.get_ident() for call in others.inside)
+    if inside:
+        name = type(source.dataset).__name__
+        raise FeedError(
+            f"{name} iterates a feeder over itself within __getitem__, which would wait for its own end: a Dataset is "
+            f"called by one thread at a time. The ways out: iterate it before, or FromDataset(dataset, threads=2)"
+        )
+
+
 class Call:
     """A ``with`` block in which a thread may call a Dataset.
 
@@ -69,7 +88,7 @@ class Call:
         FeedError: whoever is inside is stuck.
     """
 
-    __slots__ = ("_given_up", "_limit_s", "_noted", "_others", "_since", "_source", "_stop", "index")
+    __slots__ = ("_given_up", "_limit_s", "_noted", "_others", "_since", "_source", "_stop", "_thread", "index")
 
     def __init__(self, source: FromDataset, index: int, *, stop: StopFlag, limit_s: float | None) -> None:
         self._source = source
@@ -77,6 +96,7 @@ class Call:
         # sample is a tenth of what a fast Dataset costs.
         self.index = self._noted = index
         self._stop = stop
+        self._thread = threading.get_ident()
         self._limit_s = limit_s
         self._given_up = False
         self._since = 0.0

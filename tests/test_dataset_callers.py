@@ -282,6 +282,35 @@ class Clock:
         return True
 
 
+class Centred(Items):
+    """Its first item asks for all of them, through a feeder."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(slow=-1)
+        self.threads = threads
+        self.total: int | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.total is None:
+            self.total = 0
+            with Feeder(FromDataset(self, self.threads), batch_size=4) as feeder:
+                self.total = sum(int(batch.sum()) for batch in feeder)
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_iterates_itself_is_told() -> None:
+    """It would wait for itself; where it bears the second thread, it need not."""
+    with (
+        Feeder(Centred(1), batch_size=4) as feeder,
+        pytest.raises(FeedError, match=r"Centred iterates a feeder over itself within __getitem__.*threads=2"),
+    ):
+        next(iter(feeder))
+    items = Centred(2)
+    with Feeder(FromDataset(items, threads=2), batch_size=4) as feeder:
+        assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
+    assert items.total == sum(range(24))
+
+
 def test_a_long_chunk_is_not_stuck_while_its_samples_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is waited for is at one sample after the other: each has its time, however long all of them take."""
     clock = Clock()
