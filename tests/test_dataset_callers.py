@@ -170,6 +170,21 @@ def test_a_cache_asks_in_its_turn(told: Any, cache: Any) -> None:
     feeder.close()
 
 
+def test_a_turn_that_is_waited_for_is_no_items_time(told: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What items look like is learned although another pass is inside for longer than an item may take."""
+    items = Items()
+    release = threading.Timer(20 * LIMIT_S, items.released.set)
+    first = Feeder(items, batch_size=8)
+    iterator = iter(first)
+    assert items.reached.wait(BOUND_S)
+    release.start()
+    with Feeder(items, batch_size=8, cache="device", on_error=FailurePolicy(read_timeout_s=LIMIT_S)) as feeder:
+        assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
+    assert not any("none of the first" in message for message in caplog.messages)
+    assert len(next(iterator)) == 8
+    first.close()
+
+
 def test_as_many_threads_as_were_declared(told: Any) -> None:
     """One that is stuck leaves the others theirs."""
     items = Items(slow=0)
