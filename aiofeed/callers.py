@@ -55,6 +55,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
+def refuse_within_itself(source: FromDataset) -> None:
+    """Who is about to iterate a Dataset must not be inside it, where no other thread may be: it would wait for itself.
+
+    Raises:
+        FeedError: the calling thread is inside.
+    """
+    if not _callers or source.threads > 1:
+        return
+    with _lock:
+        others = _callers.get(id(source.dataset))
+        inside = others is not None and any(call._thread == threading.get_ident() for call in others.inside)
+    if inside:
+        name = type(source.dataset).__name__
+        raise FeedError(
+            f"{name} iterates a feeder over itself within __getitem__, which would wait for its own end: a Dataset is "
+            f"called by one thread at a time. The ways out: iterate it before, or FromDataset(dataset, threads=2)"
+        )
+
+
 class Call:
     """A ``with`` block in which a thread may call a Dataset.
 
@@ -69,12 +88,15 @@ class Call:
         FeedError: whoever is inside is stuck.
     """
 
-    __slots__ = ("_given_up", "_index", "_limit_s", "_others", "_since", "_source", "_stop")
+    __slots__ = ("_given_up", "_limit_s", "_noted", "_others", "_since", "_source", "_stop", "_thread", "index")
 
     def __init__(self, source: FromDataset, index: int, *, stop: StopFlag, limit_s: float | None) -> None:
         self._source = source
-        self._index = index
+        # The sample that is asked for. Where there is no limit, nothing but this is set: a look at the clock for each
+        # sample is a tenth of what a fast Dataset costs.
+        self.index = self._noted = index
         self._stop = stop
+        self._thread = threading.get_ident()
         self._limit_s = limit_s
         self._given_up = False
         self._since = 0.0
@@ -99,11 +121,14 @@ class Call:
         Raises:
             AbandonedError, FeedError: as on entering.
         """
-        if self._given_up:
-            with _lock:
+        with _lock:
+            again = self._given_up
+            if again:
                 self._come()
+            self.index = self._noted = index
+            self._since = time.perf_counter()
+        if again:
             self._wait()
-        self._index, self._since = index, time.perf_counter()
 
     def _come(self) -> None:
         self._others = _callers.setdefault(id(self._source.dataset), _Callers())
@@ -137,7 +162,7 @@ class Call:
                 # Whoever is inside may leave meanwhile; then it is about to be this one's turn, or another waits.
                 for other in self._others.inside[:1]:
                     now = time.perf_counter()
-                    waited_s = now - max(began, other._since)
+                    waited_s = now - max(began, other._asked_since(now))
                     if waited_s > STUCK_S:
                         raise FeedError(
                             f"{self._told(other, now)}; it seems to be stuck. The way out: a Dataset whose calls "
@@ -174,9 +199,15 @@ class Call:
             inside.remove(other)
         return over
 
+    def _asked_since(self, now: float) -> float:
+        """From when on it is known to be at its sample; of one that does not say so, whoever waits notes it."""
+        if self.index != self._noted:
+            self._noted, self._since = self.index, now
+        return self._since
+
     def _told(self, other: Call, now: float) -> str:
         threads = self._source.threads
         return (
-            f"{other._source.key(other._index)!r} has been asked for since {now - other._since:.1f} s by another pass "
-            f"over a Dataset that bears {threads} thread{'s' if threads > 1 else ''} at a time"
+            f"{other._source.key(other.index)!r} has been asked for since {now - other._asked_since(now):.1f} s by "
+            f"another pass over a Dataset that bears {threads} thread{'s' if threads > 1 else ''} at a time"
         )

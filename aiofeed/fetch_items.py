@@ -101,8 +101,8 @@ class DatasetFetcher:
                 return
             try:
                 if plain:
-                    call.at(plan.indices[position])
-                    put(position, dataset[plan.indices[position]])
+                    call.index = index = plan.indices[position]
+                    put(position, dataset[index])
                 else:
                     self._put_one(plan, position, put, watch, outcome, call)
             except AbandonedError:

@@ -23,13 +23,14 @@ from aiofeed.errors import CacheError, FeedError
 from aiofeed.executor import ThreadPool
 from aiofeed.fetch import Outcome
 from aiofeed.fetch_items import DatasetFetcher
-from aiofeed.guard import StopFlag, Watch
+from aiofeed.guard import Guard, StopFlag, Watch
 from aiofeed.item_forms import batch_of, item_layout, item_of, parts_of
 from aiofeed.naming import without_our_frames
 from aiofeed.policy import FailurePolicy
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.staging import Lease, array
 from aiofeed.types import ArrayLeaf, BatchPlan
+from aiofeed.watchdog import StuckError, run_within
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -119,7 +120,7 @@ class KeptItemsFetcher(DatasetFetcher):
         Raises:
             CacheError: it cannot be kept, or there is no room for all.
         """
-        loop, store = asyncio.get_running_loop(), self._store
+        store = self._store
         if not isinstance(store, ResidentStore):
             return
         tried = min(PROBES, store.samples)
@@ -127,13 +128,11 @@ class KeptItemsFetcher(DatasetFetcher):
             if store.layout is not None:
                 return
             stop = StopFlag()
-            work = loop.run_in_executor(decode_pool, self._probe, index, stop)
             try:
-                found = await asyncio.wait_for(work, self.limit_s)
-            except TimeoutError:
-                continue  # as with one that cannot be had: it fails again, by name, when it is met
+                found = await self._probe_within(decode_pool, index, stop)
             finally:
                 stop.stopped = True
+            # One that cannot be had, or not in time, fails again, by name, when it is met.
             if found is not None:
                 layout, row = found
                 store.settle(layout)
@@ -143,8 +142,23 @@ class KeptItemsFetcher(DatasetFetcher):
         if tried and store.layout is None:
             log.warning("none of the first %d items can be had, so that none are kept on this pass", tried)
 
-    def _probe(self, index: int, stop: StopFlag) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
+    async def _probe_within(
+        self, decode_pool: ThreadPool, index: int, stop: StopFlag
+    ) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
+        """An item and its form within the limit, in which waiting for other passes does not count."""
+        if self.limit_s is None:
+            return await asyncio.get_running_loop().run_in_executor(decode_pool, self._probe, index, stop, None)
+        guard = Guard()
+        try:
+            found, _ = await run_within(self.limit_s, decode_pool, partial(self._probe, index, stop, guard), guard)
+        except StuckError:
+            return None
+        return found
+
+    def _probe(self, index: int, stop: StopFlag, guard: Guard | None) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
         with Call(self._source, index, stop=stop, limit_s=self.limit_s):
+            if guard is not None:
+                guard.begin(index)
             try:
                 [item] = self._source.items([index])
             except BaseException:  # noqa: BLE001 - the user's Dataset: it raises again, by name, when the sample is met

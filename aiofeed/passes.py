@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from aiofeed.backing import Machinery, goes_on, machinery, serves, tie_memory
+from aiofeed.callers import refuse_within_itself
 from aiofeed.counters import Counters, FeedStatistics
 from aiofeed.failures import FailureLog
 from aiofeed.items import Failed, Ready
 from aiofeed.iterator import FeedIterator, see_end
 from aiofeed.ordering import Order
 from aiofeed.recipe import Recipe
+from aiofeed.sources.dataset import FromDataset
 from aiofeed.state import Account, Progress
 from aiofeed.stream import Stream
 
@@ -99,6 +101,8 @@ class Passes(Generic[BatchT]):
             raise
 
     def _begin(self) -> FeedIterator[BatchT]:
+        if isinstance(self.recipe.source, FromDataset) and not self.recipe.engines:
+            refuse_within_itself(self.recipe.source)
         if not self._conclude():
             self._close_iterator("a newer iterator of the same feeder was started")
         begun = self._order.begin(self._progress.next_position())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aiofeed import FailurePolicy, Feeder, FeedError, FromDataset, Limits
+from aiofeed.callers import STUCK_S
 
 BOUND_S = 20.0
 LIMIT_S = 0.1
@@ -169,6 +170,21 @@ def test_a_cache_asks_in_its_turn(told: Any, cache: Any) -> None:
     feeder.close()
 
 
+def test_a_turn_that_is_waited_for_is_no_items_time(told: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What items look like is learned although another pass is inside for longer than an item may take."""
+    items = Items()
+    release = threading.Timer(20 * LIMIT_S, items.released.set)
+    first = Feeder(items, batch_size=8)
+    iterator = iter(first)
+    assert items.reached.wait(BOUND_S)
+    release.start()
+    with Feeder(items, batch_size=8, cache="device", on_error=FailurePolicy(read_timeout_s=LIMIT_S)) as feeder:
+        assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
+    assert not any("none of the first" in message for message in caplog.messages)
+    assert len(next(iterator)) == 8
+    first.close()
+
+
 def test_as_many_threads_as_were_declared(told: Any) -> None:
     """One that is stuck leaves the others theirs."""
     items = Items(slow=0)
@@ -256,6 +272,82 @@ def test_two_feeders_of_one_dataset_take_turns() -> None:
         for one, other in zip(*feeders, strict=True):
             assert one.shape == other.shape
     assert items.most == 1
+    for feeder in feeders:
+        feeder.close()
+
+
+class Clock:
+    """A clock that is set, and counts who looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks: list[int] = []
+
+    def perf_counter(self) -> float:
+        self.looks.append(threading.get_ident())
+        return self.now
+
+    def seen_by_others(self) -> bool:
+        """Wait until other threads have looked some times more."""
+        before, mine, until = len(self.looks), threading.get_ident(), time.monotonic() + BOUND_S
+        while sum(look != mine for look in self.looks[before:]) < 4:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+        return True
+
+
+class Centred(Items):
+    """Its first item asks for all of them, through a feeder."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(slow=-1)
+        self.threads = threads
+        self.total: int | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.total is None:
+            self.total = 0
+            with Feeder(FromDataset(self, self.threads), batch_size=4) as feeder:
+                self.total = sum(int(batch.sum()) for batch in feeder)
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_iterates_itself_is_told() -> None:
+    """It would wait for itself; where it bears the second thread, it need not."""
+    with (
+        Feeder(Centred(1), batch_size=4) as feeder,
+        pytest.raises(FeedError, match=r"Centred iterates a feeder over itself within __getitem__.*threads=2"),
+    ):
+        next(iter(feeder))
+    items = Centred(2)
+    with Feeder(FromDataset(items, threads=2), batch_size=4) as feeder:
+        assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
+    assert items.total == sum(range(24))
+
+
+def test_a_long_chunk_is_not_stuck_while_its_samples_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is waited for is at one sample after the other: each has its time, however long all of them take."""
+    clock = Clock()
+    monkeypatch.setattr("aiofeed.callers.time", clock)
+    waited_for: list[bool] = []
+
+    class SlowItems(Items):
+        def __getitem__(self, index: int) -> int:
+            value = super().__getitem__(index)
+            if len(waited_for) < 6:
+                clock.now += STUCK_S * 0.6
+                waited_for.append(clock.seen_by_others())
+            return value
+
+    items = SlowItems(slow=0)
+    feeders = [Feeder(items, batch_size=6) for _ in range(2)]
+    first = iter(feeders[0])
+    assert items.reached.wait(BOUND_S)
+    second = iter(feeders[1])
+    items.released.set()
+    assert next(second).tolist() == next(first).tolist() == [0, 1, 2, 3, 4, 5]
+    assert waited_for == [True] * 6
     for feeder in feeders:
         feeder.close()
 

@@ -50,6 +50,19 @@ def write_files(folder: Path, sizes: list[int]) -> list[Path]:
 
 
 @needs_library
+def test_paths_that_were_exchanged_for_other_kinds(tmp_path: Path) -> None:
+    """What can be opened is read, as in a group too small for the library; a name that cannot be is left alone."""
+    paths = write_files(tmp_path, [100] * 8)
+    expected = [path.read_bytes() for path in paths]
+    files = Files(paths)
+    for kind in (os.fspath, Path, os.fsencode):
+        files.paths = [kind(path) for path in paths]  # type: ignore[misc]
+        for _ in range(2):
+            assert files.read_now(range(8)) == expected
+    assert read(GroupReader(), ["\ud800", *map(str, paths)]) == [None] * 9
+
+
+@needs_library
 def test_small_files_are_read_whole_and_in_order(reader: GroupReader, tmp_path: Path) -> None:
     """Of every size up to the largest, more of them than a buffer holds."""
     sizes = [1, 2, 4095, 4096, 4097, SMALL - 1, SMALL] * 10

@@ -75,7 +75,10 @@ class GroupReader:
         address = np.frombuffer(memory, np.uint8).ctypes.data
         while len(found) < len(paths):
             rest = paths[len(found) :]
-            names = os.fsencode("\0".join(rest))
+            try:
+                names = os.fsencode("\0".join(rest))
+            except (TypeError, ValueError):  # no text, or none that is a name here: whoever opens it says so
+                return [*found, *[None] * len(rest)]
             sizes = np.empty(len(rest), np.int64)
             # A name with a NUL in it would be two.
             if names.count(0) != len(rest) - 1:
