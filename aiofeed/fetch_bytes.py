@@ -35,6 +35,9 @@ SLOW_READ_LEAST = 8
 # above what Pillow takes for 64 x 64 pixels (120 us): a pace that falls to either side of it has threads in each
 # other's way half of the time.
 SMALL_DECODE_S = 0.000400
+# Below this nearly all that is left to do is Python's: a second thread only waits for the GIL, which the tuner, that
+# looks at threads one by one, does not see.
+TINY_DECODE_S = 0.000030
 
 UNREAD: Any = object()
 _UNGUARDED = contextlib.nullcontext()
@@ -103,8 +106,8 @@ class BytesFetcher:
             return f"sample {index}"
 
     def lanes(self, threads: int) -> int:
-        """All of them: whether they help is found out as they decode."""
-        return threads
+        """All of them, but one where samples are so small that they are Python's work more than the decoder's."""
+        return 1 if 0.0 < self._pace.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
     async def read(self, indices: Sequence[int]) -> Encoded:
         """The encoded samples, errors in their places."""

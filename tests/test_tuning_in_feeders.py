@@ -58,6 +58,8 @@ class FakeMeter(JobMeter):
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpus", lambda: 4)
+    # Else so little work would be left to a thread by itself, whatever was found.
+    monkeypatch.setattr("aiofeed.fetch_bytes.TINY_DECODE_S", 0.0)
     FakeMeter.made = 0
     monkeypatch.setattr(assembler, "JobMeter", FakeMeter)
 
@@ -123,6 +125,31 @@ def test_threads_that_the_user_gave_stay(source: Any) -> None:
                 pass
         assert feeder.statistics().decode_threads == 3
     assert FakeMeter.made == 0
+
+
+class Near(Numbers):
+    """Samples that the decode thread may read itself."""
+
+    answers_at_once = True
+
+    def read_now(self, indices: list[int]) -> list[bytes]:
+        return [index.to_bytes(2, "big") for index in indices]
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(("limits", "lanes"), [(None, 1), (Limits(decode_threads=3), 3)])
+def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
+    limits: Limits | None, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a look; statistics say what is in force."""
+    for name in ("TINY_DECODE_S", "SMALL_DECODE_S"):
+        monkeypatch.setattr(f"aiofeed.fetch_bytes.{name}", 1.0)
+    monkeypatch.setattr(FakeMeter, "job", lambda meter, samples, nbytes: None)
+    with feeding(Near(), decode=decode, batch_size=BATCH, limits=limits) as feeder:
+        for _ in feeder:
+            pass
+        assert feeder.statistics().decode_threads == lanes
+        assert feeder._passes.pipeline.runtime.decode_pool.lanes == lanes  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("four_cores")
