@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import warnings
 import zlib
@@ -26,6 +25,7 @@ from PIL import Image, ImageFile, features
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError, SampleError
 from aiofeed.sources import reading
 from aiofeed.sources.reading import Rules, read_file, read_settled, settled_by
+from tests.rewriting import rewritten
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX: FIFOs, links, and a look at peak memory")
 ROOT = Path(__file__).resolve().parents[1]
@@ -277,17 +277,7 @@ def test_files_under_a_writer_are_whole_or_errors(tmp_path: Path) -> None:
     """A writer truncates and rewrites a file all the time: what is read is one of its two states, or an error."""
     path = tmp_path / "busy"
     states = (b"a" * 300_000, b"b" * 200_000)
-    path.write_bytes(states[0])
-    stop = threading.Event()
-
-    def write() -> None:
-        while not stop.is_set():
-            for state in states:
-                path.write_bytes(state)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
+    with rewritten(path, states):
         for _ in range(300):
             try:
                 data = read_file(str(path))
@@ -297,9 +287,6 @@ def test_files_under_a_writer_are_whole_or_errors(tmp_path: Path) -> None:
             else:
                 # Cut short by a writer who stood still is not to be told from a short file; mixed it never is.
                 assert len(set(data)) <= 1
-    finally:
-        stop.set()
-        writer.join()
 
 
 # --- files that were left alone long before

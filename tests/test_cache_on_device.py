@@ -18,6 +18,7 @@ from aiofeed import CacheError, DecodeImage, DeviceCopyError, FailurePolicy, Fee
 from aiofeed.pipeline import Pipeline
 from aiofeed.resident import Resident
 from aiofeed.testing import SimulatedDevice
+from tests.epochs_beside import same_after
 
 LATENCIES = ("random", "late", "early")
 
@@ -168,18 +169,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     plain: Feeder[Any] = Feeder(Numbers(n), **options)
     with cached, plain:
         for step, stop in enumerate(stops):
-            expected, found = [], []
-            for feeder, batches in ((cached, found), (plain, expected)):
-                iterator = iter(feeder)
-                batches += [flat(batch) for batch, _ in zip(iterator, range(stop), strict=False)]
-                if step % 3 == 0:
-                    feeder.load_state_dict(feeder.state_dict())
-                elif step % 3 == 1:
-                    feeder.set_epoch(step + 1)
-                else:
-                    batches += [flat(batch) for batch in iterator]
-            assert found == expected
-            assert cached.state_dict() == plain.state_dict()
+            same_after(step, stop, cached, plain, flat)
 
 
 @DEVICES

@@ -32,6 +32,7 @@ from aiofeed.cache.identity import dataset_identity
 from aiofeed.item_forms import item_layout
 from aiofeed.testing import SimulatedDevice
 from aiofeed.written_forms import restored, written
+from tests.epochs_beside import same_after
 from tests.logged_items import Logged, LoggedMany
 from tests.test_cache_of_datasets import ITEMS, UNLIKE, Items, Many, Pair, described, flat
 
@@ -124,19 +125,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
                 feeders[-1].load_state_dict(feeders[-2].state_dict())
                 plain.load_state_dict(plain.state_dict())
                 feeders[-2].close()
-            cached = feeders[-1]
-            expected, found = [], []
-            for feeder, batches in ((cached, found), (plain, expected)):
-                iterator = iter(feeder)
-                batches += [flat(batch) for batch, _ in zip(iterator, range(stop), strict=False)]
-                if step % 3 == 0:
-                    feeder.load_state_dict(feeder.state_dict())
-                elif step % 3 == 1:
-                    feeder.set_epoch(step + 1)
-                else:
-                    batches += [flat(batch) for batch in iterator]
-            assert found == expected
-            assert cached.state_dict() == plain.state_dict()
+            same_after(step, stop, feeders[-1], plain, flat)
     feeders[-1].close()
 
 

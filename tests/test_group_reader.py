@@ -17,6 +17,7 @@ from aiofeed import Files, ImageFolder
 from aiofeed.sources import groups
 from aiofeed.sources.groups import CAPACITY, LIBRARY, SMALL, SPARE, GroupReader, group_reader
 from aiofeed.sources.reading import Rules, read_file, read_group
+from tests.rewriting import rewritten
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -134,21 +135,8 @@ def test_files_under_a_writer_are_whole_or_left(reader: GroupReader, tmp_path: P
     """A writer truncates and rewrites a file all the time: what is read is of one of its two states."""
     path = tmp_path / "busy"
     states = (b"a" * SMALL, b"b" * (SMALL // 2))
-    path.write_bytes(states[0])
-    stop = threading.Event()
-
-    def write() -> None:
-        while not stop.is_set():
-            for state in states:
-                path.write_bytes(state)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
+    with rewritten(path, states):
         found = [data for _ in range(300) for data in read(reader, [path] * 4)]
-    finally:
-        stop.set()
-        writer.join()
     # Cut short by a writer who stood still is not to be told from a short file; mixed it never is.
     assert all(len(set(data)) == 1 for data in found if data is not None)
 
