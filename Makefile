@@ -22,14 +22,14 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Other packages pull Pillow in, so Pillow-SIMD goes over it as the last step; where it does not build, Pillow serves.
-$(STAMP): pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/turbo.c aiofeed/sources/groups.c | $(BIN)/python
+$(STAMP): pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/native_jpeg.c aiofeed/sources/native_files.c | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,turbo,test,integration,lint,demo,bench]'
 	@if $(PIP) install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd > $(VENV)/pillow-simd.log 2>&1; \
 	then echo "Images are decoded by Pillow-SIMD."; \
 	else echo "Pillow-SIMD did not build (see $(VENV)/pillow-simd.log): images are decoded by Pillow."; fi
-	@if [ -e aiofeed/decoders/_turbo.so ]; then echo "Chunks of JPEGs are decoded by aiofeed's own library."; \
+	@if [ -e aiofeed/decoders/_native_jpeg.so ]; then echo "Chunks of JPEGs are decoded by aiofeed's own library."; \
 	else echo "aiofeed's own JPEG library was not built: run $(BIN)/python hatch_build.py to see why."; fi
-	@if [ -e aiofeed/sources/_groups.so ]; then echo "Small files are read by aiofeed's own library."; \
+	@if [ -e aiofeed/sources/_native_files.so ]; then echo "Small files are read by aiofeed's own library."; \
 	else echo "aiofeed's own library for files was not built: run $(BIN)/python hatch_build.py to see why."; fi
 	@touch $@
 
@@ -50,7 +50,7 @@ soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS=
 	$(BIN)/python -m tests.soak $(ARGS)
 
 kills: $(STAMP)  ## processes killed at random moments: `make kills ARGS="--times 200 --seed 7"`
-	$(BIN)/python -m tests.sharing.kills $(ARGS)
+	$(BIN)/python -m tests.soak.kills $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff check
@@ -91,7 +91,7 @@ bench-peers: $(PEERS_STAMP)  ## aiofeed beside other loaders, which go into .ven
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) $(PEERS_VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f aiofeed/decoders/_turbo.so aiofeed/sources/_groups.so
+	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

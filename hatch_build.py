@@ -83,14 +83,17 @@ class Library(NamedTuple):
 
 LIBRARIES = (
     Library(
-        "aiofeed/decoders/turbo.c",
-        "aiofeed/decoders/_turbo.so",
+        "aiofeed/decoders/native_jpeg.c",
+        "aiofeed/decoders/_native_jpeg.so",
         "AIOFEED_TURBO",
         "its own JPEG decoding",
         ("libjpeg", ("-ljpeg",), INSTALL),
     ),
     Library(
-        "aiofeed/sources/groups.c", "aiofeed/sources/_groups.so", "AIOFEED_GROUPS", "its own reading of small files"
+        "aiofeed/sources/native_files.c",
+        "aiofeed/sources/_native_files.so",
+        "AIOFEED_GROUPS",
+        "its own reading of small files",
     ),
 )
 

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from aiofeed import testing
-    from aiofeed.attached import attach
-    from aiofeed.bridge import prefetch
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
-    from aiofeed.config import Limits
-    from aiofeed.counters import FeedStatistics
-    from aiofeed.decoders.image import DecodeImage
-    from aiofeed.diagnosis import DeviceReport, device_report
-    from aiofeed.errors import (
+    from aiofeed.core.errors import (
         BatchFailedError,
         CacheError,
         CollateError,
@@ -29,61 +23,67 @@ if TYPE_CHECKING:
         TooManyFailures,
         WorkerDiedError,
     )
-    from aiofeed.failures import Failure
-    from aiofeed.feeder import Feeder
-    from aiofeed.policy import FailurePolicy
-    from aiofeed.scattering import scatter
-    from aiofeed.server import serve
-    from aiofeed.sharing.shared_tensors import SharedTensors, attach_tensors, share
+    from aiofeed.core.failure_policy import FailurePolicy
+    from aiofeed.core.failures import Failure
+    from aiofeed.core.limits import Limits
+    from aiofeed.core.statistics import FeedStatistics
+    from aiofeed.core.types import Decoder, Source
+    from aiofeed.decoders.image import DecodeImage
+    from aiofeed.diagnostics import DeviceReport, device_report
+    from aiofeed.feeder.attach import attach
+    from aiofeed.feeder.feeder import Feeder
+    from aiofeed.feeder.prefetch import prefetch
+    from aiofeed.feeder.scatter import scatter
+    from aiofeed.feeder.serve import serve
+    from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
-    from aiofeed.sources.folder import ImageFolder
+    from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.tensors import Tensors
-    from aiofeed.types import Decoder, Source
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
 _HOMES = {
     # the one object, the bridge alone, and one batch over several devices
-    "Feeder": "aiofeed.feeder",
-    "prefetch": "aiofeed.bridge",
-    "scatter": "aiofeed.scattering",
+    "Feeder": "aiofeed.feeder.feeder",
+    "prefetch": "aiofeed.feeder.prefetch",
+    "scatter": "aiofeed.feeder.scatter",
     # one feeder for several processes
-    "serve": "aiofeed.server",
-    "attach": "aiofeed.attached",
+    "serve": "aiofeed.feeder.serve",
+    "attach": "aiofeed.feeder.attach",
     # sources, decoders, and what keeps what they give
-    "ImageFolder": "aiofeed.sources.folder",
+    "ImageFolder": "aiofeed.sources.image_folder",
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
-    "Source": "aiofeed.types",
-    "Decoder": "aiofeed.types",
+    "Source": "aiofeed.core.types",
+    "Decoder": "aiofeed.core.types",
     # between processes
-    "share": "aiofeed.sharing.shared_tensors",
-    "attach_tensors": "aiofeed.sharing.shared_tensors",
-    "SharedTensors": "aiofeed.sharing.shared_tensors",
+    "share": "aiofeed.processes.shared_tensors.api",
+    "attach_tensors": "aiofeed.processes.shared_tensors.api",
+    "SharedTensors": "aiofeed.processes.shared_tensors.api",
     # what may be used, and what was
-    "Limits": "aiofeed.config",
-    "FailurePolicy": "aiofeed.policy",
-    "FeedStatistics": "aiofeed.counters",
-    "Failure": "aiofeed.failures",
-    "device_report": "aiofeed.diagnosis",
-    "DeviceReport": "aiofeed.diagnosis",
+    "Limits": "aiofeed.core.limits",
+    "FailurePolicy": "aiofeed.core.failure_policy",
+    "FeedStatistics": "aiofeed.core.statistics",
+    "Failure": "aiofeed.core.failures",
+    "device_report": "aiofeed.diagnostics",
+    "DeviceReport": "aiofeed.diagnostics",
     # errors
-    "FeedError": "aiofeed.errors",
-    "SampleError": "aiofeed.errors",
-    "ReadError": "aiofeed.errors",
-    "DecodeError": "aiofeed.errors",
-    "CollateError": "aiofeed.errors",
-    "BatchFailedError": "aiofeed.errors",
-    "TooManyFailures": "aiofeed.errors",
-    "CacheError": "aiofeed.errors",
-    "DeviceCopyError": "aiofeed.errors",
-    "StateError": "aiofeed.errors",
-    "IteratorClosedError": "aiofeed.errors",
-    "WorkerDiedError": "aiofeed.errors",
+    "FeedError": "aiofeed.core.errors",
+    "SampleError": "aiofeed.core.errors",
+    "ReadError": "aiofeed.core.errors",
+    "DecodeError": "aiofeed.core.errors",
+    "CollateError": "aiofeed.core.errors",
+    "BatchFailedError": "aiofeed.core.errors",
+    "TooManyFailures": "aiofeed.core.errors",
+    "CacheError": "aiofeed.core.errors",
+    "DeviceCopyError": "aiofeed.core.errors",
+    "StateError": "aiofeed.core.errors",
+    "IteratorClosedError": "aiofeed.core.errors",
+    "WorkerDiedError": "aiofeed.core.errors",
 }
 
 __all__ = [  # noqa: RUF022 - grouped as above

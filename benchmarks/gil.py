@@ -84,7 +84,7 @@ def worker(folder: str, side: int, how: str, seconds: float) -> Callable[[], int
             rows[number % 64] = _as_everybody(encoded[number], side)
             return None
     elif how == "read":
-        from aiofeed.sources.reading import read_file
+        from aiofeed.sources.file_io import read_file
 
         def one(number: int) -> object:
             return read_file(paths[number])

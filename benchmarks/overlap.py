@@ -127,7 +127,7 @@ def aiofeed_feeder(load: str, face: str, batches: int) -> Iterator[Measure]:
 
 def read_alone_s(times: int = 9) -> float:
     """What the same reads take on a loop of the feeder's kind that does nothing else; the median."""
-    from aiofeed.runtime import new_event_loop
+    from aiofeed.runtime.event_loop import new_event_loop
 
     async def reads() -> list[float]:
         taken = []

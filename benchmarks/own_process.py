@@ -203,7 +203,7 @@ class Stamped:
     takes_seed = False
 
     def __init__(self) -> None:
-        from aiofeed.types import Row
+        from aiofeed.core.types import Row
 
         self.row = Row((LARGE_BYTES // 8,), "int64")
 

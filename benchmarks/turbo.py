@@ -92,7 +92,7 @@ def _contenders(folder: str, width: int, side: int) -> list[Contender]:
 
 def has_native() -> bool:
     """Whether the library was built."""
-    from aiofeed.decoders.native import native_decoder
+    from aiofeed.decoders.native_jpeg import native_decoder
 
     return native_decoder() is not None
 

@@ -112,7 +112,7 @@ def open_descriptors() -> dict[int, str]:
 @pytest.fixture(scope="session", autouse=True)
 def opened_once() -> None:
     """Have libuv open the pipe for signals that it keeps for the life of the process."""
-    from aiofeed.runtime import new_event_loop
+    from aiofeed.runtime.event_loop import new_event_loop
 
     new_event_loop().close()
 

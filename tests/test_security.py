@@ -20,9 +20,9 @@ from PIL import Image, features
 import aiofeed
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError
 from aiofeed.decoders.opening import FORMATS
-from aiofeed.sources.reading import _walk
+from aiofeed.sources.file_io import _walk
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs the links of a POSIX file system")
 
 
@@ -272,7 +272,7 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == []
 
 
-ALLOWED = {"travel.py": {"pickle"}, "process.py": {"subprocess"}}
+ALLOWED = {"spawn.py": {"pickle"}, "handle.py": {"subprocess"}}
 """An engine process is started, and given the user's own objects by its own parent, in a file that has no name."""
 
 
@@ -293,5 +293,5 @@ def test_nothing_of_ours_unpickles_or_evaluates() -> None:
                     assert node.value.id not in ("torch", "np", "numpy"), f"{path}:{node.lineno}"
             else:
                 continue
-            used -= ALLOWED.get(path.name, set()) if path.parent.name == "sharing" else set()
+            used -= ALLOWED.get(path.name, set()) if path.parent.name == "workers" else set()
             assert not used & names, f"{path}:{node.lineno} names {used & names}"

@@ -1,1 +1,1 @@
-"""Decoded samples that are kept: in memory for one feeder, or in a file that processes share."""
+"""Decoded samples that are kept, in memory, on disk or on a device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiofeed.cache.file import CacheFile
+    from aiofeed.cache.disk_format import CacheFile
 
 
 class Claims:
@@ -35,7 +35,7 @@ class Claims:
             return False
         entry: int | None = index
         if file is None:
-            from aiofeed.cache.file import open_file
+            from aiofeed.cache.disk_format import open_file
 
             file, entry = self.begun or open_file(self._path, create=True), None
             self.begun = file

@@ -14,12 +14,12 @@ from aiofeed.cache.claims import Claims
 from aiofeed.cache.host import check_max_bytes
 from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.cache.store import Store
-from aiofeed.errors import CacheError
+from aiofeed.core.errors import CacheError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.cache.file import CacheFile
+    from aiofeed.cache.disk_format import CacheFile
 
 log = logging.getLogger("aiofeed")
 
@@ -72,7 +72,7 @@ class DiskCache:
         Raises:
             CacheError: there is no such file, or it is none of ours, damaged as a whole or cut short.
         """
-        from aiofeed.cache.file import checksum, open_file
+        from aiofeed.cache.disk_format import checksum, open_file
 
         file = open_file(str(self.path), create=False)
         if file is None or file.describe() is None:
@@ -121,7 +121,7 @@ class DiskStore(Store):
         """Open the file, where there is one, and learn from it what samples look like."""
         super().begin(layout)
         if self.layout is None:
-            from aiofeed.cache.file import open_file
+            from aiofeed.cache.disk_format import open_file
 
             with self._lock:
                 file = open_file(self.path, create=False) if self.layout is None else None
@@ -169,7 +169,7 @@ class DiskStore(Store):
             self._claims.release(index)
 
     def _open(self, layout: Layout) -> None:
-        from aiofeed.cache.file import open_file
+        from aiofeed.cache.disk_format import open_file
 
         path = self.path
         if layout.nbytes * self.samples == 0:
@@ -225,7 +225,7 @@ class DiskStore(Store):
 
     def check(self, indices: NDArray[np.int64]) -> None:
         """Compare checksums."""
-        from aiofeed.cache.file import checksum
+        from aiofeed.cache.disk_format import checksum
 
         for index in indices.tolist():
             row = _whole(checksum, index, self._table[index], self._arena)
@@ -250,7 +250,7 @@ class DiskStore(Store):
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:
         """Write a sample, where there is room and nobody has written it."""
-        from aiofeed.cache.file import checksum
+        from aiofeed.cache.disk_format import checksum
 
         file = self._file
         if file is None or not self._writes or self._slots[index] >= 0:

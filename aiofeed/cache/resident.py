@@ -11,7 +11,7 @@ from aiofeed.cache.host import local_ranks
 from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
 from aiofeed.cache.store import COMING, NONE, Store
 from aiofeed.cache.targets import kind_of
-from aiofeed.errors import CacheError
+from aiofeed.core.errors import CacheError
 
 if TYPE_CHECKING:
     import torch

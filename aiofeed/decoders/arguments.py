@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.core.types import Row
 from aiofeed.decoders.opening import FORMATS, known_formats
-from aiofeed.types import Row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

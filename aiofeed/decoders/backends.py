@@ -11,9 +11,9 @@ import numpy as np
 
 from aiofeed.decoders.geometry import View
 from aiofeed.decoders.loading import load_picture
-from aiofeed.decoders.native import NativeDecoder, native_decoder, required_native_decoder
+from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.rendering import render
-from aiofeed.decoders.turbo import decode_jpeg_into, jpeg_decoder, required_decoder
+from aiofeed.decoders.simplejpeg import decode_jpeg_into, jpeg_decoder, required_decoder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import PIL
 
+from aiofeed.core.types import Row
 from aiofeed.decoders.arguments import as_bytes, bounds, check_memory, names_of, positive, size_of
 from aiofeed.decoders.backends import Backends
+from aiofeed.decoders.cached_picture import keep, larger_bytes, show
 from aiofeed.decoders.geometry import Box, SplitMix64, View, center_box, random_box
-from aiofeed.decoders.larger import keep, larger_bytes, show
 from aiofeed.decoders.opening import FORMATS
 from aiofeed.decoders.rendering import render
-from aiofeed.types import Row
 
 if TYPE_CHECKING:
     import torch

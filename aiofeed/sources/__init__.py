@@ -1,1 +1,1 @@
-"""Sources: where the samples come from."""
+"""Where samples come from."""

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from aiofeed.config import positive_int
-from aiofeed.types import Source
+from aiofeed.core.limits import positive_int
+from aiofeed.core.types import Source
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
-from aiofeed.config import positive_int
+from aiofeed.core.limits import positive_int
 from aiofeed.sources.dataset import MapDataset
-from aiofeed.sources.groups import SMALL, GroupReader, group_reader
-from aiofeed.sources.reading import (
+from aiofeed.sources.file_io import (
     MAX_BYTES,
     Rules,
     beneath,
@@ -23,6 +22,7 @@ from aiofeed.sources.reading import (
     refuse_links,
     settled_by,
 )
+from aiofeed.sources.native_files import SMALL, GroupReader, group_reader
 
 # A hop through an executor costs some 60 us; a group of files that takes 5 ms makes that small, and a slow file
 # holds up its own group only.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from aiofeed.testing.simulated import SimulatedDevice
+    from aiofeed.testing.simulated_device import SimulatedDevice
     from aiofeed.testing.simulated_memory import Handle
 
 

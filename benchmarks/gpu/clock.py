@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from aiofeed.device import DeviceBackend
+from aiofeed.devices.backend import DeviceBackend
 
 LEAD = 2
 """Steps that the host may be ahead of the device, as in a training that looks at its loss now and then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 
-from aiofeed.device import DeviceBackend
+from aiofeed.devices.backend import DeviceBackend
 from benchmarks import report
 
 ASKED_S = 20.0
@@ -13,7 +13,7 @@ ASKED_S = 20.0
 
 def conditions(backend: DeviceBackend, rounds: int) -> str:
     """All of it and the number of rounds, in one line."""
-    from aiofeed.diagnosis.accelerators import described
+    from aiofeed.diagnostics.accelerators import described
 
     accelerator = described(backend)
     memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"
@@ -43,7 +43,7 @@ def versions() -> list[str]:
 
 def driver() -> str:
     """The driver's version."""
-    from aiofeed.diagnosis.surroundings import surroundings
+    from aiofeed.diagnostics.environment import surroundings
 
     return surroundings().nvidia_driver or asked("driver_version") or f"unknown ({platform.system()})"
 
@@ -69,7 +69,7 @@ def asked(fields: str, index: int = 0) -> str:
 
 def decoder() -> str:
     """What decodes plain JPEGs: aiofeed's own library, simplejpeg, or Pillow."""
-    from aiofeed.diagnosis.surroundings import surroundings
+    from aiofeed.diagnostics.environment import surroundings
 
     around = surroundings()
     if around.pillow is None:

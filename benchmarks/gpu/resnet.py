@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aiofeed.device import DeviceBackend
+from aiofeed.devices.backend import DeviceBackend
 
 CLASSES = 1000
 

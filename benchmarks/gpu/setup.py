@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from aiofeed.device import DeviceBackend
-from aiofeed.devices import resolve_devices
-from aiofeed.host_backend import HostBackend
+from aiofeed.devices.backend import DeviceBackend
+from aiofeed.devices.host_backend import HostBackend
+from aiofeed.devices.resolve import resolve_devices
 from benchmarks.figures import turns
 
 Work = Callable[[], Mapping[str, float]]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiofeed
-from aiofeed.device import DeviceBackend
+from aiofeed.devices.backend import DeviceBackend
 from benchmarks.figures import Figure, at_least, at_most, column
 from benchmarks.gpu.clock import drive, marker
 from benchmarks.gpu.overlap import Blank, step_of

@@ -30,7 +30,7 @@ def backend():
     """The current CUDA device, with nothing queued by an earlier test."""
     import torch
 
-    from aiofeed.devices import resolve_device
+    from aiofeed.devices.resolve import resolve_device
 
     torch.cuda.synchronize()
     yield resolve_device("cuda")

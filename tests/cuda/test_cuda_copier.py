@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed.copier import Copier
-from aiofeed.device import TorchBackend
-from aiofeed.devices import resolve_device
-from aiofeed.errors import DeviceCopyError
+from aiofeed.core.errors import DeviceCopyError
+from aiofeed.core.pytree import leaves
+from aiofeed.core.types import ArrayLeaf
+from aiofeed.devices.backend import TorchBackend
+from aiofeed.devices.copier import Copier
+from aiofeed.devices.resolve import resolve_device
 from aiofeed.testing import WrongBytesError, check_copier
-from aiofeed.tree import leaves
-from aiofeed.types import ArrayLeaf
 
 
 def slow():

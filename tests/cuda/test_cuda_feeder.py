@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
-from aiofeed import cuda_calls
-from aiofeed.config import DEVICE_BATCHES
-from aiofeed.copier import Copier
-from aiofeed.copy_thread import QUEUED_BATCHES
-from aiofeed.static_copier import StaticCopier
+from aiofeed.core.limits import DEVICE_BATCHES
+from aiofeed.devices import cuda
+from aiofeed.devices.copier import Copier
+from aiofeed.devices.copy_thread import QUEUED_BATCHES
+from aiofeed.devices.static_copier import StaticCopier
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
@@ -133,7 +133,7 @@ class TestGraphs:
         def copy():
             try:
                 backend.enter_thread()
-                modes.append(cuda_calls.set_capture_mode(cuda_calls.THREAD_LOCAL))
+                modes.append(cuda.set_capture_mode(cuda.THREAD_LOCAL))
                 copier = Copier(backend, lambda batch: batch.float())
                 # Host and device memory of a size that nobody has had before.
                 in_flight = copier.issue(torch.from_numpy(backend.pin(37 << 20)))
@@ -161,7 +161,7 @@ class TestGraphs:
                 x.add_(1)
         graph.replay()
         assert errors == []
-        assert modes == [cuda_calls.THREAD_LOCAL]
+        assert modes == [cuda.THREAD_LOCAL]
         assert x.tolist() == [3.0] * 8
 
     def test_addresses_outlive_close(self, backend):

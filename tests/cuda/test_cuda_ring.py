@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from aiofeed import Feeder, Limits
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "sharing"))
-
-import share_parts as parts
+from tests.support import process_parts as parts
 
 pytestmark = pytest.mark.cuda
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,20 +13,17 @@ import torch
 
 import aiofeed
 from aiofeed import FeedError, WorkerDiedError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "sharing"))
-
-import share_parts as parts
+from tests.support import process_parts as parts
+from tests.support.paths import environment
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
-SHARING = Path(__file__).resolve().parent.parent / "sharing"
 SAMPLES, BATCH = 96, 4
 HEAD = """
 import logging, os, sys, time
 import torch
 import aiofeed
-import share_parts as parts
+from tests.support import process_parts as parts
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
 def collate(samples):
     numbers = torch.tensor([int(sample) for sample in samples])
@@ -93,14 +89,13 @@ def feeder(samples: int = SAMPLES) -> aiofeed.Feeder[Any]:
     )
 
 
-def start(script: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(SHARING.parent.parent), str(SHARING)])
+def start(script: str, *arguments: object, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env=environment(**more),
     )
 
 

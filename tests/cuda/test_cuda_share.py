@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from aiofeed.sharing.shared_tensors import attach_tensors, share
+from aiofeed.processes.shared_tensors.api import attach_tensors, share
+from tests.support.paths import environment
 
 pytestmark = pytest.mark.cuda
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CHILD = """
 import gc, logging, sys
 import torch
-from aiofeed.sharing.shared_tensors import attach_tensors
+from aiofeed.processes.shared_tensors.api import attach_tensors
 logging.basicConfig(stream=sys.stdout)
 data = attach_tensors(sys.argv[1], *sys.argv[2:])
 x, part = data["x"], data["part"]
@@ -62,14 +60,14 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def child(address: str, *arguments: str, **environment: str) -> tuple[str, subprocess.Popen[str]]:
+def child(address: str, *arguments: str, **more: str) -> tuple[str, subprocess.Popen[str]]:
     """What a process prints once it has attached and written, and the process, which still has the tensors."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, address, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env=environment(**more),
     )
     assert process.stdout is not None
     output = ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed.devices import resolve_device
+from aiofeed.devices.resolve import resolve_device
 from benchmarks.gpu.trace import profiled, recorded
 
 # The profiler says in some versions of torch what it is going to do in others.

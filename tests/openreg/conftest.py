@@ -53,7 +53,7 @@ def record_stream():
 @pytest.fixture
 def backend(record_stream):
     """The first of the two devices, with record_stream."""
-    from aiofeed.devices import resolve_device
+    from aiofeed.devices.resolve import resolve_device
 
     record_stream.clear()
     return resolve_device("openreg:0")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed.copier import Copier
-from aiofeed.device import TorchBackend
-from aiofeed.devices import resolve_device, resolve_devices
-from aiofeed.errors import DeviceCopyError
-from aiofeed.static_copier import StaticCopier
+from aiofeed.core.errors import DeviceCopyError
+from aiofeed.core.types import ArrayLeaf
+from aiofeed.devices.backend import TorchBackend
+from aiofeed.devices.copier import Copier
+from aiofeed.devices.resolve import resolve_device, resolve_devices
+from aiofeed.devices.static_copier import StaticCopier
 from aiofeed.testing import check_copier
-from aiofeed.types import ArrayLeaf
 
 
 def in_turn(backend):

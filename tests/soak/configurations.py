@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aiofeed import Feeder, FromDataset, Limits
-from aiofeed.schedule import Position, Schedule
+from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.testing import SimulatedDevice
 from tests.soak.sources import FILE_WIDTH, FILES, Decode, Items, Many, Numbers, files
 

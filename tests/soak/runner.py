@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from aiofeed.runtime import new_event_loop
+from aiofeed.runtime.event_loop import new_event_loop
 from tests.soak import bridges, episodes, faulty, policies, processes
 from tests.soak.checks import Checks, Watch, watchdog
 from tests.soak.configurations import ViolationError
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Kind, float]] = {
 
 
 def _signals(seed: int) -> str:
-    from tests.processes import run_signal_cases
+    from tests.support.signal_cases import run_signal_cases
 
     totals = run_signal_cases(200, seed)
     totals.check()
@@ -42,7 +42,7 @@ def _signals(seed: int) -> str:
 
 
 def _fuzz(seed: int) -> str:
-    from tests.test_image_fuzz import run_fuzz
+    from tests.decoders.test_image_fuzz import run_fuzz
 
     totals = run_fuzz(20_000, seed)
     decoded, refused = (sum(count[what] for count in totals.values()) for what in ("decoded", "refused"))

@@ -1,0 +1,290 @@
+"""The file of a ``DiskCache``: a header, a table with an entry per sample, and rows. Local byte order is not assumed.
+
+    0     magic, length and CRC-32 of the description (0 until the file is whole), number of rows given out
+    40    the description: JSON; of a ``Dataset``'s items it has the form, too
+    table an entry of 16 bytes per sample: number of its row + 1 (0: none), CRC-32 of index and row
+    rows  at a multiple of 4096, one after the other
+
+All writing is by ``pwrite`` under an exclusive ``flock``, first the row, then its entry. Reading needs no lock: an
+entry counts only once its checksum has been compared, so that nothing depends on what reached the disk first. Who
+makes a sample may lock the bytes of its entry meanwhile, byte 0 where there are no entries yet: such locks end with
+their holder, nothing that is right or wrong depends on them, and the ``flock`` does not meet them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import stat
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
+from aiofeed.core.errors import CacheError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+VERSION = 1
+_MAGIC = b"aiofeed samples\n"
+_HEAD = struct.Struct("<16sIIQ")
+_USED = struct.Struct("<Q")
+_USED_AT = 24
+_DESCRIPTION_AT = 40
+_ENTRY = struct.Struct("<QII")
+_ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
+_PAGE = 4096
+_POPULATE_READ = 22
+# Locks that belong to an open file, not to a process; elsewhere than on Linux they would meet the flock.
+_LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
+_OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
+_FLOCK = struct.Struct("hhqqi4x")
+_WAY_OUT = "delete the file, or choose another path"
+
+
+def checksum(index: int, row: NDArray[np.uint8]) -> int:
+    """CRC-32 of a row and of whose it is."""
+    return zlib.crc32(row.data, zlib.crc32(index.to_bytes(8, "little")))
+
+
+class CacheFile:
+    """An open file. It is closed when it is dropped.
+
+    Args:
+        path: where it is.
+    """
+
+    _fd = -1
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.writable = True
+        flags = os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_NONBLOCK", 0)
+        try:
+            self._fd = os.open(path, os.O_RDWR | flags)
+        except OSError as error:
+            if error.errno == errno.EISDIR:
+                raise CacheError(f"DiskCache: {path!r} is a folder; name a file in it") from error
+            if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM):
+                raise
+            self._fd = os.open(path, os.O_RDONLY | flags)
+            self.writable = False
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise CacheError(f"DiskCache: {path!r} is no regular file; choose another path")
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other process writes inside. Threads of this one have a lock of their own."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def claim(self, index: int | None) -> bool:
+        """Say to others that a sample is being made here, the first of all with ``None``; False where another is at it.
+
+        It goes with the file, at the latest; where the system has no such locks it always succeeds.
+        """
+        return self._lock_entry(index, fcntl.F_WRLCK)
+
+    @property
+    def made(self) -> bool:
+        """Whether it is known where its entries are."""
+        return hasattr(self, "_table_at")
+
+    def unclaim(self, index: int | None) -> None:
+        """The sample has been made, or not."""
+        self._lock_entry(index, fcntl.F_UNLCK)
+
+    def _lock_entry(self, index: int | None, kind: int) -> bool:
+        if _OWN_LOCK is None or not self.writable:
+            return True
+        at, nbytes = (0, 1) if index is None else (self._table_at + index * _ENTRY.size, _ENTRY.size)
+        try:
+            fcntl.fcntl(self._fd, _OWN_LOCK, _FLOCK.pack(kind, os.SEEK_SET, at, nbytes, 0))
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EACCES)
+        return True
+
+    def describe(self) -> dict[str, Any] | None:
+        """What the file says of itself; ``None`` where it was never finished being made.
+
+        Raises:
+            CacheError: it is something else, damaged or cut short.
+        """
+        head = os.pread(self._fd, _HEAD.size, 0)
+        if not head:
+            return None
+        if not head.startswith(_MAGIC):
+            raise CacheError(f"{self.path!r} is no cache of decoded samples; choose another path")
+        if len(head) < _HEAD.size:
+            return None
+        _, length, crc, _ = _HEAD.unpack(head)
+        if not length:
+            return None
+        text = os.pread(self._fd, length, _DESCRIPTION_AT)
+        if zlib.crc32(text) != crc:
+            raise CacheError(f"the header of the cache {self.path!r} is damaged: {_WAY_OUT}")
+        described: dict[str, Any] = json.loads(text)
+        if described["version"] != VERSION:
+            raise CacheError(
+                f"the cache {self.path!r} has version {described['version']}, this aiofeed has {VERSION}: {_WAY_OUT}"
+            )
+        self._place(described, length)
+        size = os.fstat(self._fd).st_size
+        if size < self._end:
+            raise CacheError(
+                f"the cache {self.path!r} is cut short: {size} bytes, it was made with {self._end}: {_WAY_OUT}"
+            )
+        return described
+
+    def _place(self, described: dict[str, Any], length: int) -> None:
+        self.samples, self.capacity = int(described["samples"]), int(described["capacity"])
+        self.layout = _described_layout(described)
+        self._table_at = _up(_DESCRIPTION_AT + length)
+        self._rows_at = _up(self._table_at + self.samples * _ENTRY.size)
+        self._end = self._rows_at + self.capacity * self.layout.nbytes
+
+    def make(
+        self, described: dict[str, Any], layout: Layout, max_bytes: int | None, making: int | None = None
+    ) -> dict[str, Any]:
+        """Make the file, inside ``locked``; all of its room is taken now. What it says of itself.
+
+        Args:
+            described: what it is to be of.
+            layout: of a sample.
+            max_bytes: of the file.
+            making: the sample that told the layout: it is claimed before others see that there is a file.
+
+        Raises:
+            CacheError: there is no room.
+        """
+        samples, row = described["samples"], layout.nbytes
+        described = {"version": VERSION} | described
+        described |= {"shape": list(layout.shape), "dtype": layout.dtype}
+        described |= {"torch_dtype": layout.torch_dtype, "tensor": layout.tensor}
+        if isinstance(layout, ItemLayout):
+            described |= {"form": layout.form, "types": layout.types, "told": layout.told}
+        # Its length is to be the same whatever the capacity.
+        described["capacity"] = samples
+        length = len(json.dumps(described)) + 20
+        self._place(described, length)
+        if max_bytes is not None:
+            described["capacity"] = min(samples, max((max_bytes - self._rows_at) // row, 0))
+        if not described["capacity"]:
+            least = self._rows_at + row
+            raise CacheError(
+                f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: that takes {told_bytes(least)} "
+                f"({least} bytes), all of them {told_bytes(self._end)}"
+            )
+        text = json.dumps(described).ljust(length).encode()
+        self._place(described, length)
+        self._write(_HEAD.pack(_MAGIC, 0, 0, 0), 0)
+        self._reserve()
+        self._write(text, _DESCRIPTION_AT)
+        os.fsync(self._fd)
+        if making is not None:
+            self.claim(making)
+        self._write(_HEAD.pack(_MAGIC, length, zlib.crc32(text), 0), 0)
+        os.fsync(self._fd)
+        return described
+
+    def _reserve(self) -> None:
+        folder = os.path.dirname(os.path.abspath(self.path))
+        try:
+            free = shutil.disk_usage(folder).free
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, self._end)
+            else:
+                if free < self._end:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.ftruncate(self._fd, self._end)
+        except OSError as error:
+            os.ftruncate(self._fd, 0)
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            raise CacheError(
+                f"the cache {self.path!r} needs {told_bytes(self._end)} ({self._end} bytes) for {self.capacity} "
+                f"samples, and {told_bytes(free)} are free in {folder!r} ({os.strerror(error.errno or 0)}): make room, "
+                f"choose another path, or keep fewer with DiskCache(path, max_bytes=...)"
+            ) from error
+
+    def open_rows(self) -> tuple[NDArray[np.void], NDArray[np.uint8]]:
+        """The table and the rows, for reading; what processes write is seen by all."""
+        self._memory = memory = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_READ)
+        table = np.frombuffer(memory, _ENTRY_TYPE, self.samples, self._table_at)
+        rows = np.frombuffer(memory, np.uint8, self.capacity * self.layout.nbytes, self._rows_at)
+        return table, rows.reshape(self.capacity, self.layout.nbytes)
+
+    def bring_near(self, row: int) -> None:
+        """See to it that reading a row that was just written does not stop at every other page."""
+        start = self._rows_at + row * self.layout.nbytes
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._memory.madvise(_POPULATE_READ, first, start + self.layout.nbytes - first)
+        except (OSError, ValueError, AttributeError):  # Linux 5.14 has it; it is only faster
+            pass
+
+    def next_row(self) -> int | None:
+        """Give a row out, inside ``locked``; ``None`` where none is left."""
+        [used] = _USED.unpack(os.pread(self._fd, _USED.size, _USED_AT))
+        if used >= self.capacity:
+            return None
+        self._write(_USED.pack(used + 1), _USED_AT)
+        return int(used)
+
+    def write(self, index: int, row: int, data: NDArray[np.uint8], crc: int) -> None:
+        """Write a sample, then its entry, inside ``locked``."""
+        self._write(data.data, self._rows_at + row * self.layout.nbytes)
+        self._write(_ENTRY.pack(row + 1, crc, 0), self._table_at + index * _ENTRY.size)
+
+    def _write(self, data: Any, at: int) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            count = os.pwrite(self._fd, view, at)
+            view, at = view[count:], at + count
+
+
+def open_file(path: str, *, create: bool) -> CacheFile | None:
+    """The file at a path; ``None`` where there is none and ``create`` is false."""
+    try:
+        return CacheFile(path)
+    except FileNotFoundError:
+        if not create:
+            return None
+    except OSError as error:
+        raise CacheError(f"the cache {path!r} cannot be opened: {error}") from error
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666))
+        return CacheFile(path)
+    except OSError as error:
+        folder = os.path.dirname(path) or "."
+        hint = "" if os.path.isdir(folder) else f"; there is no folder {folder!r}: make it first"
+        raise CacheError(f"the cache {path!r} cannot be made: {error}{hint}") from error
+
+
+def _described_layout(described: dict[str, Any]) -> Layout:
+    shape, dtype = tuple(described["shape"]), described["dtype"]
+    if "form" in described:
+        types, told = tuple(described["types"]), described["told"]
+        return ItemLayout(shape, dtype, form=described["form"], types=types, told=told)
+    return Layout(shape, dtype, described["torch_dtype"], described["tensor"])
+
+
+def _up(at: int) -> int:
+    return -(-at // _PAGE) * _PAGE

@@ -1,0 +1,230 @@
+"""What a ``Dataset``'s items look like, and how they are taken apart into arrays that can be kept, and put together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.cache.decoder_codec import UnfitError
+from aiofeed.cache.layout import ItemLayout, Layout
+from aiofeed.core.pytree import is_namedtuple, map_leaves
+from aiofeed.core.types import ArrayLeaf
+from aiofeed.runtime.tensors import as_array, as_tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# As default_collate makes tensors of them.
+NUMBERS: dict[type, np.dtype[Any]] = {
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    bool: np.dtype(np.bool_),
+}
+# Others may carry something beside their items, which a batch would have of its first sample.
+_MAPPINGS = (dict, OrderedDict)
+_SHOWN = 40
+
+
+class Part:
+    """A number, an array or a tensor of an item. No dataclass, since those are nodes of an item and this is a leaf.
+
+    Args:
+        place: its place among the parts of an item, depth first.
+        kind: the type of a number; ``None``: it is an array or a tensor.
+        layout: what is kept of it.
+    """
+
+    __slots__ = ("kind", "layout", "place")
+
+    def __init__(self, place: int, kind: type | None, layout: Layout) -> None:
+        self.place = place
+        self.kind = kind
+        self.layout = layout
+
+    def __repr__(self) -> str:
+        return str(self.layout) if self.kind is None else self.kind.__name__
+
+    def memory(self, value: Any) -> NDArray[Any] | None:
+        """What is kept of another item's part; ``None`` where it is of another kind.
+
+        Raises:
+            OverflowError: the number is too large for a tensor.
+        """
+        layout = self.layout
+        if self.kind is not None:
+            return np.asarray(value, layout.dtype) if _number_type(value) is self.kind else None
+        memory, torch_dtype = _memory(value)
+        alike = (
+            memory is not None
+            and memory.shape == layout.shape
+            and memory.dtype.name == layout.dtype
+            and torch_dtype == layout.torch_dtype
+            and isinstance(value, np.ndarray) != layout.tensor
+        )
+        return memory if alike else None
+
+    def value(self, memory: NDArray[Any]) -> Any:
+        """The part again, in memory of its own."""
+        if self.kind is not None:
+            return memory.item() if self.kind in NUMBERS else memory[()]
+        copied = memory.copy()
+        if not self.layout.tensor:
+            return copied
+        return as_tensor(ArrayLeaf(copied, torch_dtype=self.layout.torch_dtype))
+
+
+def item_layout(item: Any) -> ItemLayout:
+    """How items are kept, by one of them.
+
+    Raises:
+        UnfitError: they cannot be.
+    """
+    parts: list[Layout] = []
+    template = _template(item, "", parts)
+    nbytes = sum(part.nbytes for part in parts)
+    if not nbytes:
+        raise UnfitError(f"it has no elements: it is {told(item)}")
+    words = str(template)
+    return ItemLayout((nbytes,), "uint8", form=words, told=words, parts=tuple(parts), template=template)
+
+
+def parts_of(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
+    """The arrays of an item; views of its own where it has such.
+
+    Raises:
+        UnfitError: it is not like the others.
+    """
+    found: list[NDArray[Any]] = []
+    _take(layout.template, item, "", found)
+    return found
+
+
+def item_of(parts: Sequence[NDArray[Any]], layout: ItemLayout) -> Any:
+    """An item as the ``Dataset`` gave it, in memory of its own."""
+    return map_leaves(lambda part: part.value(parts[part.place]), layout.template)
+
+
+def batch_of(columns: Sequence[Any], layout: ItemLayout) -> Any:
+    """A batch as ``default_collate`` makes it of items, its tensors those of ``columns``."""
+    return _collated(layout.template, columns)
+
+
+def told(value: Any) -> str:
+    """What a part of an item is, in a few words."""
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {list(value.shape)}"
+    if hasattr(value, "__torch_function__") and hasattr(value, "requires_grad"):
+        odd = [str(value.device)] if value.device.type != "cpu" else []
+        odd += ["requires grad"] if value.requires_grad else []
+        odd += [str(value.layout)] if str(value.layout) != "torch.strided" else []
+        also = f" ({', '.join(odd)})" if odd else ""
+        return f"{type(value).__name__.lower()} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{also}"
+    kind = type(value)
+    if kind in (str, bytes, int, float, bool):
+        text = repr(value)
+        return f"a {kind.__name__}, {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}"
+    if value is None:
+        return "None"
+    if isinstance(value, dict):
+        return f"a {kind.__name__} with the keys {list(value)}"
+    if isinstance(value, tuple | list):
+        return f"a {kind.__name__} of {len(value)}"
+    return f"a {kind.__name__}"
+
+
+def _template(value: Any, path: str, parts: list[Layout]) -> Any:
+    kind = type(value)
+    if kind in _MAPPINGS:
+        return kind([(name, _template(part, f"{path}[{name!r}]", parts)) for name, part in value.items()])
+    if kind is tuple or kind is list or is_namedtuple(value):
+        found = [_template(part, f"{path}[{at}]", parts) for at, part in enumerate(value)]
+        return kind._make(found) if is_namedtuple(value) else kind(found)
+    number = _number_type(value)
+    layout = _array_layout(value) if number is None else _number_layout(value)
+    if layout is None:
+        raise UnfitError(
+            f"item{path} is {told(value)}, where plain CPU tensors and arrays, numbers, and tuples, lists and dicts of "
+            f"these can be kept"
+        )
+    found_part = Part(len(parts), number, layout)
+    parts.append(layout)
+    return found_part
+
+
+def _number_type(value: Any) -> type | None:
+    """The type of a number, ``None`` where it is none; of numpy's that are the same (``longlong``) always one."""
+    if isinstance(value, np.generic) and type(value) not in NUMBERS:
+        return np.dtype(value.dtype.str).type
+    return type(value) if type(value) in NUMBERS else None
+
+
+def _memory(value: Any) -> tuple[NDArray[Any] | None, str | None]:
+    # A row of a memmap is one, and default_collate takes it as an array.
+    return as_array(np.asarray(value) if type(value) is np.memmap else value)
+
+
+def _array_layout(value: Any) -> Layout | None:
+    import torch
+
+    memory, torch_dtype = _memory(value)
+    if memory is None:
+        return None
+    if isinstance(value, np.ndarray):
+        try:
+            torch.from_numpy(np.empty(0, memory.dtype))
+        except TypeError:  # a dtype that torch lacks: no batch could be made of it
+            return None
+    return Layout(memory.shape, memory.dtype.name, torch_dtype, tensor=not isinstance(value, np.ndarray))
+
+
+def _number_layout(value: Any) -> Layout | None:
+    if (dtype := NUMBERS.get(type(value))) is not None:
+        return Layout((), dtype.name)
+    import torch
+    from torch.utils.data import default_collate
+
+    try:
+        as_torch = torch.from_numpy(np.empty(0, value.dtype)).dtype
+        return Layout((), value.dtype.name) if default_collate([value]).dtype is as_torch else None
+    except TypeError:  # no number, or one of a dtype that torch lacks
+        return None
+
+
+def _take(node: Any, value: Any, path: str, found: list[NDArray[Any]]) -> None:
+    if type(node) is Part:
+        try:
+            memory = node.memory(value)
+        except OverflowError as error:
+            raise UnfitError(f"item{path} is {told(value)}: {error}") from None
+        if memory is None:
+            raise _unlike(node, value, path)
+        found.append(memory)
+    elif type(value) is not type(node) or len(value) != len(node):
+        raise _unlike(node, value, path)
+    elif isinstance(node, dict):
+        # The order of an OrderedDict's keys is part of its value.
+        alike = value.keys() == node.keys() if type(node) is dict else list(value) == list(node)
+        if not alike:
+            raise _unlike(node, value, path)
+        for name, part in node.items():
+            _take(part, value[name], f"{path}[{name!r}]", found)
+    else:
+        for at, part in enumerate(node):
+            _take(part, value[at], f"{path}[{at}]", found)
+
+
+def _unlike(node: Any, value: Any, path: str) -> UnfitError:
+    others = repr(node) if type(node) is Part else told(node)
+    return UnfitError(f"item{path} is {told(value)}, and that of the others is {others}")
+
+
+def _collated(node: Any, columns: Sequence[Any]) -> Any:
+    if type(node) is Part:
+        return columns[node.place]
+    if isinstance(node, dict):
+        return type(node)([(name, _collated(part, columns)) for name, part in node.items()])
+    found = [_collated(part, columns) for part in node]
+    return type(node)._make(found) if is_namedtuple(node) else found

@@ -1,0 +1,1 @@
+"""Plain values: types, errors, limits, policies and statistics. Imports nothing else of aiofeed."""

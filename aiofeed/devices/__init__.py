@@ -1,0 +1,1 @@
+"""Accelerators: backends, streams, pinned memory and copies."""

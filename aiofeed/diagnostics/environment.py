@@ -1,0 +1,140 @@
+"""Facts about the machine and its packages; nothing is changed, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from aiofeed.diagnostics.report import Surroundings
+from aiofeed.runtime import machine
+from aiofeed.sources.native_files import group_reader
+
+# What can be imported, and the packages that bring it.
+_DECODERS = {
+    "simplejpeg": ("simplejpeg",),
+    "cv2": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
+    "torchvision": ("torchvision",),
+}
+_DEV = Path("/dev")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def surroundings() -> Surroundings:
+    """What is around torch."""
+    import torch
+
+    pillow = _pillow()
+    files = _nvidia_files()
+    untyped: Any = torch.cuda
+    return Surroundings(
+        aiofeed=_version(("aiofeed",)),
+        python=f"Python {platform.python_version()}, {sys.platform} {platform.machine()}",
+        torch=f"{torch.__version__}, {_built_for()}",
+        torch_threads=torch.get_num_threads(),
+        pillow=pillow,
+        # Pillow-SIMD's versions are Pillow's with ".post" and a number.
+        pillow_simd=pillow is not None and ".post" in pillow,
+        pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
+        x86=platform.machine().lower() in ("x86_64", "amd64"),
+        decoders=_own_decoder() | {name: _version(packages) for name, packages in _DECODERS.items() if _there(name)},
+        small_files=group_reader() is not None,
+        uvloop=_version(("uvloop",)) if _there("uvloop") else None,
+        affinity=machine.affinity(),
+        cpu_quota=machine.cpu_quota(),
+        cores=machine.cpus(),
+        memory_limit_bytes=machine.memory_limit(),
+        free_memory_bytes=machine.free_memory(),
+        open_files=_limit("RLIMIT_NOFILE"),
+        locked_bytes=_limit("RLIMIT_MEMLOCK"),
+        shm_bytes=_shm_bytes(),
+        nvidia_driver=_driver(),
+        nvidia_files=bool(files),
+        nvidia_refused=tuple(str(path) for path in files if not os.access(path, os.R_OK | os.W_OK)),
+        forked=bool(untyped._is_in_bad_fork()),
+    )
+
+
+def _built_for() -> str:
+    import torch
+
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "built without CUDA"
+
+
+def _pillow() -> str | None:
+    # The package's own word counts: both distributions may be installed, and the later one serves.
+    try:
+        found: str = importlib.import_module("PIL").__version__
+    except ImportError:
+        return None
+    return found
+
+
+def _own_decoder() -> dict[str, str]:
+    """The library that is built with aiofeed, by the libjpeg-turbo that it goes by."""
+    try:
+        found: Any = importlib.import_module("aiofeed.decoders.native_jpeg").native_decoder()
+    except ImportError:  # no Pillow: images are decoded by nothing of ours
+        return {}
+    return {} if found is None else {"aiofeed's own over libjpeg-turbo": found.version}
+
+
+def _there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # in sys.modules, without a spec
+        return True
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _version(packages: tuple[str, ...]) -> str:
+    return next((found for package in packages if (found := _installed(package))), "")
+
+
+def _limit(name: str) -> tuple[int, int] | None:
+    try:
+        resource: Any = importlib.import_module("resource")
+        soft, hard = resource.getrlimit(getattr(resource, name))
+    except (ImportError, AttributeError):  # Windows; a limit that this system does not have
+        return None
+    soft, hard = (-1 if limit == resource.RLIM_INFINITY else int(limit) for limit in (soft, hard))
+    return soft, hard
+
+
+def _shm_bytes() -> int | None:
+    try:
+        found = os.statvfs(_DEV / "shm")
+    except (AttributeError, OSError):  # Windows; macOS
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def _driver() -> str | None:
+    try:
+        words = _DRIVER.read_text().split()
+    except OSError:
+        return None
+    # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan ...", or "Open Kernel Module for x86_64".
+    return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "")
+
+
+def _nvidia_files() -> list[Path]:
+    try:
+        return sorted(path for path in _DEV.glob("nvidia*") if not path.is_dir())
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Turns batch plans into finished batches."""

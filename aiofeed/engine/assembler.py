@@ -1,0 +1,189 @@
+"""Samples of a batch, decoded and put together in decode threads, and what is done where some of them fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any
+
+from aiofeed.core.errors import CollateError, FeedError, SampleError
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.batch import Batch, Keys
+from aiofeed.engine.fetch.collate import Assembly
+from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
+from aiofeed.engine.mending import replenish, shorten
+from aiofeed.engine.meter import JobMeter
+from aiofeed.engine.tuning.threads import ThreadTuner
+from aiofeed.runtime.buffers import Lease, Memory
+from aiofeed.runtime.guard import AbandonedError, Guard, StopFlag, Watch
+from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.watchdog import StuckError, run_within
+
+AssemblyFactory = Callable[[int, Lease], Assembly]
+
+
+class Assembler:
+    """Decodes chunks of batches.
+
+    Args:
+        fetcher: reads and decodes.
+        new_assembly: makes the place where a batch is put together.
+        wrap: turns a batch of ``ArrayLeaf`` into what is handed over. It runs in the decode thread, where what it
+            touches is in the cache: in the consumer, just back from its step, the same takes ten times as long.
+        memory: where the memory of batches comes from.
+        executor: the decode threads.
+        policy: what becomes of samples that fail.
+        stop: ends running jobs.
+        read_slot: held while another sample is read to replace one that failed.
+        tuner: what wants to know what jobs take; ``None``: nothing does.
+    """
+
+    def __init__(
+        self,
+        *,
+        fetcher: Fetcher,
+        new_assembly: AssemblyFactory,
+        wrap: Callable[[Any], Any],
+        memory: Memory,
+        executor: ThreadPool,
+        policy: FailurePolicy,
+        stop: StopFlag,
+        read_slot: Callable[[], AbstractAsyncContextManager[None]],
+        tuner: ThreadTuner | None = None,
+    ) -> None:
+        self._fetcher = fetcher
+        self._new_assembly = new_assembly
+        self._wrap = wrap
+        self._memory = memory
+        self._executor = executor
+        self._policy = policy
+        self._stop = stop
+        self._read_slot = read_slot
+        self._tuner = tuner
+
+    async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
+        """Decode samples ``start``, ``start + 1``, ...; with the last chunk of a batch it is put together."""
+        if (limit_s := self._fetcher.limit_s) is not None:
+            return await self._decode_within(limit_s, batch, start, encoded)
+        # As run_in_executor does, without asking each time whether the function is a coroutine's.
+        job = self._executor.submit(self._decode, batch, start, encoded)
+        del encoded
+        return await asyncio.wrap_future(job)
+
+    async def _decode_within(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
+        """A sample that takes longer than ``limit_s`` has failed, and another thread goes on behind it."""
+        while True:
+            guard = Guard()
+            work = partial(self._decode, batch, start, encoded, guard)
+            try:
+                outcome, at = await run_within(limit_s, self._executor, work, guard)
+            except StuckError as error:
+                raise FeedError(
+                    f"{error} (batch {batch.plan.number}, near {Keys(batch.plan, self._fetcher)[start]!r})"
+                ) from None
+            if at is None:
+                break
+            late: Outcome = guard.outcome
+            late.errors.append((at, self._fetcher.overdue(batch.plan.indices[at])))
+            encoded, start = encoded[at + 1 - start :], at + 1
+            if not encoded or self._policy.action == "raise":
+                self._settle(batch, late)
+                outcome = late
+                break
+            batch.count(late)
+            with batch.lock:
+                batch.errors += late.errors
+        assert outcome is not None
+        return outcome
+
+    def _decode(self, batch: Batch, start: int, encoded: list[Any], guard: Guard | None = None) -> Outcome:
+        """Decode a chunk, and put the batch together where it was the last; runs in a decode thread."""
+        meter = JobMeter(self._executor) if self._tuner is not None and self._tuner.listening else None
+        samples = len(encoded)
+        # Memory is taken by the first chunk that is really decoded, not by those that wait for a thread.
+        with batch.lock:
+            if batch.assembly is None:
+                batch.lease = self._memory.lease()
+                batch.assembly = self._new_assembly(len(batch.plan.indices), batch.lease)
+            assembly = batch.assembly
+        outcome = self._fetcher.decode(batch.plan, start, encoded, assembly, Watch(self._stop, guard))
+        if guard is not None and not guard.finish():
+            raise AbandonedError
+        if self._settle(batch, outcome) and not batch.errors and not self._stop.stopped:
+            self._finish(batch, outcome)
+        if meter is not None:
+            decoded = assembly.nbytes * samples // len(batch.plan.indices)
+            outcome.job = meter.job(samples, outcome.nbytes + decoded)
+        return outcome
+
+    def _settle(self, batch: Batch, outcome: Outcome) -> bool:
+        """Note what came of a chunk; whether it was the batch's last."""
+        with batch.lock:
+            batch.errors += outcome.errors
+            # Tracebacks refer to the frames that refer to the outcome: what has been handed on is not kept there, too.
+            outcome.errors = []
+            batch.undecoded -= 1
+            return batch.undecoded == 0
+
+    def _finish(self, batch: Batch, outcome: Outcome) -> None:
+        """Put the batch together; runs in a decode thread."""
+        started = time.perf_counter()
+        assert batch.assembly is not None
+        try:
+            batch.result = self._wrap(batch.assembly.finish(Keys(batch.plan, self._fetcher), batch.kept))
+        except CollateError as error:
+            batch.error = error
+        outcome.collate_s += time.perf_counter() - started
+
+    async def mend(self, batch: Batch) -> None:
+        """Do about a batch's failures what the policy says."""
+        errors = sorted(batch.errors, key=lambda entry: entry[0])
+        first = errors[0][1]
+        failed = [(position, error) for position, error in errors if isinstance(error, SampleError)]
+        if self._policy.action == "raise" or len(failed) < len(errors):
+            # The earliest in the batch, so that the same files fail the same way every time. Samples that do not fit
+            # together are nobody's failure in particular.
+            others = [error for _, error in errors if not isinstance(error, SampleError)]
+            batch.error = first if self._policy.action == "raise" else others[0]
+            batch.failures = [first] if batch.error is first and isinstance(first, SampleError) else []
+        else:
+            failed = [(position, batch.tally.know(error)) for position, error in failed]
+            batch.errors.clear()
+            if self._policy.action == "skip":
+                mended = shorten(batch.plan, failed)
+            else:
+                mended = await replenish(batch.plan, failed, batch.tally, partial(self._try, batch))
+            batch.kept, batch.failures, batch.error = mended.kept, mended.failures, mended.error
+            if batch.error is None:
+                outcome = Outcome()
+                await asyncio.get_running_loop().run_in_executor(self._executor, partial(self._finish, batch, outcome))
+                batch.count(outcome)
+
+    async def _try(self, batch: Batch, plan: BatchPlan, position: int) -> FeedError | None:
+        """Put the sample that ``plan`` has at a position into its place; the error it came to."""
+        async with self._read_slot():
+            read = await self._fetcher.read(plan.indices[position : position + 1])
+        batch.count_read(read)
+        assert batch.assembly is not None
+        limit_s = self._fetcher.limit_s
+        guard = None if limit_s is None else Guard()
+        decode = partial(self._decode_alone, plan, position, read.samples, batch.assembly, guard)
+        if guard is None or limit_s is None:
+            outcome = await asyncio.get_running_loop().run_in_executor(self._executor, decode)
+        else:
+            found, _ = await run_within(limit_s, self._executor, decode, guard)
+            outcome = found or Outcome([(position, self._fetcher.overdue(plan.indices[position]))])
+        batch.count(outcome)
+        return outcome.errors[0][1] if outcome.errors else None
+
+    def _decode_alone(
+        self, plan: BatchPlan, position: int, encoded: list[Any], assembly: Assembly, guard: Guard | None
+    ) -> Outcome:
+        outcome = self._fetcher.decode(plan, position, encoded, assembly, Watch(self._stop, guard))
+        if guard is not None and not guard.finish():
+            raise AbandonedError
+        return outcome

@@ -1,0 +1,97 @@
+"""A batch on its way: what the engine's tasks and decode threads know of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiofeed.core.errors import FeedError, SampleError
+from aiofeed.core.failures import Tally
+from aiofeed.core.statistics import Counters
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.fetch.async_reader import Encoded
+from aiofeed.engine.fetch.collate import Assembly
+from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
+from aiofeed.runtime.buffers import Lease
+
+
+@dataclass(eq=False)
+class Batch:
+    """One batch, from its plan to its delivery.
+
+    Args:
+        plan: what is in it.
+        counters: of its epoch.
+        tally: of its epoch's failures.
+        reserved: bytes reserved for it.
+        unread: chunks that have not been read; 1 before there are any.
+        unaccounted: chunks the loop has not heard the outcome of.
+        undecoded: chunks that are not decoded; guarded by ``lock``, as ``errors`` is.
+        encoded_bytes: of what was read.
+        lease: its memory, once the first chunk is decoded.
+        assembly: where its samples are put.
+        errors: by position, as they came.
+        gate: set when it may be decoded.
+        result: the finished batch.
+        kept: positions of the samples that are left; ``None``: all.
+        failures: of samples that were skipped or replaced, in order.
+        error: raised in its turn.
+        complete: whether it may leave.
+    """
+
+    plan: BatchPlan
+    counters: Counters
+    tally: Tally
+    reserved: int
+    unread: int = 1
+    unaccounted: int = 0
+    undecoded: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    encoded_bytes: int = 0
+    lease: Lease | None = None
+    assembly: Assembly | None = None
+    errors: list[tuple[int, FeedError]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Any = None
+    kept: Sequence[int] | None = None
+    failures: list[SampleError] = field(default_factory=list)
+    error: FeedError | None = None
+    complete: bool = False
+
+    def count_read(self, read: Encoded) -> None:
+        """Count what was read; on the loop."""
+        self.counters.bytes_read += read.nbytes
+        self.counters.retries += read.retries
+        self.encoded_bytes += read.nbytes
+
+    def count(self, outcome: Outcome) -> None:
+        """Count what came of a job; on the loop."""
+        counters = self.counters
+        counters.read_s += outcome.read_s
+        counters.bytes_read += outcome.nbytes
+        counters.retries += outcome.retries
+        counters.decode_s += outcome.decode_s
+        counters.collate_s += outcome.collate_s
+        self.encoded_bytes += outcome.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read for it, and of its memory."""
+        return self.encoded_bytes + (self.assembly.nbytes if self.assembly is not None else 0)
+
+
+class Keys(Sequence[str]):
+    """The names of a batch's samples, asked for only where an error needs them."""
+
+    def __init__(self, plan: BatchPlan, fetcher: Fetcher) -> None:
+        self._plan = plan
+        self._fetcher = fetcher
+
+    def __len__(self) -> int:
+        return len(self._plan.indices)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._fetcher.key(self._plan.indices[position])

@@ -1,0 +1,75 @@
+"""How many threads decode and how many samples are read at a time: what was found out is put into force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+
+from aiofeed.engine.admission import Admission
+from aiofeed.engine.fetch.fetcher import Fetcher
+from aiofeed.engine.tuning.gil import GilLimit
+from aiofeed.engine.tuning.threads import Job
+from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.runtime.thread_pool import ThreadPool
+
+
+class Concurrency:
+    """Measures of jobs and reads go to a tuner, and its choices to the threads and to the limits.
+
+    Args:
+        admission: has the limits.
+        fetcher: says how many threads are worth using.
+        executor: the decode threads.
+        tuner: chooses; ``None``: the limits stay.
+        tell: told on the loop, once, where the GIL turns out to be what limits decoding.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        fetcher: Fetcher,
+        executor: ThreadPool,
+        tuner: Tuner | None,
+        tell: Callable[[GilLimit], None] | None,
+    ) -> None:
+        self._admission = admission
+        self._fetcher = fetcher
+        self._executor = executor
+        self._tuner = tuner
+        self._tell_limit = tell
+        if tuner is not None:
+            self.follow(tuner)
+
+    def open_lanes(self) -> None:
+        """Let as many threads decode as are worth it, or as the user said."""
+        lanes = self._admission.limits.decode_threads
+        if self._tuner is None or not self._tuner.decoding.given:
+            lanes = self._fetcher.lanes(lanes)
+        if self._tuner is not None:
+            self._tuner.lanes = lanes
+        if lanes != self._executor.lanes:
+            self._executor.widen(lanes)
+
+    def follow(self, tuner: Tuner) -> None:
+        """Take over what was chosen."""
+        limits = self._admission.limits
+        chosen = tuner.decoding.threads, tuner.reading.concurrency
+        if chosen != (limits.decode_threads, limits.read_concurrency):
+            self._admission.change(replace(limits, decode_threads=chosen[0], read_concurrency=chosen[1]))
+            self.open_lanes()
+
+    def learn(self, tuner: Tuner, job: Job, *, wanted: bool) -> None:
+        """Let a job that was measured count, unless the consumer has enough: then it says nothing."""
+        tuner.decoding.observe(job if wanted else replace(job, threads=0))
+        self.follow(tuner)
+        if (found := tuner.news()) is not None and self._tell_limit is not None:
+            self._tell_limit(found)
+
+    def learn_reads(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
+        """Let a chunk's reads count."""
+        starving = self._admission.held_by_reads and self._executor.running < self._executor.lanes
+        now = perf_counter()
+        tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
+        self.follow(tuner)

@@ -1,0 +1,1 @@
+"""Reads and decodes chunks of a batch."""

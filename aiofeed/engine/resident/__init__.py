@@ -1,0 +1,1 @@
+"""Batches of data that are already in memory."""

@@ -1,0 +1,1 @@
+"""Chooses thread and read counts. Pure arithmetic."""

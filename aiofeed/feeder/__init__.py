@@ -1,0 +1,1 @@
+"""What users hold: Feeder, iterators, prefetch, scatter, serve and attach."""

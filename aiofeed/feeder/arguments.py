@@ -1,0 +1,290 @@
+"""What a user hands over, checked and adopted: every refusal says what was given and what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.core.limits import Limits, ResolvedLimits, resolve, whole
+from aiofeed.core.types import Source
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.runtime import machine
+from aiofeed.sampling.schedule import Shuffle
+from aiofeed.sources.dataset import FromDataset, check_part, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.tensors import Tensors
+
+if TYPE_CHECKING:
+    from aiofeed.cache.decoder_codec import Form
+    from aiofeed.cache.store import Store
+    from aiofeed.devices.backend import DeviceBackend
+
+
+def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
+    """The source itself, or a torch ``Dataset`` wrapped as one."""
+    if isinstance(source, FromDataset | Tensors):
+        return source
+    if is_iterable_dataset(source):
+        FromDataset(source)  # raises, and says what to do
+    if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
+        missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
+        if missing:
+            raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
+        return source  # type: ignore[no-any-return]
+    if isinstance(source, str | bytes):
+        raise TypeError(
+            f"a source is an object, got the string {source!r}; did you mean aiofeed.ImageFolder({source!r})?"
+        )
+    if isinstance(source, Mapping) and _has_names(source):
+        raise TypeError(
+            f"a source is asked for samples 0, 1, ..., and this {type(source).__name__} has the keys "
+            f"{list(source)[:8]}: pass one of its values, or of a dict of tensors aiofeed.Tensors(*tensors.values())"
+        )
+    if hasattr(type(source), "iloc"):  # not of a Dataset that hands on what it lacks to a frame of its own
+        raise TypeError(
+            f"a {type(source).__name__} of pandas is asked by its index, not by position: pass "
+            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+        )
+    if is_map_dataset(source):
+        check_part(source)
+        return FromDataset(source)
+    if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
+        raise TypeError(
+            "a DataLoader gives batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
+        )
+    raise TypeError(
+        f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
+    )
+
+
+def _has_names(mapping: Mapping[Any, Any]) -> bool:
+    """Whether it has no samples 0, 1, ...; others than dicts (a TensorDict) may be asked for rows that are no keys."""
+    return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
+
+
+def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
+    """The decoder, where the source needs one."""
+    if isinstance(source, Tensors):
+        if decode is not None:
+            raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= is given each batch")
+        return None
+    if isinstance(source, FromDataset):
+        if decode is not None:
+            raise TypeError("a Dataset's items come decoded, so decode= makes no sense: " + _decoded_where(source))
+        return None
+    if decode is None:
+        raise TypeError(
+            f"{type(source).__name__} gives bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
+            f"or any callable bytes -> tensor (decode=lambda data: data passes on what read() gave)"
+        )
+    if not callable(decode):
+        raise TypeError(f"decode must be callable, got {decode!r}")
+    if isinstance(decode, type):
+        raise TypeError(f"decode must be an object that decodes, got the class {decode.__name__}; call it first")
+    if _is_async(decode):
+        raise TypeError(
+            f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: what is to be waited "
+            f"for belongs into the source's `async read`"
+        )
+    return decode  # type: ignore[no-any-return]
+
+
+def _decoded_where(source: FromDataset) -> str:
+    items = source.dataset
+    if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
+        return f"a {type(items).__name__} is taken for a Dataset; for files pass aiofeed.Files(paths)"
+    return "do it in the dataset"
+
+
+def _is_path(text: str) -> bool:
+    return os.sep in text or "." in text
+
+
+def _is_async(value: Any) -> bool:
+    return inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
+
+
+def an_engine(value: object) -> int:
+    """How many processes ``engine=`` asks for; 0 for threads.
+
+    Raises:
+        TypeError, ValueError: it is none of "thread", "process" and "process:4".
+    """
+    expected = 'expected "thread", "process", or "process:4" for so many processes'
+    if not isinstance(value, str):
+        raise TypeError(f"engine must be a str, got {value!r}; {expected}")
+    kind, colon, number = value.partition(":")
+    if value == "thread":
+        return 0
+    if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+        raise ValueError(f"engine={value!r}: {expected}")
+    if not hasattr(socket, "send_fds"):
+        raise ValueError(f'engine={value!r} needs Unix sockets, which this system lacks; use engine="thread"')
+    return int(number) if colon else 1
+
+
+def adopt_collate(source: Source[Any] | FromDataset | Tensors, collate_fn: Any) -> Callable[..., Any] | None:
+    """What makes a batch of samples, where there are samples to make it of."""
+    if isinstance(source, Tensors) and collate_fn is not None:
+        raise TypeError(
+            "batches of Tensors are views and are not put together from samples, so collate_fn= makes no sense: pass "
+            "transform=, which is given each batch, or torch.utils.data.TensorDataset(...) as the source"
+        )
+    return a_callable("collate_fn", collate_fn)  # type: ignore[no-any-return]
+
+
+def adopt_cache(
+    cache: object,
+    source: Any,
+    decode: Callable[..., Any] | None,
+    *,
+    engines: int,
+    fingerprint: Callable[[], str],
+    batch_size: int = 1,
+    backend: DeviceBackend | DeviceGroup | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    static_batches: bool = False,
+) -> Store | None:
+    """What keeps decoded samples, nothing in it yet.
+
+    Raises:
+        TypeError, ValueError: it is no cache, or the source or the decoder is none for a cache.
+    """
+    if cache is None:
+        return None
+    from aiofeed.cache.device import DeviceRows
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.resident import HostRows
+    from aiofeed.engine.fetch.cached import cached_form
+
+    if cache == "host":
+        cache = HostCache()
+    if cache != "device" and not isinstance(cache, HostCache | DiskCache):
+        raise TypeError(
+            f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
+            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if isinstance(cache, str) and _is_path(cache) else "")
+        )
+    if isinstance(source, Tensors):
+        raise TypeError("cache= keeps samples in memory, and those of Tensors are in memory already: leave it out")
+    form = None if decode is None else cached_form(decode)
+    if cache == "device":
+        _check_cache_on_device(form, decode, engines, backend, collate_fn, static_batches)
+        if backend is None:
+            return HostRows(len(source), batch_size, machine.free_memory)
+        return DeviceRows(len(source), batch_size)
+    assert isinstance(cache, HostCache | DiskCache)
+    if isinstance(cache, DiskCache):
+        if decode is None:
+            assert isinstance(source, FromDataset)
+            return DiskStore(len(source), cache, source.fingerprint() or dataset_identity(source.dataset))
+        return DiskStore(len(source), cache, fingerprint(), identity(decode))
+    if engines:
+        raise ValueError(
+            'cache="host" is memory of this process, and engine="process" decodes in others: pass '
+            'cache=DiskCache(path), which they share, or engine="thread"'
+        )
+    return HostStore(len(source), cache, machine.free_memory)
+
+
+def a_shuffle(value: object) -> Shuffle:
+    """``value`` where it is a way to shuffle."""
+    if value is True or value is False or value == "keyed":
+        return value
+    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
+
+
+def resolve_limits(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
+    """What may be used, with every number settled for this machine and this source.
+
+    Raises:
+        TypeError: no ``Limits``.
+        ValueError: a limit that processes share does not reach for all of them.
+    """
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
+    if limits is not None and not isinstance(source, FromDataset):  # of which each process has a copy
+        for name in ("read_concurrency", "decode_threads"):
+            given = getattr(limits, name)
+            if given is not None and given < engines:
+                raise ValueError(
+                    f'Limits({name}={given}) with engine="process:{engines}": the processes share it, and each needs '
+                    f'one; give it at least {engines}, or fewer processes, as engine="process:{given}"'
+                )
+    return resolve(
+        limits or Limits(),
+        batch_size=batch_size,
+        cpus=machine.cpus(),
+        free_memory=machine.free_memory(),
+        most_threads=source.threads if isinstance(source, FromDataset) else None,
+        engines=engines,
+    )
+
+
+def _check_cache_on_device(
+    form: Form | None,
+    decode: object,
+    engines: int,
+    backend: DeviceBackend | DeviceGroup | None,
+    collate_fn: object,
+    static_batches: bool,
+) -> None:
+    """``ValueError`` where batches cannot be views of permuted rows."""
+    if form is not None and not form.direct:
+        raise ValueError(
+            f'cache="device" with decode={decode!r}: its random augmentation runs on the CPU, sample by sample, and '
+            f'samples that are on the device do not come by there. Use cache="host", or augment batches in transform='
+        )
+    if collate_fn is not None:
+        raise ValueError(
+            'cache="device" hands out views of permuted rows, which collate_fn= cannot make: leave it out and pass '
+            'transform=, which is given each batch, or use cache="host"'
+        )
+    if engines:
+        raise ValueError(
+            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread", '
+            "or cache=DiskCache(path), which they share"
+        )
+    if isinstance(backend, DeviceGroup):
+        raise ValueError(
+            'cache="device" keeps samples on one device: for several make a feeder for each, with '
+            'shard=(rank, world_size), or use cache="host"'
+        )
+    if static_batches:
+        raise ValueError(
+            'static_batches=True copies every batch, and with cache="device" batches are views that cost nothing: '
+            'copy_ them into tensors of your own where addresses have to stay, or use cache="host"'
+        )
+
+
+def an_int(what: str, value: object) -> int:
+    """``value`` where it is an int, one of numpy's too."""
+    return whole(what, value)
+
+
+def a_seed(value: object) -> int:
+    """``value`` where it is a seed that every epoch's generator takes."""
+    seed = an_int("seed", value)
+    if not -(1 << 62) <= seed < 1 << 62:
+        raise ValueError(f"seed must be between -2**62 and 2**62 - 1, got {seed}")
+    return seed
+
+
+def a_callable(what: str, value: Any) -> Any:
+    """``value`` where it is callable or ``None``; what it returns is used, so it is no ``async def``."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{what} must be callable, got {value!r}")
+    if value is not None and _is_async(value):
+        raise TypeError(f"{what} must be an ordinary function, which a thread calls; {value!r} is `async def`")
+    return value
+
+
+def a_bool(what: str, value: object) -> bool:
+    """``value`` where it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, got {value!r}")
+    return value

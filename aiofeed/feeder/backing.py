@@ -1,0 +1,158 @@
+"""What stands behind a feeder's epochs: data that are in memory, or batches on their way; chosen at each ``iter()``."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Protocol, cast
+
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.engine.fetch.source import decodes_in_place
+from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.feeder.config import Recipe
+from aiofeed.feeder.iterator import Delivery
+from aiofeed.feeder.pipeline import Pipeline
+from aiofeed.sampling.epochs import Stream
+from aiofeed.sources.tensors import Tensors
+
+if TYPE_CHECKING:
+    from aiofeed.cache.resident import ResidentStore
+    from aiofeed.core.types import Row
+    from aiofeed.engine.resident.cached_data import Held
+
+
+class FeedDelivery(Delivery, Protocol):
+    """What stands behind a feeder's iterators, one after another."""
+
+    def begin(self) -> None:
+        """A pass begins in the calling thread."""
+        ...
+
+
+class Machinery(Protocol):
+    """What can stand behind a feeder: it gives the batches of a stream, from one ``iter()`` to ``close``."""
+
+    @property
+    def delivery(self) -> FeedDelivery:
+        """Where its batches come out."""
+        ...
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to a parent process."""
+        ...
+
+    @property
+    def queue_depth(self) -> int:
+        """Finished batches that wait for the consumer."""
+        ...
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per executor job, as chosen last."""
+        ...
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What chooses threads and reads as they go; ``None`` where nothing does."""
+        ...
+
+    def start(self, stream: Stream) -> None:
+        """Begin to give the batches of a stream."""
+        ...
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        ...
+
+    def reusable(self) -> bool:
+        """Whether another stream can be started."""
+        ...
+
+    def stop(self) -> None:
+        """Signal the end; never blocks."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end, up to ``timeout_s``; whether it has come."""
+        ...
+
+    async def stopped(self) -> None:
+        """Wait for the end without blocking the caller's loop."""
+        ...
+
+
+def machinery(recipe: Recipe, stream: Stream, after: Machinery | None = None) -> Machinery:
+    """What a recipe needs for a stream, to take the place of ``after``, which is of the same recipe."""
+    if recipe.cache is None and not isinstance(recipe.source, Tensors):
+        return Pipeline(recipe, after=cast("Pipeline | None", after))
+    from aiofeed.engine.resident.cached_data import Held
+    from aiofeed.engine.resident.pipeline import Resident, Store
+
+    source = _resident_source(recipe, stream, after)
+    if source is None:
+        return Pipeline(recipe, after=after.before if isinstance(after, Resident) else cast("Pipeline | None", after))
+    if isinstance(after, Resident) and not after.inherited and after.source is source:
+        return after.successor()
+    assert not isinstance(recipe.backend, DeviceGroup)
+    store = Store(source, batch_size=recipe.batch_size, backend=recipe.backend, memory_bytes=recipe.limits.memory_bytes)
+    found = Resident(store, recipe.transform, source.batch if isinstance(source, Held) else None)
+    found.before = after.before if isinstance(after, Resident) else cast("Pipeline | None", after)
+    return found
+
+
+def serves(recipe: Recipe, running: Machinery, stream: Stream) -> bool:
+    """Whether what runs can give another stream, and nothing would give it faster."""
+    if (cache := _kept_in_place(recipe)) is None:
+        return True
+    return not _holds(cache, stream) if isinstance(running, Pipeline) else cache.holds()
+
+
+def tie_memory(owner: object, recipe: Recipe) -> None:
+    """Let what a cache keeps on a device go with ``owner``; nothing of it waits for the collector."""
+    if recipe.cache is None:
+        return
+    from aiofeed.cache.device import DeviceRows
+
+    if isinstance(recipe.cache, DeviceRows):
+        weakref.finalize(owner, recipe.cache.memory.clear).atexit = False
+
+
+def goes_on(recipe: Recipe, running: Machinery | None) -> bool:
+    """Whether an epoch may follow in the stream of the one before; not while a cache fills, for the next is faster."""
+    cache = _kept_in_place(recipe)
+    return cache is None or (cache.holds() and not isinstance(running, Pipeline))
+
+
+def _kept_in_place(recipe: Recipe) -> ResidentStore | None:
+    """The cache, where it keeps samples where batches are wanted."""
+    if recipe.cache is None:
+        return None
+    from aiofeed.cache.resident import ResidentStore
+
+    return recipe.cache if isinstance(recipe.cache, ResidentStore) else None
+
+
+def _resident_source(recipe: Recipe, stream: Stream, after: Machinery | None) -> Tensors | Held | None:
+    """The data, where all that a stream asks for are in memory; those that ``after`` has, where there are no others."""
+    from aiofeed.engine.resident.cached_data import Held
+    from aiofeed.engine.resident.pipeline import Resident
+
+    if isinstance(recipe.source, Tensors):
+        return recipe.source
+    cache = _kept_in_place(recipe)
+    if cache is None or not _holds(cache, stream):
+        return None
+    if isinstance(after, Resident) and isinstance(after.source, Held) and after.source.samples == cache.held:
+        return after.source
+    row: Row | None = recipe.decode.row if decodes_in_place(recipe.decode) else None  # type: ignore[union-attr]
+    targets = getattr(recipe.source, "target", None) is not None
+    return Held(cache, None if row is None else row.axes, targets=targets)
+
+
+def _holds(cache: ResidentStore, stream: Stream) -> bool:
+    if cache.holds():
+        return True
+    first = stream.first
+    wanted = stream.schedule.stretches(first.position, first.permutation).at(0, sys.maxsize)
+    return wanted is not None and cache.holds(wanted.indices)

@@ -1,0 +1,132 @@
+"""How finished batches reach the consumer: straight from host memory, or through the copy thread and a device."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.devices.copy_thread import CopyThread
+from aiofeed.runtime.event_loop import Runtime
+from aiofeed.runtime.items import Item, Ready, release
+from aiofeed.runtime.queue import Handoff
+
+if TYPE_CHECKING:
+    from aiofeed.devices.copier import Copier
+    from aiofeed.devices.group_copier import GroupCopier
+
+Transform = Callable[[Any], Any]
+
+
+def _released(runtime: Runtime, item: Ready) -> None:
+    """Tell the engine that a batch has left the host's queue."""
+    item.left_at = time.perf_counter()
+    if item.release is not None and (item.note is None or not item.note(item)):
+        runtime.call(release, item)
+
+
+class HostDelivery:
+    """Batches of tensors in host memory.
+
+    Args:
+        runtime: the threads behind it.
+        handoff: where the engine puts finished batches.
+        transform: applied to each batch, in the consumer's thread.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        handoff: Handoff[Item],
+        *,
+        transform: Transform | None,
+    ) -> None:
+        self.handoff = handoff
+        self._runtime = runtime
+        self._transform = transform
+
+    def launch(self) -> None:
+        """Start the threads that are not the runtime's: none."""
+
+    def begin(self) -> None:
+        """A pass begins in the calling thread."""
+
+    def take(self, item: Ready) -> Any:
+        """The batch, transformed where there is a transform."""
+        batch = item.batch
+        _released(self._runtime, item)
+        if self._transform is None:
+            return batch
+        try:
+            return self._transform(batch)
+        except Exception as error:
+            error.add_note(f"in transform= of batch {item.number}")
+            raise
+
+    def stop(self) -> None:
+        """Stop the threads; never blocks."""
+        self._runtime.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end, up to ``timeout_s``; whether they have."""
+        return self._runtime.join(timeout_s)
+
+    async def stopped(self) -> None:
+        """Wait for the threads without blocking the caller's loop."""
+        if not self._runtime.inherited:
+            await asyncio.wait([asyncio.wrap_future(self._runtime.finished)])
+
+
+class DeviceDelivery:
+    """Batches on a device: the copy thread issues, the consumer's stream waits.
+
+    Args:
+        runtime: the threads behind it.
+        finished: where the engine puts finished batches.
+        copier: issues copies and makes the consumer's stream wait for them.
+        room: batches that may be on the device before the consumer asks.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        finished: Handoff[Item],
+        copier: Copier | GroupCopier,
+        *,
+        room: int,
+    ) -> None:
+        self.handoff: Handoff[Item] = Handoff()
+        self._runtime = runtime
+        self._copier = copier
+
+        # Nothing here may refer to this object: the copy thread would then keep it, and itself, alive.
+        self._thread = CopyThread(copier, finished, self.handoff, room=room, issued=partial(_released, runtime))
+        runtime.at_exit(self._thread.stop)
+
+    def launch(self) -> None:
+        """Start the copy thread."""
+        self._thread.launch()
+
+    def begin(self) -> None:
+        """A pass begins in the calling thread: what it has queued, a transform's constants say, comes first."""
+        self._copier.follow()
+
+    def take(self, item: Ready) -> Any:
+        """The batch on the device, the caller's current stream made to wait for its copy."""
+        return self._thread.take(item)
+
+    def stop(self) -> None:
+        """Stop the threads; never blocks."""
+        self._thread.stop()
+        self._runtime.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end, up to ``timeout_s``; whether they have."""
+        return self._runtime.join(timeout_s) and self._thread.join(timeout_s)
+
+    async def stopped(self) -> None:
+        """Wait for the threads without blocking the caller's loop."""
+        if not self._runtime.inherited:
+            await asyncio.wait([asyncio.wrap_future(self._runtime.finished)])

@@ -1,0 +1,328 @@
+"""The machinery behind a feeder: threads, memory, source and an engine per pass, put together here alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.core.errors import as_exception
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.engine.budget import Budget
+from aiofeed.engine.engine import Engine
+from aiofeed.engine.fetch.collate import Assembly
+from aiofeed.engine.fetch.factory import new_assembly, new_fetcher
+from aiofeed.engine.fetch.fetcher import Fetcher
+from aiofeed.engine.tuning.gil import GilLimit, gil_message
+from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.feeder.config import Recipe
+from aiofeed.feeder.delivery import DeviceDelivery, HostDelivery
+from aiofeed.runtime import threads
+from aiofeed.runtime.buffers import HostMemory, Lease, PinnedMemory
+from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
+from aiofeed.runtime.event_loop import Runtime
+from aiofeed.runtime.items import Failed, Item, drop_batches
+from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.tensors import as_tensors
+from aiofeed.sampling.epochs import Stream
+from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.tensors import Tensors
+
+if TYPE_CHECKING:
+    from aiofeed.processes.workers.pool import EngineProcesses
+
+log = logging.getLogger("aiofeed")
+
+# Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
+MOST_READ_THREADS = 64
+
+
+class Pipeline:
+    """Threads that live from one ``iter()`` to ``close``, and what they work with. ``start`` starts them.
+
+    Args:
+        recipe: what to run.
+        after: a pipeline that has to be gone before the source is opened again.
+    """
+
+    def __init__(self, recipe: Recipe, after: Pipeline | None = None) -> None:
+        self._recipe = recipe
+        limits = recipe.limits
+        self._processes = _processes(recipe)
+        self.runtime: Runtime = Runtime(
+            read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
+            decode_threads=limits.decode_threads,
+            after=None if after is None or after.runtime.inherited else after.runtime,
+        )
+        _attach_cache(recipe)
+        self._fetcher = _fetcher(recipe)
+        # What one pipeline has found out the next goes by. A fork may have caught a parent's in the middle of a step,
+        # and new processes find out for themselves.
+        known = after is not None and not after.runtime.inherited and not recipe.engines
+        self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(recipe)
+        # One more than may wait or be decoded: the consumer's.
+        keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
+        self._memory: HostMemory | PinnedMemory
+        if recipe.backend is None:
+            self._memory = HostMemory(keep)
+        else:
+            self._memory = PinnedMemory(recipe.backend.pin, keep * 4)
+        self._launched = self._opened = False
+        self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
+        finished: Handoff[Item] = Handoff()
+        self._finished = finished
+        # A feeder that was left or closed may live on for long; what was read ahead does not.
+        self.runtime.at_exit(partial(drop_batches, self._finished))
+        self.runtime.at_death(lambda error: finished.put(Failed(error)))
+        self.runtime.at_exit(self._memory.close)
+        self._engine: Engine | None = None
+        try:
+            self.delivery: HostDelivery | DeviceDelivery = self._deliver()
+        except BaseException:  # nobody will ever hold this pipeline, to stop it
+            self.runtime.stop()
+            raise
+
+    def start(self, stream: Stream) -> None:
+        """Begin with a stream's epochs; the engine starts at once."""
+        recipe = self._recipe
+        make: Callable[..., Engine] = partial(
+            Engine,
+            new_assembly=partial(_new_assembly, recipe, self._fetcher),
+            tuner=self.tuner,
+            tell=partial(_tell_limit, recipe),
+        )
+        limits = recipe.limits
+        if self._processes is not None:
+            from aiofeed.processes.workers.parent_engine import RemoteEngine
+
+            make = partial(RemoteEngine, processes=self._processes, tuner=self.tuner)
+            # Each process beyond the first is to have a batch to decode while the others do.
+            limits = replace(limits, prefetch_batches=limits.prefetch_batches + recipe.engines - 1)
+        self._engine = make(
+            stream,
+            batch_size=recipe.batch_size,
+            fetcher=self._fetcher,
+            wrap=as_tensors if recipe.backend is None else _unchanged,
+            memory=self._memory,
+            executor=self.runtime.decode_pool,
+            handoff=self._finished,
+            limits=limits,
+            budget=self._budget,
+            in_order=recipe.in_order,
+            policy=recipe.policy,
+            length=recipe.length,
+        )
+        if not self._launched:
+            self._launched = True
+            self.runtime.launch()
+            self.delivery.launch()
+        self.runtime.start(partial(self._run, self._engine))
+
+    def _deliver(self) -> HostDelivery | DeviceDelivery:
+        backend = self._recipe.backend
+        if backend is None:
+            return HostDelivery(self.runtime, self._finished, transform=self._recipe.transform)
+        from aiofeed.devices.group_copier import copier_for
+
+        return DeviceDelivery(
+            self.runtime,
+            self._finished,
+            copier_for(backend, self._recipe.transform, self._recipe.statics),
+            room=self._recipe.limits.device_batches,
+        )
+
+    async def _run(self, engine: Engine) -> None:
+        runtime = self.runtime
+        with EndedBy(lambda: runtime.stopping):
+            if not await self._begin():
+                return
+        await engine.run()
+
+    async def _begin(self) -> bool:
+        """Open the source, and let a cache that keeps samples in place take its memory; whether both could be done."""
+        opened = False
+        try:
+            await self._open_source()
+            opened = True
+            await clear_cancellation()  # open() may have swallowed that of the runtime, or left one of its own
+            await self._prepare()
+        except BaseException as error:  # the user's coroutine, or the device; it is raised at the `for` line
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            if not opened and self._processes is None:
+                error.add_note(f"in {type(self._recipe.source).__name__}.open()")
+            self._finished.put(Failed(as_exception(error)))
+            return False
+        return True
+
+    async def _prepare(self) -> None:
+        if self._recipe.cache is None:
+            return
+        from aiofeed.engine.fetch.kept_items import KeptItemsFetcher
+        from aiofeed.engine.fetch.resident import ResidentFetcher
+
+        if isinstance(self._fetcher, ResidentFetcher | KeptItemsFetcher):
+            await self._fetcher.prepare(self.runtime.decode_pool)
+
+    async def _open_source(self) -> None:
+        if self._opened:
+            return
+        if self._processes is not None:
+            self._opened = True
+            self.runtime.at_stop(self._processes.aclose)
+            await self._processes.start()  # the source is opened there
+            return
+        source = self._recipe.source
+        if (opener := getattr(source, "open", None)) is not None:
+            await opener()
+        if (closer := getattr(source, "aclose", None)) is not None:
+            self.runtime.at_stop(closer)
+        self._opened = True
+
+    def _known_bytes_per_sample(self) -> float:
+        row = getattr(self._recipe.decode, "row", None)
+        if row is None:
+            return 0.0
+        import math
+
+        import numpy as np
+
+        return float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)
+
+    @property
+    def queue_depth(self) -> int:
+        """Finished batches that wait for the consumer."""
+        return len(self.delivery.handoff)
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per executor job, as chosen last."""
+        return self._engine.chunk_size if self._engine is not None else 0
+
+    @property
+    def inherited(self) -> bool:
+        """Whether its threads live in a parent process."""
+        return self.runtime.inherited
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        self.runtime.watch(owner)
+
+    def reusable(self) -> bool:
+        """Whether another pass can run on the same threads."""
+        return not self.runtime.stopping and not self.runtime.inherited
+
+    def stop(self) -> None:
+        """Signal the threads to end; never blocks."""
+        self.delivery.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end, up to ``timeout_s``; whether they have."""
+        if self.delivery.join(timeout_s):
+            return True
+        threads.forget(self.runtime)
+        return False
+
+    async def stopped(self) -> None:
+        """Wait for the threads to end without blocking the caller's loop."""
+        await self.delivery.stopped()
+
+
+def _attach_cache(recipe: Recipe) -> None:
+    """Tell a cache that keeps samples on the device which one it is."""
+    if recipe.cache is None:
+        return
+    from aiofeed.cache.device import DeviceRows
+
+    if isinstance(recipe.cache, DeviceRows) and not isinstance(recipe.backend, DeviceGroup | None):
+        recipe.cache.attach(recipe.backend)
+
+
+def _new_assembly(recipe: Recipe, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+    # No method: the engine would refer to its pipeline, and what that keeps on a device would wait for the collector.
+    return new_assembly(
+        fetcher,
+        recipe.decode,
+        recipe.collate_fn,
+        samples,
+        lease,
+        staged=recipe.backend is not None,
+        cached=recipe.cache is not None,
+    )
+
+
+def _processes(recipe: Recipe) -> EngineProcesses | None:
+    if not recipe.engines:
+        return None
+    from aiofeed.processes.workers.pool import EngineProcesses
+    from aiofeed.processes.workers.spawn import Cargo, check_not_starting
+
+    check_not_starting()
+    limits, source = recipe.limits, recipe.source
+    cargo = Cargo(
+        source=source,
+        decode=recipe.decode,
+        collate_fn=recipe.collate_fn,
+        length=recipe.length,
+        engines=recipe.engines,
+        read_concurrency=limits.read_concurrency,
+        # Each process has a copy of a Dataset.
+        decode_threads=limits.decode_threads * (recipe.engines if isinstance(source, FromDataset) else 1),
+        keep=limits.prefetch_batches + 1 + (recipe.passable.slots if recipe.passable is not None else 0),
+        in_order=recipe.in_order,
+        policy=recipe.policy,
+        cache=recipe.cache,
+        reads_given=_reads_given(recipe),
+        threads_given=recipe.said is None or recipe.said.decode_threads is not None,
+    )
+    backend = recipe.backend
+    # What one device's driver has locked, all of its kind copy from.
+    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
+
+
+def _tuner(recipe: Recipe) -> Tuner | None:
+    """What is left to be found out; engine processes do that themselves, and tell how many samples they read."""
+    if recipe.said is None:
+        return None
+    limits, said = recipe.limits, recipe.said
+    # Whoever said how many threads a Dataset bears knows it; those of processes stay as they are.
+    threads_given = said.decode_threads is not None or isinstance(recipe.source, FromDataset) or bool(recipe.engines)
+    return Tuner(
+        decode_threads=limits.decode_threads,
+        threads_given=threads_given,
+        read_concurrency=limits.read_concurrency,
+        reads_given=_reads_given(recipe),
+    )
+
+
+def _reads_given(recipe: Recipe) -> bool:
+    return recipe.said is None or recipe.said.read_concurrency is not None
+
+
+def _tell_limit(recipe: Recipe, limit: GilLimit) -> None:
+    from aiofeed.decoders.native_jpeg import native_decoder
+
+    backend = getattr(recipe.decode, "backend", None)
+    without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
+    log.warning(gil_message(limit, cores=recipe.limits.decode_threads, turbo=without or backend == "pillow"))
+
+
+def _unchanged(batch: Any) -> Any:
+    """The copier takes a batch as it lies in its slot."""
+    return batch
+
+
+def _fetcher(recipe: Recipe) -> Fetcher:
+    assert not isinstance(recipe.source, Tensors)
+    return new_fetcher(
+        recipe.source,
+        recipe.decode,
+        recipe.collate_fn,
+        length=recipe.length,
+        policy=recipe.policy,
+        cache=recipe.cache,
+    )

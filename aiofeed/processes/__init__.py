@@ -1,0 +1,1 @@
+"""More than one process: workers, serving and shared tensors."""

@@ -1,0 +1,1 @@
+"""Sockets, shared memory and codecs that processes share."""

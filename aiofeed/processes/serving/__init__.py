@@ -1,0 +1,1 @@
+"""One feed for several processes: serve and attach."""

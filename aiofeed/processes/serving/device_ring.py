@@ -1,0 +1,280 @@
+"""A server's ring in device memory: batches that are on a device already are put where other processes read them.
+
+A slot is a block of device memory with the batch in it. Work on it is ordered by the device alone:
+
+    free ── place ──> being filled ── Given ──> the readers' ── the last Read ──> free
+          once the readers' events            each looks for `filled`, copies,
+          are complete: copies,               records `read`, says Read
+          records `filled`
+
+A block is allocated once and exported once to each consumer. Consumers that are gone are waited for no more: all that
+they could still do is read. A block that one of them may still read, because it was let go and not gone by itself, is
+never filled again, and its events are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.core.pytree import leaves, map_leaves
+from aiofeed.processes.ipc.batch_codec import refusal
+from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
+from aiofeed.processes.ipc.schema import Leaf
+from aiofeed.processes.serving.device_block import DTYPES, DeviceBlock, Share, aligned, in_memory_order, is_read
+from aiofeed.processes.serving.protocol import MAX_DEVICE_LETTERS, Block, Trial
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.processes.ipc.shared_device import SharedDevice, SharedEvent
+
+log = logging.getLogger("aiofeed")
+
+_TRIAL_BYTES = 64
+
+
+class DeviceSlot:
+    """The device memory of one batch."""
+
+    def __init__(self, ring: DeviceRing, block: DeviceBlock) -> None:
+        self._ring = ring
+        self.block = block
+
+    def give_back(self) -> None:
+        """Everybody has read it, or is gone."""
+        self._ring.give_back(self.block)
+
+    def discard(self) -> None:
+        """Somebody may read it whom nobody hears of any more: it is not written again."""
+        self._ring.abandon(self.block)
+
+
+class DeviceRing:
+    """Slots in device memory, made as needed. All of it runs on the server's loop, but for ``to_host``.
+
+    Args:
+        backend: the device of the served feeder.
+        shared: what other processes can use of it.
+        slots: how many there may be: one more than can be out, because one may still be read though its reader has
+            said that it was.
+    """
+
+    def __init__(self, backend: DeviceBackend, shared: SharedDevice, slots: int) -> None:
+        self._backend = backend
+        self._shared = shared
+        self._slots = slots
+        self._stream = shared.stream()
+        self._number = 0
+        self._blocks: list[DeviceBlock] = []
+        self._free: list[DeviceBlock] = []
+        self._retired: dict[Hashable, list[int]] = {}
+        self._kept: list[SharedEvent] = []
+        self._trial: tuple[DeviceBlock, torch.Tensor, bytes] | None = None
+        self.identity = shared.identity()[:MAX_DEVICE_LETTERS]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the device and the stream that fills slots current in the server's thread, which is the server's alone.
+
+        Batches are then handed to that stream, and what the process trains on its own streams is not waited for.
+        """
+        self._backend.enter_thread()
+        with self._backend.on(self._stream):
+            yield
+
+    def trial(self, consumer: Hashable) -> Trial:
+        """A piece of memory with known content, for a consumer to try.
+
+        Raises:
+            HandleError: memory cannot be exported, or there is none.
+        """
+        if self._trial is None:
+            import torch
+
+            content = os.urandom(_TRIAL_BYTES)
+            block = self._allocate(_TRIAL_BYTES)
+            # Kept: the copy reads it when the device comes to it.
+            host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            try:
+                self._shared.put(block.memory, self._backend.copy(host))
+                block.filled.record(self._stream)
+            except RuntimeError as error:
+                what = f"{_TRIAL_BYTES} bytes cannot be copied to {self._backend.name}"
+                raise HandleError(f"{what}: {first_line(error)}") from error
+            self._trial = block, host, content
+        block, _, content = self._trial
+        self._export(block, consumer)
+        return Trial(self._told(block, consumer), content)
+
+    # --- filling ---
+
+    def room(self) -> bool:
+        """Whether there is a slot that may be filled: a new one, or one whose last readers' copies are complete."""
+        return len(self._blocks) < self._slots or any(map(is_read, self._free))
+
+    def place(self, batch: Any, advice: str) -> tuple[Any, DeviceSlot] | None:
+        """Queue the copy of a batch's device tensors to a slot, for which there is ``room``; ``None`` without tensors.
+
+        Args:
+            batch: on the stream of ``entered``.
+            advice: for a batch that cannot be described.
+
+        Returns:
+            The batch with a ``Leaf`` in place of each of these tensors, and the slot.
+
+        Raises:
+            HandleError: there is no device memory for it.
+            CollateError: it has a tensor that cannot be described.
+        """
+        tensors = [leaf for leaf in leaves(batch) if self._shared.holds(leaf)]
+        for tensor in tensors:
+            self._check(tensor, advice)
+        nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
+        if not nbytes:
+            return None
+        block = self._take(nbytes)
+        start = 0
+
+        def put(value: Any) -> Any:
+            nonlocal start
+            if not self._shared.holds(value):
+                return value
+            leaf = self._put(block, start, value)
+            start += aligned(value.nbytes)
+            return leaf
+
+        try:
+            block.readers.clear()
+            batch = map_leaves(put, batch)
+            block.filled.record(self._stream)
+        except BaseException:
+            self.give_back(block)
+            raise
+        return batch, DeviceSlot(self, block)
+
+    def _check(self, tensor: torch.Tensor, advice: str) -> None:
+        import torch
+
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DTYPES:
+            what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
+            raise refusal(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
+
+    def _put(self, block: DeviceBlock, start: int, tensor: torch.Tensor) -> Leaf:
+        flat, axes = in_memory_order(tensor)
+        shape, dtype = list(flat.shape), str(tensor.dtype).removeprefix("torch.")
+        if flat.numel():
+            target = block.memory[start : start + tensor.nbytes].view(tensor.dtype).view(shape)
+            self._shared.put(target, flat)
+        return Leaf("device", block.number, start, shape, DTYPES[tensor.itemsize], axes, dtype)
+
+    def to_host(self, batch: Any) -> Any:
+        """The batch with its device tensors in host memory. Blocks; for a thread of the executor."""
+        self._backend.enter_thread()
+        with self._backend.on(self._stream):
+            return map_leaves(lambda leaf: self._shared.to_host(leaf) if self._shared.holds(leaf) else leaf, batch)
+
+    # --- readers ---
+
+    def share(self, slot: DeviceSlot, consumer: Hashable) -> None:
+        """See that a consumer can be told of a slot.
+
+        Raises:
+            HandleError: its memory cannot be exported.
+        """
+        if consumer not in slot.block.shared:
+            self._export(slot.block, consumer)
+
+    def introduce(self, slot: DeviceSlot, consumer: Hashable) -> tuple[int, Block | None, tuple[int, ...]]:
+        """A consumer reads a slot from now on: its number, what is new to the consumer, and what it may forget."""
+        block = slot.block
+        block.readers.add(consumer)
+        return block.number, self._told(block, consumer), tuple(self._retired.pop(consumer, ()))
+
+    def _told(self, block: DeviceBlock, consumer: Hashable) -> Block | None:
+        shared = block.shared[consumer]
+        message, shared.message = shared.message, None
+        return message
+
+    def gone(self, consumer: Hashable, *, reading: bool) -> None:
+        """A consumer is gone. Where it may still be ``reading``, what it copies from is not written again."""
+        self._retired.pop(consumer, None)
+        for block in [*self._blocks, *([self._trial[0]] if self._trial is not None else [])]:
+            shared = block.shared.pop(consumer, None)
+            if shared is not None and shared.message is not None:  # it never heard of the block
+                self._shared.forget(shared.message.handle)
+            if shared is not None and reading:
+                self._kept.append(shared.read)
+                block.spoiled = block.spoiled or (consumer in block.readers and not _complete(shared.read))
+                if block.spoiled and block in self._free:
+                    self.abandon(block)
+            block.readers.discard(consumer)
+
+    # --- blocks ---
+
+    def give_back(self, block: DeviceBlock) -> None:
+        """Everybody has said that it was read; it is filled again once their copies are complete."""
+        if block.spoiled:
+            self.abandon(block)
+        elif block in self._blocks and block not in self._free:
+            self._free.append(block)
+
+    def retire(self, block: DeviceBlock) -> None:
+        """It is not filled again; the device keeps it for as long as somebody has it open."""
+        if block in self._blocks:
+            self._blocks.remove(block)
+            self._free = [each for each in self._free if each is not block]
+            for consumer in block.shared:
+                self._retired.setdefault(consumer, []).append(block.number)
+
+    def abandon(self, block: DeviceBlock) -> None:
+        """``retire`` one that may still be read, or even be opened only now: its event is kept."""
+        self._kept.append(block.filled)
+        self.retire(block)
+
+    def close(self) -> None:
+        """Let go of all memory; consumers keep what they have open."""
+        for block in list(self._blocks):
+            self.retire(block)
+        self._trial = None
+        self._retired.clear()
+        self._kept.clear()
+
+    def _take(self, nbytes: int) -> DeviceBlock:
+        read = [block for block in self._free if is_read(block)]
+        fitting = next((block for block in read if block.memory.nbytes >= nbytes), None)
+        if fitting is not None:
+            self._free.remove(fitting)
+            return fitting
+        if len(self._blocks) >= self._slots and read:
+            self.retire(min(read, key=lambda each: each.memory.nbytes))
+        block = self._allocate(max([nbytes, *(each.memory.nbytes for each in self._blocks)]))
+        self._blocks.append(block)
+        return block
+
+    def _allocate(self, nbytes: int) -> DeviceBlock:
+        try:
+            memory = self._shared.allocate(nbytes)
+            filled = self._shared.event()
+        except RuntimeError as error:
+            raise HandleError(f"{nbytes} bytes of {self._backend.name} cannot be had: {first_line(error)}") from error
+        self._number += 1
+        return DeviceBlock(self._number, memory, filled)
+
+    def _export(self, block: DeviceBlock, consumer: Hashable) -> None:
+        read = self._shared.event()
+        filled_handle, read_handle = self._shared.export_event(block.filled), self._shared.export_event(read)
+        # The last: it is counted, and what fails after it would have to take that back.
+        handle = self._shared.export(block.memory)
+        block.shared[consumer] = Share(read, Block(block.number, handle, filled_handle, read_handle))
+
+
+def _complete(event: SharedEvent) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:
+        return False  # the device is beyond use, and those who go are let go all the same

@@ -1,0 +1,227 @@
+"""Where a served batch stands: in shared memory, in device memory, or in both where its readers are of both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.core.errors import FeedError
+from aiofeed.core.pytree import total_nbytes
+from aiofeed.processes.ipc.batch_codec import pack
+from aiofeed.processes.ipc.cuda_ipc import HandleError
+from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS
+from aiofeed.processes.ipc.ring import INLINE_BYTES
+from aiofeed.processes.ipc.schema import Node
+from aiofeed.processes.serving.consumers import Consumer
+from aiofeed.processes.serving.ledger import ServedMemory, ServedSlot
+from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, Given, Trial
+from aiofeed.runtime.thread_pool import ThreadPool
+
+if TYPE_CHECKING:
+    from aiofeed.processes.serving.device_ring import DeviceRing, DeviceSlot
+
+log = logging.getLogger("aiofeed")
+
+# How often it is looked whether a slot whose readers say that they have queued their copies is free.
+_LOOK_S = 5e-4
+
+
+class Lot:
+    """One batch, and the slots in which it stands.
+
+    Attributes:
+        nbytes: of its arrays and tensors.
+        host: as it stands in shared memory; ``None``: it does not.
+        device: as it stands in device memory, what stays on the host beside it, and where.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.host: tuple[Node, ServedSlot] | None = None
+        self.device: tuple[Node, ServedSlot, DeviceSlot] | None = None
+
+    def give_back(self) -> None:
+        """All its slots are free."""
+        for slot in self._slots():
+            slot.give_back()
+
+    def discard(self) -> None:
+        """Somebody may still read them."""
+        for slot in self._slots():
+            slot.discard()
+
+    def _slots(self) -> Iterator[ServedSlot | DeviceSlot]:
+        if self.host is not None:
+            yield self.host[1]
+        if self.device is not None:
+            yield from self.device[1:]
+
+
+class Lots:
+    """Puts batches into slots, and says where they stand.
+
+    Args:
+        memory: the slots in shared memory.
+        ring: those on the device of the feeder's batches; ``None`` for a feeder of host batches.
+        executor: copies what is large.
+    """
+
+    def __init__(self, memory: ServedMemory, ring: DeviceRing | None, executor: ThreadPool) -> None:
+        self._memory = memory
+        self._ring = ring
+        self._executor = executor
+        self._refusal = ""
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Make the device's stream for slots current in the server's thread."""
+        return contextlib.nullcontext() if self._ring is None else self._ring.entered()
+
+    @property
+    def device(self) -> str:
+        """What the device of the batches is called; "" for host memory."""
+        return "" if self._ring is None else self._ring.identity
+
+    def trial(self, consumer: Consumer) -> Trial:
+        """Memory for a consumer on that device to try, or why there is none."""
+        if self._ring is None:
+            return Trial(None, refusal="the server's batches are in host memory")
+        if consumer.pid in (0, os.getpid()):
+            if consumer.pid:
+                return Trial(None, refusal="the process that has device memory cannot open it a second time")
+            return Trial(None, refusal="the server cannot see this process: one of them is in a container")
+        if not self._refusal:
+            try:
+                return self._ring.trial(consumer)
+            except HandleError as error:
+                self._refuse(str(error)[:MAX_REASON_LETTERS])
+        return Trial(None, refusal=self._refusal)
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        log.warning(
+            "device memory cannot be shared (%s): consumers are fed through host memory; without device= in the served "
+            "feeder that takes fewer copies",
+            reason,
+        )
+
+    async def fill(self, batch: Any, readers: Callable[[], list[Consumer]]) -> Lot:
+        """Put a batch where its readers can have it.
+
+        Args:
+            batch: of the feeder.
+            readers: who they are, as things stand; asked again after every wait.
+
+        Raises:
+            CollateError: it cannot be described.
+            FeedError: there is no room for it.
+        """
+        lot = Lot(total_nbytes(batch))
+        try:
+            while True:
+                expected = readers()
+                if lot.device is None and any(each.on_device for each in expected) and await self._place(lot, batch):
+                    continue
+                for consumer in expected:
+                    self._share(lot, consumer)
+                if lot.host is not None or all(self._has(lot, each) for each in expected):
+                    return lot
+                host = batch
+                if self._ring is not None:
+                    host = await self._in_executor(partial(self._ring.to_host, batch))
+                lot.host = await self._pack(host, lot.nbytes)
+        except BaseException:
+            lot.give_back()
+            raise
+
+    def _has(self, lot: Lot, consumer: Consumer) -> bool:
+        return lot.device is not None and consumer.on_device
+
+    async def _place(self, lot: Lot, batch: Any) -> bool:
+        """Onto the device; whether that took a while."""
+        if self._ring is None or self._refusal:
+            return False
+        while not self._ring.room():  # noqa: ASYNC110 - a device tells nobody when it is done
+            await asyncio.sleep(_LOOK_S)
+        try:
+            placed = self._ring.place(batch, self._memory.advice)
+        except HandleError as error:
+            self._refuse(str(error))
+            return False
+        if placed is None:
+            return False
+        rest, slot = placed
+        try:
+            node, beside = await self._pack(rest, total_nbytes(rest))
+        except BaseException:
+            slot.give_back()
+            raise
+        lot.device = node, beside, slot
+        return True
+
+    def _share(self, lot: Lot, consumer: Consumer) -> None:
+        if self._ring is None or lot.device is None or not consumer.on_device:
+            return
+        try:
+            self._ring.share(lot.device[2], consumer)
+        except HandleError as error:
+            consumer.on_device = False
+            log.warning("consumer %d is fed through host memory from here on: %s", consumer.pid, error)
+
+    async def _pack(self, batch: Any, nbytes: int) -> tuple[Node, ServedSlot]:
+        slot = self._memory.lease()
+        job: Future[Node] | None = None
+        try:
+            if nbytes <= INLINE_BYTES:
+                node = pack(batch, slot)
+            else:
+                job = self._executor.submit(pack, batch, slot)
+                node = await asyncio.wrap_future(job)
+            if (pieces := len(slot.segments) + len(slot.passed)) > MAX_DESCRIPTORS:
+                raise FeedError(f"a batch in {pieces} pieces; at most {MAX_DESCRIPTORS} can be passed on")
+        except BaseException:
+            if job is None:
+                slot.give_back()
+            else:  # whoever waited for it may have been cancelled, and it is at work still
+                job.add_done_callback(lambda _: slot.give_back())
+            raise
+        if slot.passed:
+            slot.batch = batch  # the memory it lies in is used again once nothing refers to it
+        return node, slot
+
+    async def _in_executor(self, job: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, job)
+
+    def given(self, lot: Lot, consumer: Consumer, serial: int, number: int) -> tuple[Given, list[int]]:
+        """What tells a consumer of a batch, and the descriptors that go with it.
+
+        Raises:
+            OSError: there are none left.
+        """
+        if self._has(lot, consumer):
+            assert self._ring is not None
+            assert lot.device is not None
+            node, slot, on_device = lot.device
+            new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
+            where = self._ring.introduce(on_device, consumer)
+            return Given(consumer.joined, serial, number, node, lot.nbytes, new, retired, *where), descriptors
+        assert lot.host is not None
+        node, slot = lot.host
+        new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
+        return Given(consumer.joined, serial, number, node, lot.nbytes, new, retired), descriptors
+
+    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+        """A consumer is gone; it may still be ``reading``."""
+        if self._ring is not None:
+            self._ring.gone(consumer, reading=reading)
+
+    def close(self) -> None:
+        """Let go of all memory; whoever has it open keeps it."""
+        self._memory.close()
+        if self._ring is not None:
+            self._ring.close()

@@ -1,0 +1,234 @@
+"""The engine within an engine process: it assembles in slots, and tells the trainer instead of queueing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiofeed.core.errors import SampleError
+from aiofeed.core.limits import ResolvedLimits
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.batch import Batch
+from aiofeed.engine.budget import Budget
+from aiofeed.engine.engine import Engine
+from aiofeed.engine.fetch.collate import Assembly, CollateAssembly, RowAssembly
+from aiofeed.engine.fetch.default_collate import Kept, TreeAssembly
+from aiofeed.engine.fetch.factory import Kinds, new_assembly, new_fetcher
+from aiofeed.engine.fetch.fetcher import Fetcher
+from aiofeed.engine.reorder import ReorderBuffer
+from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.processes.ipc.batch_codec import pack
+from aiofeed.processes.ipc.error_codec import describe
+from aiofeed.processes.ipc.schema import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
+from aiofeed.processes.ipc.slots import Slot, SlotMemory
+from aiofeed.processes.workers.spawn import Cargo
+from aiofeed.runtime.buffers import Lease
+from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.sampling.epochs import Step
+
+_UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Commission(BatchPlan):
+    """A plan, and the number by which the trainer knows it."""
+
+    serial: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class AskedOrder:
+    """The epoch's order, which the trainer's side has.
+
+    Args:
+        length: how many positions it has.
+        ask: the index at a position.
+    """
+
+    length: int
+    ask: Callable[[int], Awaitable[int]]
+
+    def index_at(self, position: int) -> Awaitable[int]:
+        """The index at a position, once it has been said."""
+        return self.ask(position)
+
+
+class CommissionedBuffer(ReorderBuffer):
+    """Batches that may be decoded once the trainer says so. Finished ones leave at once: it puts them in order.
+
+    Args:
+        tell: is told which have been read; ``None`` where nobody wants to know.
+    """
+
+    def __init__(self, tell: Callable[[FromEngine, Sequence[int]], None] | None) -> None:
+        super().__init__(in_order=False, prefetch_batches=_UNBOUNDED)
+        self._tell = tell
+        # By their serials: batches that were opened and are not met yet, and those that were told of.
+        self.may_decode: set[int] = set()
+        self.told_read: set[int] = set()
+
+    def open_gates(self) -> None:
+        """Let those be decoded that the trainer has opened, and tell which have been read."""
+        for entry in self.line:
+            batch: Any = entry
+            serial = batch.plan.serial
+            if serial in self.may_decode:
+                self.may_decode.discard(serial)
+                batch.gate.set()
+                self.opened += 1
+            if self._tell is not None and batch.unaccounted and not batch.unread and serial not in self.told_read:
+                self.told_read.add(serial)
+                self._tell(WasRead(serial), ())
+
+
+class ChildEngine(Engine):
+    """The engine, which says what it has finished instead of queueing it, and decodes what the trainer has opened."""
+
+    def __init__(
+        self,
+        steps: AsyncIterator[Step],
+        *,
+        cargo: Cargo,
+        number: int,
+        executor: ThreadPool,
+        tell: Callable[[FromEngine, Sequence[int]], None],
+    ) -> None:
+        fetcher = new_fetcher(
+            cargo.source, cargo.decode, cargo.collate_fn, length=cargo.length, policy=cargo.policy, cache=cargo.cache
+        )
+        memory = SlotMemory(cargo.keep)
+        self.commissions = CommissionedBuffer(None if cargo.in_order else tell)
+        limits = ResolvedLimits(
+            read_concurrency=cargo.share(cargo.read_concurrency, number),
+            decode_threads=cargo.share(cargo.decode_threads, number),
+            # The trainer's side admits and opens batches; here only reads and threads are bounded.
+            prefetch_batches=_UNBOUNDED,
+            memory_bytes=_UNBOUNDED,
+            device_batches=_UNBOUNDED,
+        )
+        tuner = Tuner(
+            decode_threads=limits.decode_threads,
+            threads_given=cargo.threads_given,
+            read_concurrency=limits.read_concurrency,
+            reads_given=cargo.reads_given,
+            reads_most=cargo.most_reads(number),
+        )
+        super().__init__(
+            (),
+            batch_size=1,
+            fetcher=fetcher,
+            new_assembly=partial(_new_assembly, cargo, fetcher),
+            wrap=_as_it_is,
+            memory=memory,
+            executor=executor,
+            handoff=Handoff(),
+            limits=limits,
+            budget=Budget(sys.maxsize),
+            in_order=False,
+            policy=cargo.policy,
+            length=cargo.length,
+            buffer=self.commissions,
+            # Of reads alone: what jobs take is not measured here, where no consumer is seen to wait.
+            tuner=tuner,
+        )
+        self._reads = tuner.reading
+        self._arriving = steps
+        self._tell = tell
+        self._slots = memory
+        self._lent: dict[int, Slot] = {}
+
+    def told(self, message: Open | Free) -> None:
+        """The trainer has opened a batch, or read one."""
+        if isinstance(message, Open):
+            self.commissions.may_decode.add(message.serial)
+            self.commissions.open_gates()
+        elif (slot := self._lent.pop(message.serial, None)) is not None:
+            slot.give_back(message.again)
+
+    def wants_plan(self) -> None:
+        """There is no batch to read: it is not for reads to end that the plan waits."""
+        self._admission.held_by_reads = False
+
+    async def _plan(self) -> None:
+        async for step in self._arriving:
+            await self._plan_step(step)
+            if self._admission.closed:
+                return
+
+    def _hand_over(self, batch: Batch) -> None:
+        self._budget.release(batch.reserved)
+        assert isinstance(batch.plan, Commission)
+        serial = batch.plan.serial
+        self.commissions.told_read.discard(serial)
+        counters = batch.counters
+        spent = Spent(counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries)
+        failures = [describe(error) for error in batch.failures]
+        slot = batch.lease
+        assert slot is None or isinstance(slot, Slot)
+        if batch.error is not None:
+            if slot is not None:
+                slot.give_back()
+            self._tell(Broken(serial, describe(batch.error), failures, spent, batch.nbytes), ())
+            return
+        assert slot is not None
+        segments, descriptors, retired = self._slots.introduce(slot.segments)
+        self._lent[serial] = slot
+        kept = None if batch.kept is None else list(batch.kept)
+        reads = self._reads.concurrency
+        filled = Filled(
+            serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures, reads
+        )
+        self._tell(filled, descriptors)
+
+    def _deliver_failure(
+        self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
+    ) -> None:
+        if not self._admission.closed:
+            self._admission.closed = True
+            self._tell(Ended(describe(error)), ())
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _RowsInSlot(RowAssembly):
+    slot: Slot
+
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        return pack(super().finish(keys, kept), self.slot)
+
+
+class _TreeInSlot(TreeAssembly):
+    slot: Slot
+
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        return pack(super().finish(keys, kept), self.slot)
+
+
+class _CollateInSlot(CollateAssembly):
+    slot: Slot
+
+    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+        packed = pack(super().finish(keys, kept), self.slot)
+        self.nbytes = self.slot.used
+        return packed
+
+
+_IN_SLOT = Kinds(_RowsInSlot, _TreeInSlot, _CollateInSlot)
+
+
+def _new_assembly(cargo: Cargo, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+    """Where a batch is put together: in its slot, described when it is finished."""
+    assert isinstance(lease, Slot)
+    cached = cargo.cache is not None
+    assembly = new_assembly(
+        fetcher, cargo.decode, cargo.collate_fn, samples, lease, staged=False, cached=cached, kinds=_IN_SLOT
+    )
+    assert isinstance(assembly, _RowsInSlot | _TreeInSlot | _CollateInSlot)
+    assembly.slot = lease
+    return assembly

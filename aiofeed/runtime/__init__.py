@@ -1,0 +1,1 @@
+"""Threads, the event loop, queues, memory buffers and time limits."""

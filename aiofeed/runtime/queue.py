@@ -1,0 +1,125 @@
+"""The queue between the engine's thread and the consumer: a thread, or somebody else's event loop.
+
+It does not bound itself: the engine admits no more batches than may wait here. A thread waits in
+``SimpleQueue.get``, which a signal can break; a coroutine waits for a future of its own loop.
+
+An item that is looked at stays. The interpreter runs signal handlers after calls and at jumps, so what a call took
+from a queue can be lost on its way to a variable; what ``del handoff.items[0]`` takes cannot, because that is no call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from aiofeed.runtime.threads import LOOK_S
+
+T = TypeVar("T")
+
+
+class Handoff(Generic[T]):
+    """Items in the order in which they were put, from any thread to one consumer.
+
+    Attributes:
+        items: those that wait; the consumer deletes the first when it has been dealt with.
+    """
+
+    def __init__(self) -> None:
+        self.items: deque[T] = deque()
+        # A thread that waits says so first, and then looks once more: whoever puts does it the other way round.
+        self._asleep = False
+        self._arrivals: SimpleQueue[None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def put(self, item: T) -> None:
+        """Add an item and wake the consumer. Never blocks."""
+        self.items.append(item)
+        if self._asleep:
+            self._arrivals.put(None)
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            loop, future = waiter
+            try:
+                loop.call_soon_threadsafe(_wake, future)
+            except RuntimeError:
+                pass  # the consumer's loop has been closed: nobody is left to wake
+
+    def get_nowait(self) -> T:
+        """The next item; ``queue.Empty`` where there is none."""
+        try:
+            return self.items.popleft()
+        except IndexError:
+            raise Empty from None
+
+    def get(self, timeout_s: float | None = None) -> T:
+        """The next item; blocks the calling thread until there is one. A signal handler can raise out of it.
+
+        Raises:
+            queue.Empty: there was none within ``timeout_s``.
+        """
+        item = self.first(timeout_s)
+        del self.items[0]
+        return item
+
+    def first(self, timeout_s: float | None = None) -> T:
+        """The next item, which stays; blocks the calling thread until there is one. See ``get``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.items:
+            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            if left <= 0:
+                raise Empty
+            self._wait(left)
+        return self.items[0]
+
+    def _wait(self, timeout_s: float) -> None:
+        self._asleep = True
+        try:
+            if not self.items:
+                self._arrivals.get(timeout=timeout_s)
+        except Empty:
+            pass
+        finally:
+            self._asleep = False
+
+    async def get_async(self) -> T:
+        """The next item; suspends the calling task. Cancelling it loses nothing. See ``first_async``."""
+        item = await self.first_async()
+        del self.items[0]
+        return item
+
+    async def first_async(self) -> T:
+        """The next item, which stays; suspends the calling task. Cancelling it loses nothing.
+
+        Raises:
+            RuntimeError: another task waits.
+        """
+        loop = asyncio.get_running_loop()
+        while not self.items:
+            future = loop.create_future()
+            with self._lock:
+                if self._waiter is not None and not self._waiter[0].is_closed() and not self._waiter[1].done():
+                    raise RuntimeError("another task waits at this iterator already: one at a time can")
+                self._waiter = (loop, future)
+            try:
+                # An item that came before the waiter was seen woke nobody.
+                if not self.items:
+                    await future
+            finally:
+                with self._lock:
+                    if self._waiter is not None and self._waiter[1] is future:
+                        self._waiter = None
+        return self.items[0]
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,228 @@
+"""The benchmarks: their arithmetic, their tables, and that each of them runs. No times are judged here."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from benchmarks import MODULES, __main__, data, figures, harness, held, jpeg, report, worker
+from benchmarks.figures import Figure, at_least, at_most
+from tests.support import benchmarking
+from tests.support.benchmarking import check_refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+inputs = benchmarking.inputs
+tracked = benchmarking.tracked
+
+RESULTS = [
+    report.Result(
+        "speed",
+        "A race",
+        [
+            Figure("speed / other", (1.2, 0.9, 1.1), target=at_least(1.15)),
+            Figure("time", (12.0, 13.0, 1234.5), "us", at_most(50)),
+            Figure("rate: other", (31000.4,), "/s"),
+        ],
+    )
+]
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_is_the_median_of_its_rounds_with_the_extremes_beside_it() -> None:
+    figure = Figure("speed", (3.0, 1.0, 2.0, 10.0))
+    assert (figure.median, figure.low, figure.high) == (2.5, 1.0, 10.0)
+
+
+def test_a_figure_without_rounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="'speed' has no values"):
+        Figure("speed", ())
+
+
+def test_ratios_are_taken_within_each_round_before_the_median() -> None:
+    ours = [{"items": 10.0, "wall_s": 1.0}, {"items": 10.0, "wall_s": 4.0}, {"items": 10.0, "wall_s": 1.0}]
+    theirs = [{"items": 10.0, "wall_s": 2.0}, {"items": 10.0, "wall_s": 8.0}, {"items": 10.0, "wall_s": 1.0}]
+    assert figures.per(figures.rates(ours), figures.rates(theirs)) == (2.0, 2.0, 1.0)
+
+
+def test_ratios_of_different_numbers_of_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        figures.per((1.0, 2.0), (1.0,))
+
+
+def test_cpu_time_is_given_per_item_in_microseconds() -> None:
+    assert figures.cpu_us_per_item([{"cpu_s": 0.5, "items": 1000.0}]) == (500.0,)
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "verdict"),
+    [
+        (at_least(1.1), 1.1, "met"),
+        (at_least(1.1), 1.0999, "SHORT"),
+        (at_most(50), 50.0, "met"),
+        (at_most(50), 50.1, "SHORT"),
+        (None, 0.0, ""),
+    ],
+)
+def test_the_bound_itself_counts_as_met(target: figures.Target | None, value: float, verdict: str) -> None:
+    assert Figure("speed", (value,), target=target).verdict == verdict
+
+
+def test_each_round_begins_with_another_contender_and_has_them_all() -> None:
+    assert [harness.turns(3, number) for number in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_table_shows_median_spread_target_and_verdict() -> None:
+    lines = [line.split() for line in report.plain(RESULTS[0]).splitlines()]
+    assert lines[0] == ["A", "race", "[speed]"]
+    assert lines[2] == ["speed", "/", "other", "1.10", "0.900", "to", "1.20", "≥", "1.15", "SHORT"]
+    assert lines[3] == ["time", "13", "us", "12", "us", "to", "1,234", "us", "≤", "50", "us", "met"]
+    assert lines[4] == ["rate:", "other", "31,000/s", "31,000/s", "to", "31,000/s"]
+
+
+def test_the_markdown_lists_every_figure_and_names_what_is_short() -> None:
+    text = report.markdown(RESULTS, "A machine.")
+    assert text.startswith("A machine.\n")
+    assert "1 of 2 targets met; short: speed: speed / other." in text
+    assert "| speed / other | 1.10 | 0.900 to 1.20 | ≥ 1.15 | SHORT |" in text
+    assert "| rate: other | 31,000/s | 31,000/s to 31,000/s |  |  |" in text
+
+
+def test_the_readme_table_has_the_first_target_of_each_and_says_which_of_all_are_missed() -> None:
+    other = report.Result("idle", "Nothing", [Figure("rate", (1.0,), "/s")])
+    second = report.Result("time", "A wait", [Figure("rest", (1.0,)), Figure("wait", (70.0,), "us", at_most(50))])
+    text = report.readme_table([*RESULTS, other, second], "A machine.")
+    assert "| A race: speed / other | 1.10 | ≥ 1.15 | SHORT |" in text
+    assert "| A wait: wait | 70 us | ≤ 50 us | SHORT |" in text
+    assert "A race: time" not in text
+    assert "rate" not in text
+    assert "1 of 3 targets met; short: speed: speed / other; time: wait." in text
+
+
+def test_a_ratio_short_of_its_target_by_less_than_it_shows_still_reads_short() -> None:
+    assert report.number(0.9794) == "0.979"
+    assert report.number(0.9999) == "1.00"
+
+
+def test_results_replace_what_is_between_the_markers_and_nothing_else() -> None:
+    text = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"
+    assert report.replace_between(text, "x", "new") == "before\n<!-- x:begin -->\nnew\n<!-- x:end -->\nafter\n"
+
+
+@pytest.mark.parametrize("text", ["", "<!-- x:end --><!-- x:begin -->", "<!-- x:begin -->"])
+def test_missing_markers_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="<!-- x:begin -->"):
+        report.replace_between(text, "x", "new")
+
+
+@pytest.fixture(scope="module")
+def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib keeps the font files open that it has once used."""
+    pytest.importorskip("matplotlib")
+    report.picture(RESULTS, tmp_path_factory.mktemp("picture") / "first.png")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fonts_open")
+def test_writing_fills_both_documents_and_draws_the_picture(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/benchmarks.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    written = report.write(RESULTS, "A machine.", tmp_path)
+    assert sorted(path.name for path in written) == ["README.md", "benchmarks.md", "benchmarks.png"]
+    assert "SHORT" in (tmp_path / "docs/benchmarks.md").read_text()
+    assert "SHORT" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "docs/benchmarks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_projects_documents_have_the_markers() -> None:
+    for path, name in (("docs/benchmarks.md", "results"), ("README.md", "bench")):
+        report.replace_between((harness.PROJECT / path).read_text(), name, "")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["jpg"], "no benchmark named jpg; there are jpeg,"),
+        (["--rounds", "0"], "must be at least 1, got 0"),
+        (["--write", "--quick"], "--write takes all benchmarks"),
+        (["--write", "jpeg"], "--write takes all benchmarks"),
+        (["--write", "--rounds", "4"], "5 rounds or more"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_refused(__main__.parse, arguments, message, capsys)
+
+
+def test_every_benchmark_states_its_question_and_its_target() -> None:
+    for name in MODULES:
+        text = import_module(f"benchmarks.{name}").__doc__ or ""
+        assert text.partition("\n")[0].endswith("?"), name
+        assert "Target" in text, name
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_worker_adds_time_and_cpu_time_to_what_is_measured() -> None:
+    found = worker.measured(lambda: {"items": 3.0})
+    assert found["items"] == 3.0
+    assert found["wall_s"] > 0
+    assert found["cpu_s"] >= 0
+
+
+@pytest.mark.slow
+def test_a_contender_that_fails_ends_the_benchmark_with_its_traceback(tmp_path: Path) -> None:
+    broken = harness.Contender("broken", jpeg.bare_threads, {"folder": str(tmp_path), "wrong": 1})
+    with pytest.raises(harness.BenchmarkError, match=r"(?s)^broken:.*unexpected keyword argument 'wrong'"):
+        harness.interleave([broken], harness.Settings(rounds=1, quick=True, data=tmp_path))
+
+
+@pytest.mark.slow
+def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
+    import aiofeed
+
+    decoder = aiofeed.DecodeImage((jpeg.SIZE, jpeg.SIZE), scaled=False)
+    paths = data.files_below(data.jpeg_folder(inputs, 96))[::16]
+    dataset = jpeg.Images(paths)
+    for number, path in enumerate(paths):
+        with open(path, "rb") as file:
+            ours = decoder(file.read()).numpy()
+        assert np.array_equal(ours, jpeg.decode_file(path).transpose(2, 0, 1))
+        assert np.array_equal(ours, dataset[number][0].numpy())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("kind", "low", "high"), [("python", 0.95, 1.0), ("hashing", 0.0, 0.1)])
+def test_the_time_under_the_gil_is_what_it_is_known_to_be(kind: str, low: float, high: float) -> None:
+    with held.Measured("benchmarks.held:control", {"kind": kind}) as process:
+        found = process.measure()
+    assert found["looks"] > 0
+    assert low <= found["held_s"] / found["cpu_s"] <= high
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_every_benchmark_runs(name: str, inputs: Path) -> None:
+    # One of them in processes of its own, as all are measured; six times torch's import would take too long.
+    settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=name == "slow_reads")
+    result = __main__.run(name, settings)
+    assert any(figure.target for figure in result.figures)
+    assert all(len(figure.values) == 1 for figure in result.figures)
+    assert result.title in report.plain(result)

@@ -1,0 +1,293 @@
+"""The GPU benchmarks run here as far as they can: tiny, on the CPU and on a simulated device. No times are judged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from aiofeed.testing import SimulatedDevice
+from benchmarks import report
+from benchmarks.figures import Figure, at_least
+from benchmarks.gpu import MODULES, __main__, hardware, images, part, resnet, results, setup, threads
+from tests.support.benchmarking import check_refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without one")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inputs")
+
+
+def run(name: str, device: object, folder: Path) -> results.Part:
+    return part.run(
+        name, device, rounds=1, quick=True, data=folder, until=time.perf_counter() + 60, say=lambda line: None
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_every_benchmark_runs(name: str, device: str, inputs: Path) -> None:
+    """Each gives its figures, or none where what it measures is not there."""
+    found = run(name, SimulatedDevice() if device == "simulated" else device, inputs)
+    assert not found.failed
+    assert not found.real
+    assert bool(found.figures) == (name != "trace" and (name, device) != ("memory", "cpu"))
+    assert all(len(figure.values) == 1 for figure in found.figures)
+    assert found.title in results.plain(found)
+
+
+def test_a_benchmark_that_fails_says_why(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part has the reason in one line, and the machine all the same."""
+
+    def fail(given: setup.Setup) -> list[Figure]:
+        given.note("Something was left out.")
+        raise RuntimeError("CUDA error:\nno kernel image")
+
+    monkeypatch.setattr(import_module("benchmarks.gpu.copies"), "run", fail)
+    found = run("copies", "cpu", inputs)
+    assert found.failed == "RuntimeError: CUDA error: no kernel image"
+    assert found.notes == ("Something was left out.",)
+    assert found.machine.startswith("cpu (cpu); driver ")
+
+
+@no_gpu
+@pytest.mark.parametrize("arguments", [[], ["copies", "--rounds", "1"], ["--device", "cuda:0"]])
+def test_without_a_gpu_it_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No GPU is no error."""
+    assert __main__.main(arguments) == 0
+    assert "The GPU benchmarks were not run: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_line_names_the_device(inputs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Conditions, tables and a tally, on the CPU to show that everything runs; and the results are kept."""
+    kept = inputs / "kept.json"
+    asked = ["--device", "cpu", "--quick", "--rounds", "1", "--data", str(inputs), "--save", str(kept)]
+    assert __main__.main(["overlap", "copies", *asked]) == 0
+    output = capfd.readouterr().out
+    assert output.startswith("\ncpu (cpu); driver ")
+    assert output.count("driver") == 1
+    assert "prefetch, pinned batches / bare loop" in output
+    assert "the figures mean nothing" in output
+    found = results.from_json(kept.read_text())
+    assert [part.name for part in found] == ["copies", "overlap"]
+    assert not any(part.real for part in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["copy"], "no benchmark named copy; there are copies,"),
+        (["--rounds", "0"], "must be at least 1, got 0"),
+        (["--limit-s", "0"], "must be more than 0, got 0"),
+        (["--load", "nowhere.json"], "--load: "),
+        (["--write", "--quick"], "--write takes a GPU"),
+        (["--write", "--device", "cpu"], "--write takes a GPU"),
+        (["--write", "--rounds", "3"], "--write takes a GPU"),
+        (["--write", "copies"], "--write takes a GPU"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_refused(__main__.parse, arguments, message, capsys)
+
+
+def a_part(name: str, **options: object) -> results.Part:
+    figures = (Figure("ratio", (0.95,), target=at_least(0.9)),)
+    return results.Part(name, name.title(), **{"figures": figures, "machine": "A card.", **options})  # type: ignore[arg-type]
+
+
+class TestResults:
+    def test_they_go_into_the_page(self, tmp_path: Path) -> None:
+        """The hardware, the tally and the tables, between the markers of the page as it stands."""
+        (tmp_path / "docs").mkdir()
+        shutil.copy(__main__.PROJECT / results.PAGE, tmp_path / "docs")
+        text = results.write([a_part("copies")], tmp_path).read_text()
+        assert "A card.\n\n1 of 1 targets met.\n\n### Copies\n\n" in text
+        assert "| ratio | 0.950 | 0.950 to 0.950 | ≥ 0.90 | met |" in text
+        assert "None yet" not in text
+
+    def test_a_part_that_failed_is_there_beside_the_others(self) -> None:
+        """With its reason, in the page, on the terminal and in the tally; a note stands below its table."""
+        parts = [a_part("copies", notes=("A note.",)), a_part("images", figures=(), failed="OutOfMemoryError: 20 GiB")]
+        assert results.markdown(parts).endswith("| met |\n\nA note.\n\n### Images\n\nFailed: OutOfMemoryError: 20 GiB")
+        assert "FAILED: OutOfMemoryError: 20 GiB" in results.plain(parts[1])
+        assert results.plain(parts[0]).endswith("  A note.")
+        assert results.tally(parts) == "1 of 1 targets met. Failed: images."
+
+    def test_what_does_not_apply_is_not_in_the_page(self) -> None:
+        """But the terminal says so."""
+        parts = [a_part("copies"), a_part("trace", figures=())]
+        assert "Trace" not in results.markdown(parts)
+        assert results.plain(parts[1]) == "Trace  [trace]\n  does not apply here"
+
+    def test_of_two_machines_each_part_says_its_own(self) -> None:
+        parts = [a_part("copies"), a_part("images", machine="Another card.")]
+        text = results.markdown(parts)
+        assert "### Copies\n\nA card.\n\n|" in text
+        assert "### Images\n\nAnother card.\n\n|" in text
+
+    def test_they_survive_json(self) -> None:
+        """Figures, targets and all."""
+        parts = [a_part("copies", notes=("A note.",)), a_part("images", figures=(), failed="why", real=False)]
+        assert results.from_json(results.to_json(parts)) == parts
+
+    def test_later_ones_replace_earlier_ones(self) -> None:
+        """By name, in the order of the modules."""
+        old, new = a_part("images", took_s=1.0), a_part("images", took_s=2.0)
+        assert results.merged([old], [a_part("copies"), new]) == [a_part("copies"), new]
+
+    def test_the_page_is_made_of_results_that_were_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """From several files, on a machine without a GPU, nothing being measured; not while one is missing."""
+        (tmp_path / "docs").mkdir()
+        shutil.copy(__main__.PROJECT / results.PAGE, tmp_path / "docs")
+        monkeypatch.setattr(__main__, "PROJECT", tmp_path)
+        first, second = tmp_path / "first.json", tmp_path / "second.json"
+        first.write_text(results.to_json([a_part(name) for name in MODULES[:3]]))
+        second.write_text(results.to_json([a_part(name) for name in MODULES[3:]]))
+        with pytest.raises(SystemExit):
+            __main__.main(["--load", str(first), "--write"])
+        assert __main__.main(["--load", str(first), str(second), "--write"]) == 0
+        assert f"{len(MODULES)} of {len(MODULES)} targets met." in (tmp_path / results.PAGE).read_text()
+        assert capsys.readouterr().out.count("A card.") == 1
+
+    def test_those_of_tiny_inputs_are_not_written(self, tmp_path: Path) -> None:
+        kept = tmp_path / "kept.json"
+        kept.write_text(json.dumps([json.loads(results.to_json([a_part(name, real=False)]))[0] for name in MODULES]))
+        with pytest.raises(SystemExit):
+            __main__.parse(["--load", str(kept), "--write"])
+
+
+def test_every_benchmark_states_its_question_and_its_target() -> None:
+    for name in MODULES:
+        text = import_module(f"benchmarks.gpu.{name}").__doc__ or ""
+        assert text.partition("\n")[0].endswith("?"), name
+        assert "Target" in text, name
+
+
+class TestHardware:
+    def test_the_driver_is_asked_where_the_system_has_no_file_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By nvidia-smi; and where that is not there either, the system is named."""
+        monkeypatch.setattr("aiofeed.diagnostics.environment._DRIVER", __main__.PROJECT / "nothing")
+        monkeypatch.setattr(hardware, "asked", lambda fields: {"driver_version": "580.1"}[fields])
+        assert hardware.driver() == "580.1"
+        monkeypatch.setattr(hardware, "asked", lambda fields: "")
+        assert hardware.driver().startswith("unknown (")
+
+    def test_versions_are_those_that_torch_was_built_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        for number, name in ((91_002, "9.10.2"), (8_902, "8.9.2")):
+            monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=number: number)
+            assert hardware.versions() == ["CUDA 13.0", f"cuDNN {name}"]
+
+    def test_a_program_that_is_missing_says_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        assert hardware.asked("driver_version") == ""
+
+    def test_without_pillow_the_machine_is_named_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+        assert report.pillow() == "no Pillow"
+
+
+class TestTurns:
+    def test_contenders_take_turns_after_one_that_does_not_count(self, tmp_path: Path) -> None:
+        """Each is run once more than there are rounds, and the device's own time is in what is measured."""
+        order: list[str] = []
+        device = SimulatedDevice(latency="late")
+        given = setup.Setup(device, rounds=2, quick=True, data=tmp_path)
+
+        def work(label: str) -> dict[str, float]:
+            order.append(label)
+            device.sleep()
+            return {"items": 1.0}
+
+        samples = given.interleave({label: lambda label=label: work(label) for label in "ab"})
+        assert order == ["a", "b", "a", "b", "b", "a"]
+        assert [len(found) for found in samples.values()] == [2, 2]
+        assert all(sample["wall_s"] > 0 and sample["items"] == 1.0 for sample in samples["a"])
+        assert device.queued == 0
+
+    def test_no_round_begins_that_would_end_too_late(self, tmp_path: Path) -> None:
+        """By what the longest round took; one there always is, and a note says what is missing."""
+        now = 0.0
+        notes: list[str] = []
+
+        def work() -> dict[str, float]:
+            nonlocal now
+            now += 10.0
+            return {}
+
+        def rounds(until: float) -> int:
+            given = setup.Setup("cpu", 5, True, tmp_path, note=notes.append, until=now + until, clock=lambda: now)
+            return len(given.interleave({"a": work})["a"])
+
+        assert rounds(60.0) == 5
+        assert notes == []
+        assert rounds(45.0) == 3  # ten seconds of warm-up, and three rounds
+        assert rounds(0.0) == 1
+        assert notes == ["3 rounds instead of 5: the time was up.", "1 rounds instead of 5: the time was up."]
+
+
+def test_batches_are_counted_from_the_first_that_comes_after_the_start() -> None:
+    """The one that opens the interval does not count, the one that closes it does."""
+    now = 0.0
+
+    def every(seconds: float, count: int):
+        nonlocal now
+        for _ in range(count):
+            now += seconds
+            yield None
+
+    # Opened at 0.75 s, closed at 2.0 s.
+    assert threads.counted(every(0.25, 100), lambda: now, settle_s=0.6, count_s=1.2) == (5, 1.25)
+    with pytest.raises(RuntimeError, match="came to an end"):
+        threads.counted(every(0.25, 2), lambda: now, settle_s=0.6, count_s=1.2)
+
+
+def test_shares_of_the_device_s_time() -> None:
+    """Throughput by batch, idle by the ratio of steps, never negative; waiting by the gaps."""
+    samples = {
+        "resident": [{"step_s": 0.1}, {"step_s": 0.1}],
+        "files": [{"step_s": 0.125, "gap_s": 0.005}, {"step_s": 0.0999, "gap_s": 0.0}],
+    }
+    found = {figure.what: figure.values for figure in images.figures(samples, 256)}
+    assert found["images per second from files / on a batch that is there"] == pytest.approx((0.8, 0.1 / 0.0999))
+    assert found["share of its time for which the GPU idles"] == pytest.approx((0.2, 0.0))
+    assert found["of its time it waits between steps"] == pytest.approx((0.04, 0.0))
+    assert found["images: files"] == pytest.approx((2048, 256 / 0.0999))
+
+
+def test_without_photographs_there_are_pictures_of_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason is, such as a picture that would have to be fetched; a note says so."""
+
+    def fetch() -> dict[str, object]:
+        raise OSError("no network")
+
+    notes: list[str] = []
+    monkeypatch.setattr("benchmarks.data.photographs", fetch)
+    found = images.files(setup.Setup("cpu", 1, True, tmp_path, note=notes.append), 12)
+    assert len(found) == 12
+    assert notes == ["The files are pictures of noise: there are no photographs (OSError: no network)."]
+    assert len(images.endless(setup.Setup("cpu", 1, True, tmp_path), 30)) == 30
+
+
+def test_the_network_is_of_resnet_50_s_size() -> None:
+    """25.6 million parameters, 1,000 classes."""
+    with torch.device("meta"):
+        model = resnet.resnet()
+        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032

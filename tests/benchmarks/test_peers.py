@@ -1,0 +1,327 @@
+"""aiofeed beside other loaders: the arithmetic, the tables, and that what is installed does the same work."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from benchmarks import data, harness
+from benchmarks.figures import Figure, at_least
+from benchmarks.peers import CASES, __main__, contest, install, results, work
+from benchmarks.peers.adapters import ADAPTERS
+from benchmarks.peers.decoders import Decode, psnr, quiet_helpers
+from benchmarks.peers.quality import Judge
+from tests.support import benchmarking
+from tests.support.benchmarking import check_refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+inputs = benchmarking.inputs
+tracked = benchmarking.tracked
+
+FOUND = contest.Found(
+    "A race",
+    "images",
+    {
+        "aiofeed, thread": [Figure("rate", (100.0, 120.0), "/s"), Figure("CPU per item", (900.0,), "us")],
+        "two bare threads": [Figure("rate", (90.0,), "/s"), Figure("CPU per item", (800.0,), "us")],
+        "Other": [Figure("rate", (80.0,), "/s"), Figure("CPU per item", (1.0,), "us"), Figure("dB", (33.0,), "dB")],
+    },
+    [Figure("speed: aiofeed, thread / Other", (1.1,), target=at_least(1.15))],
+    {"Third": "needs <x> | y"},
+)
+
+
+def samples(*walls: float) -> list[dict[str, float]]:
+    return [{"items": 10.0, "wall_s": wall, "cpu_s": 1.0} for wall in walls]
+
+
+JUDGED = [{**sample, "worst_db": 33.0} for sample in samples(2, 2.5)]
+
+RACE = contest.Race(
+    {"aiofeed, thread": samples(1, 1), "two bare threads": samples(1, 1), "A": samples(4, 2), "B": JUDGED}, {}
+)
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+def test_who_is_not_installed_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work.adapter("dali"), "NEEDS", ("no_such_module",))
+    monkeypatch.setattr(work.adapter("grain_threads"), "NEEDS", ("no_such_module",))
+    field = contest.Field(failures={"DALI": "no wheel for this Python"})
+    present, absent = field.divide([("dataloader", "persistent"), ("dali", "CPU"), ("grain_threads", "per item")])
+    assert present == [("dataloader", "persistent")]
+    assert absent == {"DALI, CPU": "no wheel for this Python", "Grain, per item": "no_such_module is not installed"}
+
+
+def test_a_module_inside_a_missing_package_is_missing_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work.adapter("dali"), "NEEDS", ("no_such_package.part",))
+    assert work.missing("dali") == ["no_such_package.part"]
+
+
+def test_only_leaves_out_the_other_peers_and_never_aiofeed() -> None:
+    field = contest.Field(frozenset({"DataLoader"}))
+    present, absent = field.divide([("feeder", "thread"), ("dataloader", "persistent"), ("nodes", "per item")])
+    assert present == [("feeder", "thread"), ("dataloader", "persistent")]
+    assert not absent
+
+
+def test_a_peer_that_falls_out_is_let_go_and_aiofeed_is_not() -> None:
+    contest.check({"Grain, per item": "broke"})
+    for label in ("aiofeed, thread", "two bare threads"):
+        with pytest.raises(harness.BenchmarkError, match=f"{label}: broke"):
+            contest.check({label: "broke"})
+
+
+def test_every_adapter_says_what_it_is_and_every_way_has_a_name_of_its_own() -> None:
+    labels = []
+    for name in ADAPTERS:
+        adapter = work.adapter(name)
+        assert adapter.__doc__, name
+        assert adapter.WAYS, name
+        labels += [work.label_of(name, way) for way in adapter.WAYS]
+    assert len(set(labels)) == len(labels)
+
+
+def test_every_case_states_its_question_its_targets_and_ways_that_there_are() -> None:
+    for name in CASES:
+        case: Any = import_module(f"benchmarks.peers.{name}")
+        assert (case.__doc__ or "").partition("\n")[0].endswith("?"), name
+        assert "Target" in (case.__doc__ or ""), name
+        for adapter, way in getattr(case, "WAYS", ()):
+            assert not way or way in work.adapter(adapter).WAYS, f"{name}: {adapter}, {way}"
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_of_the_peers_is_the_one_with_the_highest_median() -> None:
+    (figure,) = RACE.first("aiofeed, thread", RACE.peers(), "the peers")
+    assert figure.what == "speed: aiofeed, thread / first of the peers (B)"
+    assert figure.values == (2.0, 2.5)
+    assert figure.target == at_least(1.0)
+
+
+def test_bare_ones_are_no_peers() -> None:
+    assert RACE.peers() == ["A", "B"]
+    assert RACE.ours() == ["aiofeed, thread"]
+
+
+def test_a_ratio_to_one_that_is_missing_is_left_out() -> None:
+    assert RACE.speed("aiofeed, thread", "C", 1.0) == []
+    assert RACE.first("aiofeed, thread", [], "nobody") == []
+
+
+def test_the_table_begins_with_the_fastest() -> None:
+    assert list(RACE.columns()) == ["aiofeed, thread", "two bare threads", "B", "A"]
+    assert [figure.what for figure in RACE.columns()["B"]] == ["rate", "CPU per item", "worst PSNR"]
+    assert [figure.what for figure in RACE.columns()["A"]] == ["rate", "CPU per item"]
+
+
+def test_psnr_is_that_of_the_textbooks() -> None:
+    flat = np.zeros((4, 4, 3), np.uint8)
+    assert psnr(flat, flat) == 99.0
+    assert psnr(flat, flat + np.uint8(1)) == pytest.approx(20 * np.log10(255))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (np.zeros((2, 8, 8, 3), np.uint8), np.zeros(2, np.int64), "a batch of"),
+        (np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int64), "images of float32"),
+        (np.zeros((2, 3, 8, 8), np.uint8), np.zeros(2, np.int32), "labels of int32"),
+        (np.zeros((2, 3, 8, 8), np.uint8), np.zeros(3, np.int64), "3 labels"),
+    ],
+)
+def test_batches_of_another_shape_or_dtype_are_refused(images: Any, labels: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        work.checked(images, labels, (3, 8, 8))
+
+
+# --- installing -------------------------------------------------------------------------------------------------------
+
+
+def test_requirements_name_the_peer_behind_the_hash() -> None:
+    assert install.lines("# all\ntorch==1\n\ngrain==2  # Grain\n") == [
+        install.Line("torch==1", ""),
+        install.Line("grain==2", "Grain"),
+    ]
+
+
+def test_every_peer_that_is_installed_has_an_adapter_of_its_name_and_a_version() -> None:
+    names = {work.adapter(name).NAME for name in ADAPTERS}
+    for line in install.lines(install.REQUIREMENTS.read_text()):
+        assert "==" in line.requirement, line
+        assert not line.peer or line.peer in names, line
+
+
+def test_the_reason_is_the_line_that_says_it() -> None:
+    log = "error: subprocess-exited-with-error\n  RuntimeError: no opencv4: install it\nERROR: Failed to build x:\n"
+    assert install.reason(log) == "RuntimeError: no opencv4: install it"
+    assert install.reason("") == "pip failed without a word"
+
+
+def test_failures_are_those_noted_in_the_environment(tmp_path: Path) -> None:
+    assert install.failures(tmp_path) == {}
+    (tmp_path / "peers-not-installed.json").write_text(json.dumps({"FFCV": "no compiler"}))
+    assert install.failures(tmp_path) == {"FFCV": "no compiler"}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_table_has_everybody_and_the_absent() -> None:
+    text = results.plain("race", FOUND)
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[1] == ["images", "min", "to", "max", "CPU", "per", "item", "dB"]
+    assert lines[2] == ["aiofeed,", "thread", "110/s", "100/s", "to", "120/s", "900", "us"]
+    assert lines[4] == ["Other", "80/s", "80/s", "to", "80/s", "1", "us", "33", "dB"]
+    assert "absent: Third: needs <x> | y" in text
+    assert "SHORT" in text
+
+
+def test_the_markdown_has_losses_and_the_absent_too() -> None:
+    text = results.markdown([("race", FOUND)], "A machine.")
+    assert "0 of 1 targets met; short: race: speed: aiofeed, thread / Other." in text
+    assert "| Other | 80/s | 80/s to 80/s | 1 us | 33 dB |" in text
+    assert "| two bare threads | 90/s | 90/s to 90/s | 800 us |  |" in text
+    assert "Third (needs &lt;x> \\| y)" in text
+
+
+def test_the_document_has_the_markers() -> None:
+    from benchmarks import report
+
+    report.replace_between((harness.PROJECT / results.PAGE).read_text(), results.MARKERS, "")
+
+
+@pytest.fixture(scope="module")
+def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib keeps the font files open that it has once used."""
+    pytest.importorskip("matplotlib")
+    results.picture([("race", FOUND)], tmp_path_factory.mktemp("picture") / "first.png")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fonts_open")
+def test_writing_fills_the_document_and_draws_the_picture(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / results.PAGE).write_text("before\n<!-- peers:begin -->\n<!-- peers:end -->\nafter\n")
+    page, picture = results.write([("race", FOUND), ("again", FOUND)], "A machine.", tmp_path)
+    assert "SHORT" in page.read_text()
+    assert page.read_text().endswith("<!-- peers:end -->\nafter\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["jpeg"], "no case named jpeg; there are same_decode,"),
+        (["--only", "dataloader"], "no peer named dataloader; there are DALI, DataLoader,"),
+        (["--rounds", "0"], "must be at least 1, got 0"),
+        (["--write", "--quick"], "--write takes all cases"),
+        (["--write", "--only", "SPDL"], "--write takes all cases"),
+        (["--write", "same_decode"], "--write takes all cases"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_refused(__main__.parse, arguments, message, capsys)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_contender_that_fails_falls_out_with_its_reason_and_the_others_go_on(inputs: Path) -> None:
+    given = {"folder": str(data.jpeg_folder(inputs, 12)), "side": 32, "decoder": "pillow"}
+    good = work.contender("dataloader", "persistent", given)
+    bad = harness.Contender("bad", work.feed, {"adapter_name": "dataloader", "way": "x", "work": {**given, "y": 1}})
+    dropped: dict[str, str] = {}
+    settings = harness.Settings(rounds=2, quick=True, data=inputs)
+    samples = harness.interleave([bad, good], settings, dropped)
+    assert list(samples) == [good.label]
+    assert [sample["items"] for sample in samples[good.label]] == [12, 12]
+    assert list(dropped) == ["bad"]
+    assert "unexpected keyword argument 'y'" in dropped["bad"]
+
+
+SHARED = [
+    (name, way)
+    for name in ADAPTERS
+    if work.adapter(name).NAME not in ("tf.data", "DALI", "FFCV")
+    for way in work.adapter(name).WAYS
+    if way != "ffmpeg"
+]
+"""Loaders that take the decoder they are given."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), SHARED)
+def test_loaders_with_the_same_decoder_give_the_same_samples(name: str, way: str, inputs: Path) -> None:
+    if missing := work.missing(name):
+        pytest.skip(f"{', '.join(missing)} is not installed")
+    quiet_helpers()
+    task = work.Work(str(data.jpeg_folder(inputs, 12)), 48, "pillow", batch=5)
+    whole = Decode("pillow", 48)
+    expected = [(whole.file(path).tobytes(), label) for path, label in zip(task.paths, task.targets, strict=True)]
+    ordered = getattr(work.adapter(name), "ORDERED", True)
+    with work.adapter(name).loader(task, way) as epoch:
+        for _ in range(2):
+            given = [
+                (np.asarray(image).transpose(1, 2, 0).tobytes(), int(label))
+                for images, labels in epoch()
+                for image, label in zip(images, labels, strict=True)
+                if work.checked(images, labels, (3, 48, 48))
+            ]
+            assert (sorted(given) == sorted(expected)) if not ordered else (given == expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_worst_picture_of_an_epoch_is_what_is_told(ordered: bool, inputs: Path) -> None:
+    paths = data.files_below(data.jpeg_folder(inputs, 12))
+    pictures = np.stack([Decode("pillow", 32).file(path) for path in paths])
+    labels = np.arange(12)
+    judge = Judge(paths, list(range(12)), 32, ordered=ordered)
+    judge.look(pictures[:5].transpose(0, 3, 1, 2), labels[:5])
+    judge.look(pictures[5:].transpose(0, 3, 1, 2), labels[5:])
+    assert judge.worst_db() == 99.0
+    pictures[7] = 255 - pictures[7]
+    judge = Judge(paths, list(range(12)), 32, ordered=ordered)
+    judge.look(pictures.transpose(0, 3, 1, 2), labels)
+    assert judge.worst_db() < 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["draft", "turbo"])
+def test_scaled_decoders_are_those_of_aiofeed(decoder: str, inputs: Path) -> None:
+    if decoder == "turbo":
+        pytest.importorskip("simplejpeg")
+    import aiofeed
+
+    path = data.files_below(data.jpeg_folder(inputs, 12))[0]
+    ours = aiofeed.DecodeImage((48, 48), backend="pillow")
+    with open(path, "rb") as file:
+        assert np.array_equal(Decode(decoder, 48).file(path), ours(file.read()).numpy().transpose(1, 2, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_runs_where_only_torch_is_installed(name: str, inputs: Path) -> None:
+    case: Any = import_module(f"benchmarks.peers.{name}")
+    for module in getattr(case, "NEEDS", ()):
+        pytest.importorskip(module)
+    settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=False)
+    found = case.run(settings, contest.Field(frozenset({"DataLoader"})))
+    assert found.columns
+    assert any(figure.target for figure in found.targets)
+    assert not found.absent
+    assert found.title in results.plain(name, found)

@@ -1,0 +1,669 @@
+"""`DiskCache` of a torch `Dataset`: what streaming gives, each item made once over all processes and runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict, namedtuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+
+from aiofeed import CacheError, DiskCache, FailurePolicy, Feeder, FromDataset, IteratorClosedError, Limits, ReadError
+from aiofeed.cache import disk_format as cache_file
+from aiofeed.cache.disk_format import CacheFile
+from aiofeed.cache.fingerprint import dataset_identity
+from aiofeed.cache.item_codec import item_layout
+from aiofeed.cache.written_forms import restored, written
+from aiofeed.engine.fetch import shared_items as shared
+from aiofeed.testing import SimulatedDevice
+from tests.cache.test_item_codec import ITEMS, UNLIKE, Items, Many, Pair, described, flat
+from tests.support.epochs_beside import same_after
+from tests.support.logged_items import Logged, LoggedMany
+from tests.support.paths import ROOT, environment
+
+NAMES = [name for name in ITEMS if name != "mapped"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "items.cache"
+
+
+def run(dataset: Any, path: Path, epochs: int = 1, **options: Any) -> list[Any]:
+    """The batches of some epochs, read with a file."""
+    cache = DiskCache(path, options.pop("max_bytes", None))
+    with Feeder(dataset, **{"batch_size": 4} | options, cache=cache) as feeder:
+        return [flat(batch) for _ in range(epochs) for batch in feeder]
+
+
+def streamed(dataset: Any, epochs: int = 1, **options: Any) -> list[Any]:
+    with Feeder(dataset, **{"batch_size": 4} | options) as feeder:
+        return [flat(batch) for _ in range(epochs) for batch in feeder]
+
+
+def named(dataset: Any, **options: Any) -> FromDataset:
+    """One that tells what it is, so that no item is asked for to find out."""
+    return FromDataset(dataset, fingerprint="items", **options)
+
+
+@pytest.mark.parametrize("device", [None, "random"])
+@pytest.mark.parametrize("item", NAMES)
+def test_batches_equal_those_without_a_cache(path: Path, device: Any, item: str) -> None:
+    """Bytes, dtypes, structure, order of keys, in two runs; the second asks for nothing."""
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
+    options["device"] = None if device is None else SimulatedDevice(latency=device)
+    expected = streamed(Items(item=item), 2, **options)
+    first, second = Items(item=item), Items(item=item)
+    assert run(named(first), path, 2, **options) == expected
+    assert run(named(second), path, 2, **options) == expected
+    assert first.reads == Counter(range(22))
+    assert second.reads == Counter()
+    assert DiskCache(path).verify() == ()
+
+
+@given(
+    n=st.integers(1, 40),
+    batch_size=st.integers(1, 9),
+    item=st.sampled_from(NAMES),
+    many=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+    shuffle=st.sampled_from([False, True, "keyed"]),
+    drop_last=st.booleans(),
+    pad=st.booleans(),
+    rank_of=st.sampled_from([(0, 1), (0, 2), (1, 3)]),
+    most=st.sampled_from([None, 8192 + 400]),
+    stops=st.lists(st.integers(0, 12), min_size=2, max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+    n: int,
+    batch_size: int,
+    item: str,
+    many: bool,
+    threads: int,
+    shuffle: Any,
+    drop_last: bool,
+    pad: bool,
+    rank_of: tuple[int, int],
+    most: int | None,
+    stops: list[int],
+) -> None:
+    """Epochs broken off, resumed from a state, chosen by number, of every shard: whatever is in the file by then."""
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "pad": pad,
+        "shard": rank_of,
+        "limits": Limits(memory_bytes=200),
+    }
+    cache = DiskCache(tmp_path_factory.mktemp("cache") / "items", most)
+    kind = Many if many else Items
+    plain: Feeder[Any] = Feeder(kind(n, item), **options)
+    feeders: list[Feeder[Any]] = [Feeder(FromDataset(kind(n, item), threads), cache=cache, **options)]
+    with plain:
+        for step, stop in enumerate(stops):
+            if step == len(stops) // 2:  # another run goes on where this one was
+                feeders.append(Feeder(FromDataset(kind(n, item), threads), cache=cache, **options))
+                feeders[-1].load_state_dict(feeders[-2].state_dict())
+                plain.load_state_dict(plain.state_dict())
+                feeders[-2].close()
+            same_after(step, stop, feeders[-1], plain, flat)
+    feeders[-1].close()
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_repeats_are_made_once(path: Path, many: bool, threads: int) -> None:
+    """By several threads as well: what one is making the others wait for."""
+    dataset = (Many if many else Items)(22, lambda index: (time.sleep(0.002), index)[1])
+    order = [5, 5, 3, 5, 1, 3, 3, 1, 1, 1, 2, 5, 5, 0, 0, 0]
+    found = run(FromDataset(dataset, threads), path, 2, batch_size=2, sampler=order)
+    assert found == streamed(Items(22, "int"), 2, batch_size=2, sampler=order)
+    assert dataset.reads == Counter(set(order))
+
+
+def test_random_items_are_those_of_the_first_time(path: Path) -> None:
+    """Whoever waited for an item gets the one that was kept."""
+
+    def item(index: int) -> Any:
+        drawn = torch.rand(4)
+        return drawn, drawn.clone(), index
+
+    order = [5, 5, 3, 5, 1, 3, 3, 1, 1, 1, 2, 5, 5, 0, 0, 0]
+    seen: dict[int, set[Any]] = {}
+    for _ in range(2):
+        source = named(Items(9, item), threads=3)
+        with Feeder(source, batch_size=4, sampler=order, cache=DiskCache(path)) as feeder:
+            for _ in range(2):
+                for drawn, other, indices in feeder:
+                    assert flat(drawn) == flat(other)
+                    for index, row in zip(indices.tolist(), drawn.tolist(), strict=True):
+                        seen.setdefault(index, set()).add(tuple(row))
+    assert all(len(rows) == 1 for rows in seen.values())
+
+
+@pytest.mark.parametrize("action", ["skip", "replace"])
+@pytest.mark.parametrize("decode_timeout_s", [None, 30.0])
+@pytest.mark.parametrize("many", [False, True])
+def test_samples_that_fail(path: Path, action: Any, decode_timeout_s: float | None, many: bool) -> None:
+    """They fail in every epoch and run as without a cache, and the others are asked for once."""
+    policy = FailurePolicy(action, max_failures=20, decode_timeout_s=decode_timeout_s)
+    bad = frozenset({0, 7, 11})
+    options: dict[str, Any] = {"shuffle": True, "on_error": policy}
+    expected = streamed(Items(22, bad=bad), 2, **options)
+    for reads in (1, 0):
+        dataset = (Many if many else Items)(22, bad=bad)
+        assert run(named(dataset), path, 2, **options) == expected
+        good = {index: count for index, count in dataset.reads.items() if index not in bad}
+        if not many:
+            assert good == ({} if not reads else dict.fromkeys(set(range(22)) - bad, 1))
+        assert set(dataset.reads) >= bad
+    dataset = Items(22)
+    assert run(named(dataset), path) == streamed(Items(22))
+    assert dataset.reads == Counter(bad)
+
+
+def test_the_first_that_fails_is_raised(path: Path) -> None:
+    """Whoever makes it; what came before it is kept."""
+    with pytest.raises(ReadError, match=r"Items\[7\]"):
+        run(Items(22, bad=frozenset({7, 9})), path)
+    dataset = Items(22)
+    run(dataset, path)
+    assert not dataset.reads[4]
+    assert dataset.reads[7] == 1
+
+
+def test_an_item_that_takes_too_long(path: Path) -> None:
+    """It is a failure; the others are kept, and who asks for it again is not held up by the thread that is at it."""
+    late = threading.Event()
+
+    def item(index: int) -> int:
+        if index == 0 and not late.wait(20):
+            raise AssertionError
+        return index
+
+    policy = FailurePolicy("skip", decode_timeout_s=0.1, max_failures=20)
+    with Feeder(Items(9, item), batch_size=3, cache=DiskCache(path), on_error=policy) as feeder:
+        for _ in range(2):
+            assert [batch.tolist() for batch in feeder][1:] == [[3, 4, 5], [6, 7, 8]]
+        late.set()
+    assert {failure.index for failure in feeder.failures} == {0}
+
+
+def test_a_collate_fn_is_given_the_items_as_they_were(path: Path) -> None:
+    """Types, dtypes and structure, in both runs."""
+    for name in NAMES:
+        for _ in range(2):
+            seen: list[Any] = []
+
+            def collate(samples: list[Any], seen: list[Any] = seen) -> torch.Tensor:
+                seen.extend(samples)
+                return torch.zeros(len(samples))
+
+            source = named(Items(6, name))
+            with Feeder(source, batch_size=3, cache=DiskCache(f"{path} {name}"), collate_fn=collate) as feeder:
+                assert len(list(feeder)) == 2
+            assert [described(sample) for sample in seen] == [described(ITEMS[name](index)) for index in range(6)]
+
+
+def test_batches_are_the_users(path: Path) -> None:
+    """Written into: neither the file nor later epochs see it."""
+    expected = streamed(Items())
+    with Feeder(Items(), batch_size=4, cache=DiskCache(path)) as feeder:
+        for _ in range(2):
+            for (images, labels), wanted in zip(feeder, expected, strict=True):
+                assert flat([images, labels]) == wanted
+                images.zero_()
+                labels.zero_()
+    assert run(Items(), path) == expected
+
+
+def test_an_item_that_is_changed_after_it_was_given(path: Path) -> None:
+    """A Dataset may give the same memory each time."""
+    memory = np.zeros(3)
+
+    def item(index: int) -> np.ndarray:
+        memory[:] = index
+        return memory
+
+    for _ in range(2):
+        with Feeder(named(Items(6, item)), batch_size=2, sampler=[5, 4, 3, 2, 1, 0], cache=DiskCache(path)) as feeder:
+            assert [row[0] for batch in feeder for row in batch.tolist()] == [5, 4, 3, 2, 1, 0]
+
+
+def test_feeders_of_one_process_share_the_work(path: Path) -> None:
+    """At the same time, from nothing."""
+    one, other = (Items(40, lambda index: (time.sleep(0.002), index)[1]) for _ in range(2))
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda items=items: found.append(run(named(items), path))) for items in (one, other)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [streamed(Items(40, "int"))] * 2
+    if cache_file._OWN_LOCK is not None:
+        assert one.reads + other.reads == Counter(range(40))
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("item", NAMES)
+def test_a_form_comes_back_as_it_was_written(item: str) -> None:
+    layout = written(item_layout(ITEMS[item](1)))
+    blank = written(item_layout(ITEMS[item](2)))
+    again = restored(blank)
+    assert again is not None
+    assert again == layout
+    assert again.parts == layout.parts
+    assert str(again.template) == str(layout.template)
+    assert type(again.template) is type(layout.template)
+
+
+def test_numbers_of_numpys_other_names_are_gone_on_with(path: Path) -> None:
+    """A ``longlong`` is an ``int64``: a later run, that knows it by the file alone, takes it too."""
+    items = [np.longlong(number) for number in range(8)]
+    run(named(items), path, sampler=[0, 1])
+    assert run(named(items), path) == streamed(items)
+
+
+def test_forms_that_differ_are_told_apart() -> None:
+    """What batches would differ by, and nothing else."""
+    items: list[Any] = [(1, 2), [1, 2], Pair(1, 2), {"a": 1, "b": 2}, {"b": 1, "a": 2}, OrderedDict(a=1, b=2)]
+    items += [{1: 1}, {1.0: 1}, {True: 1}, {"1": 1}, {(1, "x"): 1}, 1, 1.0, True, np.int64(1), np.array(1)]
+    items += [torch.tensor(1), torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int16)]
+    items += [np.zeros((2, 3)), np.zeros((3, 2)), (1, (2,)), ((1, 2),), namedtuple("Pair", "image name")(1, 2)]
+    forms = [written(item_layout(item)).form for item in items]
+    assert len(set(forms)) == len(forms)
+
+
+def test_a_namedtuple_whose_class_is_not_loaded_is_learnt_from_an_item(path: Path) -> None:
+    """Nothing is imported because a file says so; the items are kept all the same."""
+
+    def item(index: int) -> Any:
+        return kind(index, index)
+
+    kind = namedtuple("Local", "a b")  # type: ignore[misc]
+    expected = streamed(Items(22, item))
+    assert run(named(Items(22, item)), path) == expected
+    kind = namedtuple("Local", "a b")  # type: ignore[misc]
+    dataset = Items(22, item)
+    assert run(named(dataset), path) == streamed(Items(22, item))
+    assert dataset.reads == Counter([0])
+
+
+@pytest.mark.parametrize(
+    "form", ["", "[]", '["odd"]', '["array", "f9", [2]]', '["dict", [["(", ["number", "int"]]]]', "7"]
+)
+def test_a_form_that_is_none_of_ours_is_not_restored(form: str) -> None:
+    """Nor one of another size: an item tells, and what differs is refused then."""
+    layout = written(item_layout((1, 2)))
+    assert restored(replace(layout, form=form)) is None
+    assert restored(replace(layout, shape=(24,))) is None
+
+
+@pytest.mark.parametrize("case", range(len(UNLIKE)))
+def test_items_that_differ(path: Path, case: int) -> None:
+    """An error that names the item, what it has and what the others have, and the way out, in a later run, too."""
+    others, odd, message = UNLIKE[case]
+    for _ in range(2):
+        dataset = named(Items(12, lambda index: odd if index == 9 else others))
+        with pytest.raises(CacheError, match=r"'Items\[9\]' \(index 9\).*" + message + ".*leave cache= out"):
+            run(dataset, path, on_error="skip")
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ("text", r"item is a str, 'text'"),
+        ((1, b"text"), r"item\[1\] is a bytes, b'text'"),
+        (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
+        ({"a": {frozenset({1}): 1}}, r"item\['a'\] has the key frozenset\(\{1\}\), where a file can name texts"),
+        ({float("nan"): 1}, "item has the key nan"),
+        ((), "no elements: it is a tuple of 0"),
+    ],
+)
+def test_what_cannot_be_kept(path: Path, odd: Any, message: str) -> None:
+    """An error at the first item, which names it and the way out; the path can be used for something else."""
+    with pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be kept: .*" + message + ".*leave cache="):
+        run(Items(12, lambda _: odd), path)
+    assert run(Items(12), path) == streamed(Items(12))
+
+
+# --- another Dataset --------------------------------------------------------------------------------------------------
+
+
+class Other(Items):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index + 0)
+
+
+@dataclass
+class Scaled:
+    scale: int
+    n: int = 22
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index * self.scale])
+
+
+def refused(dataset: Any, path: Path, message: str) -> None:
+    """It is, and the file stays as it was."""
+    before = path.read_bytes()
+    with pytest.raises(CacheError, match=message + r".*Delete the file, or give DiskCache another path"):
+        run(dataset, path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_another_dataset_is_refused_with_the_difference(path: Path) -> None:
+    run(Items(), path)
+    refused(Items(23), path, "samples: 22 in the file, 23 here")
+    refused(Other(), path, r"fingerprint of the source: Items \w{12} in the file, Other \w{12} here")
+    refused(named(Items()), path, r"fingerprint of the source: Items \w{12} in the file, items here")
+    refused(
+        Items(item="int"),
+        path,
+        r"form of a sample: \(tensor uint8 \[3, 4, 2\], int\) in the file, .*and item is a int, 0",
+    )
+    path.unlink()
+    run(Scaled(2), path)
+    refused(
+        Scaled(3), path, r"Scaled \w{12} Scaled\(scale=2, n=22\) in the file, Scaled \w{12} Scaled\(scale=3, n=22\)"
+    )
+
+
+def test_a_file_of_decoded_samples_is_refused(path: Path) -> None:
+    """And a file of items is, where samples are decoded."""
+    from tests.cache.test_disk import Rows, block
+
+    with Feeder(Rows(22), decode=block, batch_size=4, cache=DiskCache(path)) as feeder:
+        list(feeder)
+    refused(Items(), path, "decoder: .*block .* in the file, none, the items of a Dataset here")
+    path.unlink()
+    run(Items(), path)
+    with pytest.raises(CacheError, match=r"decoder: none, the items of a Dataset in the file, .*block"):
+        Feeder(Rows(22), decode=block, batch_size=4, cache=DiskCache(path)).__iter__()
+
+
+def test_whoever_answers_for_the_items_may_use_the_file(path: Path) -> None:
+    """By the fingerprint that the error names."""
+    run(Items(), path)
+    with pytest.raises(CacheError) as error:
+        run(Other(), path)
+    [told] = [part for part in str(error.value).split("'") if part.startswith("Items ")]
+    assert f"FromDataset(dataset, fingerprint={told!r}) says so" in str(error.value)
+    dataset = Other()
+    assert run(FromDataset(dataset, fingerprint=told), path) == streamed(Items())
+    assert dataset.reads == Counter()
+
+
+@pytest.mark.parametrize("where", ["item 0", "item 9"])
+def test_items_of_other_data_are_told_of(path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One is asked for again by a later run, unless the Dataset has a name."""
+    run(Items(), path)
+    dataset = Items(22, lambda index: ITEMS["pair"](index + (index == int(where[5:]))))
+    order = [int(where[5:]), *range(8)]
+    with caplog.at_level(logging.WARNING, "aiofeed"):
+        assert run(dataset, path, 2, sampler=order) == streamed(Items(), 2, sampler=order)
+    assert dataset.reads == Counter([int(where[5:])])
+    assert caplog.text.count(f"another Items[{where[5:]}] than the Dataset gives now") == 1
+    caplog.clear()
+    dataset = Items(bad=frozenset(range(22)))  # its data may be gone
+    assert run(dataset, path) == streamed(Items())
+    same = Items()
+    assert run(same, path) == streamed(Items())
+    assert same.reads == Counter([0])
+    assert caplog.text == ""
+
+
+def test_identities_tell_datasets_apart() -> None:
+    """Also parts of one, of the same length; where they lie in memory does not count."""
+    even, odd = range(0, 22, 2), range(1, 22, 2)
+    found = [Items(), Other(), Scaled(2), Scaled(3), Subset(Items(), even), Subset(Items(), odd), Subset(Other(), odd)]
+    assert len({dataset_identity(dataset) for dataset in found}) == len(found)
+    assert dataset_identity(Items()) == dataset_identity(Items(9))
+    assert dataset_identity(Subset(Items(), even)) == dataset_identity(Subset(Items(), list(even)))
+
+    class Shown(Items):
+        def __repr__(self) -> str:
+            return f"Shown of\n    {object()} {'x' * 500}"
+
+    assert dataset_identity(Shown()) == dataset_identity(Shown())
+    assert len(dataset_identity(Shown())) < 300
+
+
+@pytest.mark.parametrize("bad", [3, "", b"x"])
+def test_a_fingerprint_that_is_no_text_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match="must be a text"):
+        FromDataset(Items(), fingerprint=bad)
+
+
+def test_a_fingerprint_is_that_of_a_state(path: Path) -> None:
+    from aiofeed import StateError
+
+    one, other = (Feeder(FromDataset(Items(), fingerprint=name), batch_size=4) for name in ("one", "other"))
+    with pytest.raises(StateError, match=r"fingerprint of the source: .*one.*other"):
+        other.load_state_dict(one.state_dict())
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_a_full_disk_is_told_with_the_figures(path: Path, monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """At the first item, whatever the policy; once there is room it goes on."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(CacheError, match=r"needs .*bytes\) for 22 samples, and .* are free in .*max_bytes"):
+        run(Items(), path, on_error=action)
+    monkeypatch.undo()
+    assert run(Items(), path) == streamed(Items())
+
+
+def test_a_write_that_fails_does_not_end_the_training(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(self: Any, *_: Any) -> None:
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(CacheFile, "write", gone)
+    assert run(Items(), path, 2) == streamed(Items(), 2)
+    assert caplog.text.count("not written to any more") == 1
+
+
+def test_a_path_that_cannot_be_is_told_before_an_item_is_made(path: Path) -> None:
+    dataset = Items()
+    with pytest.raises(CacheError, match="cannot be made"):
+        run(dataset, path / "none")
+    assert dataset.reads == Counter()
+
+
+def test_max_bytes_keeps_the_first_that_are_met(path: Path) -> None:
+    dataset = named(Items(40))
+    assert run(dataset, path, max_bytes=8192 + 32 * 10) == streamed(Items(40))
+    dataset = Items(40)
+    assert run(named(dataset), path) == streamed(Items(40))
+    assert dataset.reads == Counter(range(10, 40))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flipped_bits_are_never_seen(path: Path, seed: int) -> None:
+    """What does not match its checksum is asked for again, and kept anew."""
+    run(Items(), path)
+    data, numbers = bytearray(path.read_bytes()), random.Random(seed)
+    rows = len(data) - 32 * 22
+    for _ in range(5):
+        data[numbers.randrange(rows, len(data))] ^= 1 << numbers.randrange(8)
+    path.write_bytes(data)
+    damaged = DiskCache(path).verify()
+    dataset = Items()
+    assert run(dataset, path) == streamed(Items())
+    assert set(damaged) <= set(dataset.reads)
+    assert DiskCache(path).verify() == ()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write anywhere")
+def test_a_file_that_may_not_be_written_to_is_read(path: Path) -> None:
+    run(Items(bad=frozenset({3})), path, on_error=FailurePolicy("skip", max_failures=9))
+    path.chmod(0o400)
+    dataset = Items()
+    assert run(FromDataset(dataset), path) == streamed(Items())
+    assert dataset.reads[3] == 1
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Logged, LoggedMany])
+@pytest.mark.parametrize("engines", ["process", "process:3"])
+def test_engine_processes_make_each_item_once(tmp_path: Path, path: Path, engines: str, kind: Any) -> None:
+    """Over all of them, repeats in neighbouring batches included; a thread engine then makes none."""
+    dataset = kind(tmp_path)
+    order = [3, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] * 2
+    options: dict[str, Any] = {"batch_size": 2, "sampler": order}
+    found = run(dataset, path, 2, engine=engines, **options)
+    assert dataset.asked == Counter(set(order))
+    (tmp_path / "asked").unlink()
+    assert run(named_like(dataset), path, **options) == found[:16]
+    assert dataset.asked == Counter()
+    assert found == streamed(dataset, 2, **options)
+
+
+def named_like(dataset: Any) -> FromDataset:
+    """The same, said to be so."""
+    return FromDataset(dataset, fingerprint=dataset_identity(dataset))
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from aiofeed import DiskCache, Feeder, FromDataset
+from tests.support.logged_items import Logged, image_of
+folder, rank, world, epochs = Path(sys.argv[1]), *map(int, sys.argv[2:])
+shard = (rank, world) if world > 1 else None
+dataset = FromDataset(Logged(folder), fingerprint="logged")
+with Feeder(dataset, batch_size=4, shuffle=True, shard=shard, cache=DiskCache(folder / "items.cache")) as feeder:
+    print("begun", flush=True)
+    for epoch in range(epochs):
+        for batch in feeder:
+            for index, image in zip(batch["label"].tolist(), batch["image"]):
+                assert image.numpy().tobytes() == image_of(index).tobytes(), index
+"""
+
+
+def child(folder: Path, rank: int = 0, world: int = 1, epochs: int = 2) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder), str(rank), str(world), str(epochs)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+def test_processes_share_the_work(tmp_path: Path, path: Path, world: int) -> None:
+    """All of the same items in the same order, or each a rank's, from nothing: each item is made once."""
+    processes = [child(tmp_path, rank, world) for rank in range(3)]
+    for process in processes:
+        process.communicate(timeout=50)
+        assert process.returncode == 0
+    assert set(Logged(tmp_path).asked.values()) == {1}
+    assert DiskCache(path).verify() == ()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_killed_at_any_moment_it_is_gone_on_with(tmp_path: Path, path: Path) -> None:
+    """Nothing wrong is believed, what was written stays, and whoever was killed holds nobody up."""
+    numbers = random.Random(5)
+    for _ in range(4):
+        processes = [child(tmp_path) for _ in range(2)]
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        target = Logged(tmp_path).asked.total() + numbers.randrange(9)
+        while Logged(tmp_path).asked.total() < target and processes[0].poll() is None:
+            time.sleep(0.001)
+        processes[0].send_signal(signal.SIGKILL)
+        processes[0].communicate()
+        if numbers.random() < 0.8:
+            processes[1].send_signal(signal.SIGKILL)
+        processes[1].communicate()
+        if path.exists() and path.stat().st_size > 4096:
+            assert DiskCache(path).verify() == ()
+    last = child(tmp_path)
+    last.communicate(timeout=50)
+    assert last.returncode == 0
+    # A process that is killed loses the item that it was at.
+    assert sum(Logged(tmp_path).asked.values()) <= 60 + 2 * 4
+    assert DiskCache(path).verify() == ()
+
+
+@pytest.mark.skipif(cache_file._OWN_LOCK is None, reason="needs locks of open files")
+def test_a_process_that_hangs_at_an_item_holds_nobody_up_for_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for, within bounds; then the item is made here, too."""
+    run(Items(22, bad=frozenset({5, 6})), path, on_error=FailurePolicy("skip", max_failures=9))
+    hanging = CacheFile(str(path))
+    hanging.describe()
+    assert hanging.claim(5)
+    monkeypatch.setattr(shared, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(shared, "PATIENCE_ITEMS", 0)
+    dataset = Items()
+    assert run(named_like(dataset), path) == streamed(Items())
+    assert dataset.reads == Counter([5, 6])
+
+
+@pytest.mark.skipif(cache_file._OWN_LOCK is None, reason="needs locks of open files")
+@pytest.mark.parametrize("claim", [None, 5])
+def test_a_feed_that_waits_for_another_process_can_be_left(path: Path, claim: int | None) -> None:
+    """At once, whoever is at the item."""
+    if claim is not None:
+        run(Items(22, bad=frozenset({5})), path, on_error=FailurePolicy("skip", max_failures=9))
+    else:
+        path.touch()
+    hanging = CacheFile(str(path))
+    hanging.describe()
+    assert hanging.claim(claim)
+    feeder: Feeder[Any] = Feeder(named_like(Items()), batch_size=4, cache=DiskCache(path))
+    got: list[Any] = []
+
+    def consume() -> None:
+        with contextlib.suppress(IteratorClosedError):
+            got.extend(feeder)
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    while not any(pool.name.startswith("aiofeed-decode") for pool in threading.enumerate()):
+        time.sleep(0.01)
+    feeder.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(got) <= 1

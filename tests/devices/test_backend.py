@@ -1,0 +1,116 @@
+"""Whole feeders on simulated devices: whatever streams the training uses, every batch is right. As in tests/cuda."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import aiofeed
+from aiofeed.devices.copier import Copier
+from aiofeed.testing import SimulatedDevice, WrongBytesError, check_feeder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_turn(simulated):
+    """The default stream and two others."""
+    return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
+
+
+def another(simulated):
+    """One that is not the default one."""
+    return [simulated.new_stream()]
+
+
+def slow(simulated):
+    simulated.sleep()
+
+
+@pytest.mark.parametrize("latency", ["random", "late", "early"])
+@pytest.mark.parametrize("streams", [None, another, in_turn])
+@pytest.mark.parametrize("static", [False, True])
+def test_no_wrong_byte(latency, streams, static):
+    """On the default stream, on another, on several in turn; behind slow kernels; dropped or overwritten at once."""
+    device = SimulatedDevice(latency=latency)
+    check_feeder(device, streams=streams, slow=slow, batches=300, static_batches=static)
+    gc.collect()
+    assert device.allocated_bytes == 0
+    assert device.pinned_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("static", [False, True])
+def test_no_wrong_byte_in_ten_thousand(static):
+    """10,000 batches with no synchronisation in between."""
+    check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=10_000, static_batches=static)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", ["cpu", "cpu"], ["cpu"] * 3])
+@pytest.mark.parametrize("static", [False, True])
+def test_host(device, static):
+    """The same on the host, in one part or several."""
+    check_feeder(device, batches=300, static_batches=static)
+
+
+class NoWait(Copier):
+    def deliver(self, in_flight):
+        return in_flight.batch
+
+
+class NoHold(Copier):
+    def deliver(self, in_flight):
+        self.backend.wait(self.backend.current_stream(), in_flight.ready)
+        return in_flight.batch
+
+
+@pytest.mark.parametrize("mistake", [NoWait, NoHold])
+def test_the_check_sees_mistakes(mistake, monkeypatch):
+    """A feeder whose copier leaves one thing out fails the check."""
+    monkeypatch.setattr(Copier, "deliver", mistake.deliver)
+    with pytest.raises(WrongBytesError):
+        check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=300)
+
+
+@pytest.mark.parametrize("latency", ["random", "late", "early"])
+def test_work_recorded_once(latency):
+    """What was recorded on the first batch's tensors, as a graph is, sees each batch in its turn."""
+    device = SimulatedDevice(latency=latency)
+    x = torch.arange(4_000.0).view(1_000, 4)
+    with aiofeed.Feeder(TensorDataset(x), batch_size=8, drop_last=True, static_batches=True, device=device) as feeder:
+        sums = device.copy(host := torch.zeros(len(feeder)))
+        batches = iter(feeder)
+        [captured] = next(batches)
+        for number in range(len(feeder)):
+            if number:
+                next(batches)
+            device.sleep()
+            sums[number].copy_(captured.sum())
+    assert sums.tolist() == x.view(len(feeder), -1).sum(1).tolist()
+    del host
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_compiled_step():
+    """A compiled step takes batches at fixed addresses, and is compiled once."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    x = torch.arange(64.0).view(16, 4)
+    step = torch.compile(lambda batch: (batch * 2 + 1).sum(), backend=backend)
+    with aiofeed.Feeder(TensorDataset(x), batch_size=4, drop_last=True, static_batches=True) as feeder:
+        found = [step(batch).item() for [batch] in feeder]
+    assert found == (x.view(4, -1) * 2 + 1).sum(1).tolist()
+    assert len(compiled) == 1

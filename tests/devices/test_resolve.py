@@ -1,0 +1,274 @@
+"""Which device is meant, what is said where there is none, and the part of the torch backend that needs no device."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from aiofeed.core.errors import DeviceCopyError
+from aiofeed.devices import backend as device_module
+from aiofeed.devices.backend import DeviceBackend, TorchBackend
+from aiofeed.devices.resolve import resolve_device
+from aiofeed.testing import SimulatedDevice
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Give torch the accelerators of another machine."""
+
+    def pretend(kind, count, *, index=0, built="12.8"):
+        present = kind is not None and count > 0
+        accelerator = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: present)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index, raising=False)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: kind == "cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: index > 0)
+        monkeypatch.setattr(torch.version, "cuda", built)
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    return pretend
+
+
+def test_imports_without_torch():
+    """Neither the device's seam nor the copier brings torch in."""
+    modules = "aiofeed.devices.cuda, aiofeed.devices.resolve, aiofeed.devices.copier"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestResolve:
+    @pytest.mark.parametrize("given", [None, "cpu", "cpu:0", torch.device("cpu"), "auto"])
+    def test_host(self, machine, given):
+        """None, the CPU, and "auto" where there is no accelerator mean host tensors."""
+        machine(None, 0)
+        assert resolve_device(given) is None
+
+    @pytest.mark.parametrize(
+        ("given", "name"),
+        [
+            ("auto", "cuda:0"),
+            ("cuda", "cuda:0"),
+            ("cuda:1", "cuda:1"),
+            (1, "cuda:1"),
+            (torch.device("cuda", 1), "cuda:1"),
+            (torch.device("cuda"), "cuda:0"),
+        ],
+    )
+    def test_accelerator(self, machine, given, name):
+        """A device may be a name, an index or torch's own object."""
+        machine("cuda", 2)
+        backend = resolve_device(given)
+        assert isinstance(backend, TorchBackend)
+        assert isinstance(backend, DeviceBackend)
+        assert backend.name == name
+        assert backend.device == torch.device(name)
+        assert name in repr(backend)
+
+    @pytest.mark.parametrize("given", ["auto", "cuda"])
+    def test_no_index_is_the_current_one(self, machine, given):
+        """Without an index the calling thread's current device is meant."""
+        machine("cuda", 2, index=1)
+        assert resolve_device(given).name == "cuda:1"
+
+    @pytest.mark.parametrize("given", ["cuda", "cuda:0", 0])
+    def test_resolving_does_not_start_cuda(self, machine, monkeypatch, given):
+        """A process that only names a device can still fork, and use it in the child."""
+        machine("cuda", 1)
+        for name in ("current_device_index", "is_available", "current_accelerator", "device_count"):
+            monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("started CUDA"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("started CUDA"))
+        assert resolve_device(given).name == "cuda:0"
+
+    def test_auto_takes_what_works(self, machine, monkeypatch):
+        """Where devices are counted that the driver cannot run for this torch, "auto" means the host."""
+        machine("cuda", 1)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert resolve_device("auto") is None
+
+    def test_other_accelerators(self, machine):
+        """Whatever torch calls the accelerator will do."""
+        machine("xpu", 1)
+        assert resolve_device("auto").name == "xpu:0"
+        assert resolve_device(0).name == "xpu:0"
+
+    def test_backend(self):
+        """An object that is a backend is used as it is."""
+        simulated = SimulatedDevice()
+        assert resolve_device(simulated) is simulated
+
+    @pytest.mark.parametrize("given", [True, 1.5, object(), {"cuda"}, SimulatedDevice])
+    def test_wrong_type(self, given):
+        """What is no device at all is a TypeError that names its type."""
+        with pytest.raises(TypeError, match=f"torch.device or a device backend, not {type(given).__name__}"):
+            resolve_device(given)
+
+    @pytest.mark.parametrize("given", [["cuda:0", "cuda:1"], ("cuda",)])
+    def test_several(self, given):
+        """A list is no device."""
+        with pytest.raises(TypeError, match="one device is wanted here, not several"):
+            resolve_device(given)
+
+
+class TestAbsent:
+    def test_no_device_of_that_name(self):
+        """A name that torch does not know is quoted, with what is allowed."""
+        with pytest.raises(ValueError, match="'gpu' is no device that torch knows: expected None, 'auto'"):
+            resolve_device("gpu")
+
+    @pytest.mark.parametrize("given", ["cuda", "cuda:1", 0])
+    def test_build_without_cuda(self, machine, given):
+        """A build without CUDA is named as the reason, with the way to another."""
+        machine(None, 0, built=None)
+        with pytest.raises(ValueError, match=r"build without CUDA.*get-started") as caught:
+            resolve_device(given)
+        assert f"device={given!r}" in str(caught.value)
+        assert 'device="auto"' in str(caught.value)
+
+    def test_no_driver(self, machine, monkeypatch):
+        """The driver's own reason is quoted, its first sentence."""
+        machine("cuda", 0)
+
+        def init():
+            raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one.")
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        with pytest.raises(ValueError, match="sees no accelerator: Found no NVIDIA driver on your system; device=None"):
+            resolve_device("cuda")
+
+    def test_hidden(self, machine, monkeypatch):
+        """An empty CUDA_VISIBLE_DEVICES is named as the reason."""
+        machine("cuda", 0)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='' limits what is visible"):
+            resolve_device("cuda")
+
+    @pytest.mark.parametrize("given", ["cuda:2", 2, -1])
+    def test_no_such_index(self, machine, given):
+        """An index beyond the last names those that exist."""
+        machine("cuda", 2)
+        with pytest.raises(ValueError, match=r"there is no index -?[0-9]; present: cuda:0, cuda:1$"):
+            resolve_device(given)
+
+    def test_no_such_index_because_hidden(self, machine, monkeypatch):
+        """Where CUDA_VISIBLE_DEVICES is set, it is shown beside what exists."""
+        machine("cuda", 1)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        with pytest.raises(ValueError, match=r"present: cuda:0 .CUDA_VISIBLE_DEVICES='3'"):
+            resolve_device("cuda:3")
+
+    def test_another_accelerator(self, machine):
+        """A machine with another accelerator says which."""
+        machine("mps", 1)
+        with pytest.raises(ValueError, match="device='cuda': present: mps:0"):
+            resolve_device("cuda")
+
+    def test_a_device_torch_knows_and_lacks(self, machine):
+        """A name of torch's without such a device is refused."""
+        machine(None, 0)
+        with pytest.raises(ValueError, match=r"device='xpu:0': .*sees no such device"):
+            resolve_device("xpu:0")
+
+
+class TestTorchBackend:
+    def test_copy_keeps_dtype_and_strides(self):
+        """A copy is what ``to`` gives, and a tensor that is there already stays."""
+        backend = TorchBackend(torch.device("meta"))
+        source = torch.zeros(2, 3, 4, 5, dtype=torch.uint8).to(memory_format=torch.channels_last)
+        copy = backend.copy(source)
+        assert (copy.device.type, copy.dtype, copy.stride()) == ("meta", source.dtype, source.stride())
+        assert backend.copy(copy) is copy
+
+    def test_hold_ignores_other_devices(self):
+        """record_stream, which raises for CPU tensors, is not called for them."""
+        TorchBackend(torch.device("cuda", 0)).hold(torch.ones(1), object())
+
+    @pytest.mark.parametrize("layout", ["strided", "sparse_coo", "sparse_csr", "sparse_csc"])
+    @pytest.mark.filterwarnings("ignore:Sparse")
+    def test_hold_reaches_every_part(self, monkeypatch, layout):
+        """Indices and values of a sparse tensor are held, not the shell, which cannot be."""
+        held = []
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor.layout, stream)))
+        tensor = torch.eye(3).to_sparse(layout=getattr(torch, layout)) if layout != "strided" else torch.eye(3)
+        TorchBackend(torch.device("cpu")).hold(tensor, "stream")
+        parts = {"strided": 1, "sparse_coo": 2}.get(layout, 3)
+        assert held == [(torch.strided, "stream")] * parts
+
+    def test_hold_where_there_is_no_record_stream(self):
+        """A device whose torch cannot record streams is refused, with the way out; never used as if it could."""
+        with pytest.raises(DeviceCopyError, match=r"no record_stream for cpu: .* device=None, and batch.to\('cpu'\)"):
+            TorchBackend(torch.device("cpu")).hold(torch.ones(1), torch.Stream(device="cpu"))
+
+    @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
+    def test_memory_of_a_device_that_cannot_tell_is_unknown(self, monkeypatch, error):
+        """What an allocator without the function raises is no error of the feeder's."""
+
+        def ask(device):
+            raise error("getMemoryInfo is not implemented for this allocator yet.")
+
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", ask, raising=False)
+        assert TorchBackend(torch.device("mps", 0)).memory() is None
+
+    def test_memory_as_torch_tells_it(self, monkeypatch):
+        """Free and total bytes, of this device; unknown where torch has no such function."""
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (device.index, 8), raising=False)
+        assert TorchBackend(torch.device("xpu", 1)).memory() == (1, 8)
+        monkeypatch.delattr(torch.accelerator, "get_memory_info")
+        assert TorchBackend(torch.device("xpu", 1)).memory() is None
+
+    def test_hold_leaves_a_jagged_tensor_to_itself(self, monkeypatch):
+        """Its parts are held by its own record_stream."""
+        held = []
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor, stream)))
+        tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        TorchBackend(torch.device("cpu")).hold(tensor, "stream")
+        assert [(found is tensor, stream) for found, stream in held] == [(True, "stream")]
+
+    def test_one_side_stream_per_device(self, monkeypatch):
+        """Every backend of a device has the same side stream, for good."""
+        monkeypatch.setattr(device_module, "_side_streams", {})
+        backends = [TorchBackend(torch.device("cuda", index)) for index in (0, 0, 1)]
+        for backend in backends:
+            monkeypatch.setattr(backend, "_new_stream", object)
+        first, again, other = (backend.side_stream() for backend in backends)
+        assert first is again
+        assert first is not other
+
+    @pytest.mark.parametrize("names", ["index", "idx"])
+    def test_on_restores_stream_and_device(self, monkeypatch, names):
+        """Stream and current device come back after an error and through nesting, by either torch's names."""
+        current = {"device": 1, "stream": "before"}
+
+        def set_stream(stream):
+            current.update(stream=stream, device=0)
+
+        for suffix in ("index", "idx"):
+            monkeypatch.delattr(torch.accelerator, f"set_device_{suffix}", raising=False)
+            monkeypatch.delattr(torch.accelerator, f"current_device_{suffix}", raising=False)
+        set_device = lambda index: current.update(device=index)  # noqa: E731
+        monkeypatch.setattr(torch.accelerator, f"set_device_{names}", set_device, raising=False)
+        monkeypatch.setattr(torch.accelerator, f"current_device_{names}", lambda: current["device"], raising=False)
+        monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
+        backend = TorchBackend(torch.device("xpu", 0))
+        monkeypatch.setattr(backend, "_current", lambda: current["stream"])
+        with pytest.raises(KeyError), backend.on("side"):
+            assert current == {"device": 0, "stream": "side"}
+            with backend.on("side"):
+                pass
+            assert current["stream"] == "side"
+            raise KeyError
+        assert current == {"device": 1, "stream": "before"}
+        backend.enter_thread()
+        assert current["device"] == 0
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can pin")
+    def test_pin_fails_without_an_accelerator(self):
+        """Memory that cannot be pinned is an error, not pageable memory."""
+        with pytest.raises(RuntimeError):
+            TorchBackend(torch.device("cuda", 0)).pin(8)

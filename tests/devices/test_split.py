@@ -1,0 +1,341 @@
+"""Batches over several devices: how they are split, copied, and what is said where they cannot be."""
+
+import dataclasses
+import gc
+import pickle
+import typing
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import aiofeed
+from aiofeed.core.types import ArrayLeaf
+from aiofeed.devices.group_copier import copier_for
+from aiofeed.devices.host_backend import HostBackend
+from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.devices.split import split
+from aiofeed.testing import SimulatedDevice, check_feeder
+
+
+class Pair(typing.NamedTuple):
+    first: torch.Tensor
+    second: object
+
+
+@dataclasses.dataclass
+class Sample:
+    image: object
+    key: object
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def two(latency="random"):
+    return [SimulatedDevice(1, latency=latency, index=0), SimulatedDevice(2, latency=latency, index=1)]
+
+
+def streams(simulated):
+    return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
+
+
+def slow(simulated):
+    simulated.sleep()
+
+
+def listed(tree):
+    return aiofeed.core.pytree.map_leaves(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, tree)
+
+
+class TestSplit:
+    @pytest.mark.parametrize(("rows", "parts"), [(6, 2), (7, 3), (2, 4), (0, 2), (1, 1)])
+    def test_as_tensor_split(self, rows, parts):
+        """The parts are those of torch.tensor_split, empty ones included, and share the batch's memory."""
+        batch = torch.arange(rows * 2).view(rows, 2)
+        found = split(batch, parts)
+        expected = torch.tensor_split(batch, parts)
+        assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+        assert [part.shape for part in found] == [part.shape for part in expected]
+        assert all(part.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr() for part in found)
+
+    def test_structure(self):
+        """Containers keep their types; lists with one entry per sample are cut, and what has no samples is repeated."""
+        marker = object()
+        batch = {
+            "images": torch.arange(3),
+            "pair": Pair(torch.arange(3) * 2, marker),
+            "sample": Sample(torch.ones(3, 2), ["a", "b", "c"]),
+            "keys": ("x", "y", "z"),
+            "meta": [{"n": 1}, {"n": 2}, {"n": 3}],
+            "columns": [("p", "q", "r"), ("s", "t", "u"), ("v", "w", "x")],
+            "short": ["one", "two"],
+            "array": np.arange(3),
+            "other": np.arange(4),
+            "scale": torch.tensor(0.5),
+            "text": "abc",
+            "nothing": None,
+        }
+        first, second = split(batch, 2)
+        assert listed(first["images"]) == [0, 1]
+        assert listed(second["images"]) == [2]
+        assert type(second["pair"]) is Pair
+        assert second["pair"].first.tolist() == [4]
+        assert second["pair"].second is marker
+        assert type(first["sample"]) is Sample
+        assert first["sample"].key == ["a", "b"]
+        assert second["keys"] == ("z",)
+        assert second["meta"] == [{"n": 3}]
+        assert first["columns"] == [("p", "q"), ("s", "t"), ("v", "w")]
+        assert first["array"].tolist() == [0, 1]
+        assert second["short"] == ["one", "two"]
+        for name in ("other", "scale", "text", "nothing"):
+            assert second[name] is batch[name]
+
+    def test_memory_of_ours(self):
+        """Memory under a permutation is cut along the dimension that the user sees first."""
+        memory = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
+        first, second = split([ArrayLeaf(memory, axes=(2, 0, 1), pinned=True), ArrayLeaf(np.array(7))], 2)
+        assert (first[0].axes, first[0].pinned) == ((2, 0, 1), True)
+        assert second[0].memory.tolist() == memory[:, :, 2:].tolist()
+        assert second[1].memory.tolist() == 7
+
+    def test_without_tensors_all_is_repeated(self):
+        """What has no tensors has no number of samples."""
+        assert split(["a", "b"], 2) == [["a", "b"], ["a", "b"]]
+
+    def test_different_lengths_are_refused(self):
+        """Tensors that differ along dimension 0 cannot be cut alike; silently wrong parts would be worse."""
+        with pytest.raises(ValueError, match=r"has 4; found shape \[3\].*transform="):
+            split([torch.zeros(4, 2), torch.zeros(3)], 2)
+
+
+class TestResolve:
+    def test_group(self):
+        """A list is a group, of one too; anything else is what it always was."""
+        group = resolve_devices(devices := two())
+        assert isinstance(group, DeviceGroup)
+        assert group.backends == tuple(devices)
+        assert group.name == "simulated:0, simulated:1"
+        assert len(resolve_devices((devices[0],)).backends) == 1
+        assert resolve_devices(devices[0]) is devices[0]
+        assert resolve_devices("cpu") is None
+
+    def test_host(self):
+        """Several CPUs, to try things out, are as many parts."""
+        assert [type(backend) for backend in resolve_devices(["cpu", "cpu"]).backends] == [HostBackend] * 2
+
+    @pytest.mark.parametrize(
+        ("given", "error", "match"),
+        [
+            ([], ValueError, "needs at least one"),
+            ([None], TypeError, "None is no device in a list"),
+            (["cpu", SimulatedDevice()], ValueError, "leave 'cpu' out"),
+            ([SimulatedDevice(), HostBackend()], ValueError, "of one kind"),
+            ([["cpu"]], TypeError, "one device is wanted here"),
+        ],
+    )
+    def test_refused(self, given, error, match):
+        """Lists that make no sense are refused, with what would."""
+        with pytest.raises(error, match=match):
+            resolve_devices(given)
+
+    def test_twice(self, monkeypatch):
+        """The same device twice is a slip."""
+        device = SimulatedDevice(index=3)
+        with pytest.raises(ValueError, match="simulated:3 is there twice"):
+            resolve_devices([device, device])
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert resolve_devices(["cuda:0", 1]).name == "cuda:0, cuda:1"
+        with pytest.raises(ValueError, match="cuda:1 is there twice"):
+            resolve_devices([1, "cuda:0", "cuda:1"])
+
+
+class TestFeeder:
+    @pytest.mark.parametrize("latency", ["random", "late", "early"])
+    def test_no_wrong_byte(self, latency):
+        """Slow kernels on either device's streams, taken in turn, tensors dropped at once: every part is right."""
+        devices = two(latency)
+        check_feeder(devices, streams=streams, slow=slow, batches=600, batch_size=5)
+        gc.collect()
+        assert [device.allocated_bytes for device in devices] == [0, 0]
+        assert [device.pinned_bytes for device in devices] == [0, 0]
+        assert [device.streams_made for device in devices] == [3, 3]
+
+    @pytest.mark.parametrize("device", [["cpu", "cpu"], two()])
+    def test_parts(self, device):
+        """A batch is a tuple of parts of the usual structure; the last may have empty ones."""
+        x = torch.arange(9.0)
+        feeder = aiofeed.Feeder(
+            TensorDataset(x, x * 2), batch_size=4, device=device, transform=lambda b: [b[0] + 1, b[1]]
+        )
+        with feeder:
+            found = list(feeder)
+        assert [type(batch) for batch in found] == [tuple] * 3
+        assert listed(found[0]) == ([[1, 2], [0, 2]], [[3, 4], [4, 6]])
+        assert listed(found[2]) == ([[9], [16]], [[], []])
+        assert feeder.statistics().samples == 9
+        assert len(feeder) == 3
+
+    def test_parts_are_the_users(self):
+        """Parts in host memory do not change when later batches come, nor one with the other."""
+        x = torch.arange(40_000.0).view(40, 1000)
+        with aiofeed.Feeder(TensorDataset(x), batch_size=4, device=["cpu", "cpu"]) as feeder:
+            kept = list(feeder)
+            kept[0][0][0].zero_()
+            for number, (first, second) in enumerate(kept[1:], start=1):
+                assert torch.equal(torch.cat([first[0], second[0]]), x[number * 4 : number * 4 + 4])
+
+    def test_images(self, jpeg_folder):
+        """Decoded in place, the parts are in channels_last memory as the batch would be."""
+        source = aiofeed.ImageFolder(jpeg_folder)
+        options = {"decode": aiofeed.DecodeImage(32), "batch_size": 6, "shuffle": True}
+        with aiofeed.Feeder(source, **options) as one, aiofeed.Feeder(source, device=two(), **options) as several:
+            for (images, labels), parts in zip(one, several, strict=True):
+                assert torch.equal(torch.cat([part[0].cpu() for part in parts]), images)
+                assert torch.equal(torch.cat([part[1].cpu() for part in parts]), labels)
+                assert all(part[0].is_contiguous(memory_format=torch.channels_last) for part in parts)
+
+    @pytest.mark.parametrize("copy_fails_at", [1, 3])
+    def test_errors_name_the_device(self, copy_fails_at):
+        """A copy that fails on one device is that device's, and the feeder can begin again."""
+        devices = [SimulatedDevice(), SimulatedDevice(copy_fails_at=copy_fails_at, index=1)]
+        with aiofeed.Feeder(TensorDataset(torch.arange(12.0)), batch_size=4, device=devices) as feeder:
+            with pytest.raises(aiofeed.DeviceCopyError, match="to simulated:1 failed"):
+                list(feeder)
+            assert len(list(feeder)) == 3
+
+    def test_a_failing_transform_names_the_device(self):
+        """The transform of one part raises."""
+        seen = []
+
+        def transform(batch):
+            seen.append(batch)
+            return batch if len(seen) % 2 else 1 / 0
+
+        feeder = aiofeed.Feeder(TensorDataset(torch.arange(8.0)), batch_size=4, device=two(), transform=transform)
+        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="ZeroDivisionError on simulated:1"):
+            list(feeder)
+
+    def test_batches_that_cannot_be_split(self):
+        """Tensors of different lengths are an error that says what to do."""
+
+        def collate(samples):
+            return torch.stack([sample[0] for sample in samples]), torch.zeros(3)
+
+        feeder = aiofeed.Feeder(
+            TensorDataset(torch.arange(8.0)), batch_size=4, device=["cpu", "cpu"], collate_fn=collate
+        )
+        with feeder, pytest.raises(aiofeed.DeviceCopyError, match=r"for cpu, cpu cannot be split.*found shape \[3\]"):
+            list(feeder)
+
+    async def test_async(self):
+        """The same by ``async for``, left early."""
+        x = torch.arange(100.0)
+        async with aiofeed.Feeder(TensorDataset(x), batch_size=10, device=two()) as feeder:
+            async for first, second in feeder:
+                assert torch.cat([first[0].cpu(), second[0].cpu()]).tolist() == list(range(10))
+                break
+
+    def test_pickle(self):
+        """A feeder for several devices travels as any other."""
+        feeder = pickle.loads(
+            pickle.dumps(aiofeed.Feeder(TensorDataset(torch.arange(4.0)), batch_size=4, device=["cpu"]))
+        )
+        with feeder:
+            assert listed(list(feeder)) == [([[0, 1, 2, 3]],)]
+
+
+class TestPrefetch:
+    def test_parts(self):
+        """Batches that somebody else makes are split alike."""
+        batches = [{"x": torch.arange(5) + number, "keys": list("abcde")} for number in range(3)]
+        found = [
+            listed(batch)
+            for batch in aiofeed.prefetch(batches, device=two(), transform=lambda b: b | {"two": b["x"] * 2})
+        ]
+        assert found[1] == (
+            {"x": [1, 2, 3], "keys": ["a", "b", "c"], "two": [2, 4, 6]},
+            {"x": [4, 5], "keys": ["d", "e"], "two": [8, 10]},
+        )
+
+    async def test_async_batches(self):
+        """An async iterable too."""
+
+        async def batches():
+            for number in range(3):
+                yield torch.full((3,), number)
+
+        found = [listed(batch) async for batch in aiofeed.prefetch(batches(), device=["cpu", "cpu"])]
+        assert found == [([number] * 2, [number]) for number in range(3)]
+
+
+class TestScatter:
+    def test_parts(self):
+        """A batch that exists comes back in parts on the devices."""
+        devices = two("late")
+        batch = [torch.arange(5), {"keys": list("abcde")}]
+        assert listed(aiofeed.scatter(batch, devices)) == (
+            [[0, 1, 2], {"keys": ["a", "b", "c"]}],
+            [[3, 4], {"keys": ["d", "e"]}],
+        )
+        assert [device.copies for device in devices] == [1, 1]
+
+    def test_host_memory_may_be_written_at_once(self):
+        """When it returns, the batch is no longer read, and parts are as they were."""
+        batch = torch.arange(6)
+        parts = aiofeed.scatter(batch, two("late"))
+        batch.zero_()
+        assert listed(parts) == ([0, 1, 2], [3, 4, 5])
+
+    def test_host(self):
+        """Parts in host memory are copies."""
+        batch = torch.arange(4)
+        first, second = aiofeed.scatter(batch, ["cpu", "cpu"])
+        batch.zero_()
+        assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3])
+
+    def test_a_batch_on_a_device(self):
+        """What is on the one device already is cut there, after the work that makes it."""
+        [device] = devices = [SimulatedDevice(latency="late")]
+        there = device.copy(host := torch.arange(4)) * 2
+        [part] = aiofeed.scatter(there, devices)
+        assert part.tolist() == [0, 2, 4, 6]
+        assert device.copies == 1
+        del host
+
+    @pytest.mark.parametrize("devices", ["cuda", None, SimulatedDevice()])
+    def test_wrong_devices(self, devices):
+        """One device is no list."""
+        with pytest.raises(TypeError, match="a list of devices"):
+            aiofeed.scatter(torch.ones(2), devices)
+
+
+class TestCopier:
+    def test_host_memory_waits_for_every_device(self):
+        """Host memory is free once each device has read its part."""
+        devices = two("late")
+        copier = copier_for(resolve_devices(devices))
+        in_flight = copier.issue(source := torch.arange(4))
+        first, second = in_flight.batch
+        first.copied.synchronize()
+        assert not in_flight.copied.query() or second.copied.query()
+        in_flight.copied.synchronize()
+        assert first.copied.done
+        assert second.copied.done
+        del source
+
+    def test_host_memory_is_free_when_an_error_is_seen(self):
+        """The copies of parts before the one that failed have run by the time it is raised."""
+        devices = [SimulatedDevice(latency="late"), SimulatedDevice(copy_fails_at=1, index=1)]
+        with pytest.raises(aiofeed.DeviceCopyError):
+            copier_for(resolve_devices(devices)).issue(torch.ones(4))
+        assert devices[0].queued <= 1  # poisoning of what was dropped since

@@ -1,0 +1,260 @@
+"""Batches at fixed addresses: the same tensors each time, never wrong, and refused where they cannot be."""
+
+import gc
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import aiofeed
+from aiofeed.core.pytree import leaves
+from aiofeed.devices.copier import is_tensor
+from aiofeed.devices.static_copier import StaticCopier
+from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier, check_feeder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def streams(simulated):
+    return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
+
+
+def slow(simulated):
+    simulated.sleep()
+
+
+def check(simulated, **options):
+    check_copier(simulated, streams(simulated), slow=simulated.sleep, **options)
+
+
+def feeder_of(x, **options):
+    return aiofeed.Feeder(
+        TensorDataset(x),
+        **({"batch_size": 4, "static_batches": True, "drop_last": True, "device": SimulatedDevice()} | options),
+    )
+
+
+# The mistakes, each the copier with one thing left out or done at the wrong place.
+
+
+class NoGuard(StaticCopier):
+    """Refilled without a look at what the last batch is used for."""
+
+    def _guard(self, stream):
+        pass
+
+
+class GuardAtHandOver(StaticCopier):
+    """The event that the refill waits for is recorded before the consumer has queued anything."""
+
+    handed_over = None
+
+    def deliver(self, in_flight):
+        batch = super().deliver(in_flight)
+        self.handed_over = self.backend.record(self.backend.current_stream())
+        return batch
+
+    def _guard(self, stream):
+        self.backend.wait(stream, self.handed_over)
+
+
+class NoWait(StaticCopier):
+    """Filled before the batch has arrived."""
+
+    def deliver(self, in_flight):
+        early = self.backend.record(self.backend.current_stream())
+        return super().deliver(type(in_flight)(in_flight.batch, in_flight.copied, early))
+
+
+class FilledOnTheSideStream(StaticCopier):
+    """Filled where the copies run, which nobody waits for."""
+
+    def deliver(self, in_flight):
+        with self.backend.on(self.backend.side_stream()):
+            return super().deliver(in_flight)
+
+
+MISTAKES = [NoGuard, GuardAtHandOver, NoWait, FilledOnTheSideStream]
+
+
+class TestBytes:
+    @pytest.mark.parametrize("latency", ["random", "late", "early"])
+    def test_copier(self, latency):
+        """Slow kernels, three streams taken in turn, the same memory each time: no batch is wrong."""
+        check(SimulatedDevice(latency=latency), copier=StaticCopier, batches=2_000 if latency == "random" else 500)
+
+    @pytest.mark.parametrize("mistake", MISTAKES)
+    def test_the_check_sees_each_mistake(self, mistake):
+        """The copier with one thing wrong fails the check that the real one passes."""
+        with pytest.raises(WrongBytesError):
+            check(SimulatedDevice(), copier=mistake, batches=400)
+
+    @pytest.mark.parametrize("latency", ["random", "late", "early"])
+    def test_feeder(self, latency):
+        """A slow consumer that changes its stream sees each batch as it was, through two epochs."""
+        device = SimulatedDevice(latency=latency)
+        check_feeder(device, streams=streams, slow=slow, batches=1_000, static_batches=True)
+        gc.collect()
+        assert device.allocated_bytes == 0
+        assert device.pinned_bytes == 0
+
+    @pytest.mark.parametrize("latency", ["random", "early"])
+    def test_several_devices(self, latency):
+        """Each device has its own tensors, guarded by its own streams."""
+        devices = [SimulatedDevice(1, latency=latency), SimulatedDevice(2, latency=latency, index=1)]
+        check_feeder(devices, streams=streams, slow=slow, batches=400, static_batches=True)
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("device", [SimulatedDevice(), None, "cpu"])
+    def test_the_same_tensors(self, device):
+        """Through epochs, other passes and after ``close``, every batch is the same objects with other contents."""
+        x = torch.arange(22.0)
+        feeder = feeder_of(x, device=device)
+        tensors, seen = set(), []
+        for _ in range(2):
+            with feeder:
+                for _ in range(2):
+                    for [batch] in feeder:
+                        tensors.add((id(batch), batch.data_ptr()))
+                        seen.append(batch.tolist())
+        assert len(tensors) == 1
+        assert seen == [list(range(start, start + 4)) for start in range(0, 20, 4)] * 4
+
+    def test_several(self):
+        """One set per device."""
+        with feeder_of(torch.arange(8.0), device=["cpu", "cpu"]) as feeder:
+            kept = [[tensor for tensor in leaves(batch) if is_tensor(tensor)] for batch in feeder]
+        assert kept[0][0] is kept[1][0]
+        assert kept[0][1] is kept[1][1]
+        assert [tensor.tolist() for tensor in kept[0]] == [[4, 5], [6, 7]]
+
+    def test_what_is_no_tensor_changes(self):
+        """Texts are those of the batch."""
+
+        def collate(samples):
+            return {"x": torch.stack([sample[0] for sample in samples]), "key": str(samples[0][0].item())}
+
+        with feeder_of(torch.arange(8.0), collate_fn=collate) as feeder:
+            assert [batch["key"] for batch in feeder] == ["0.0", "4.0"]
+
+    def test_channels_last(self, jpeg_folder):
+        """Images keep their memory format."""
+        source = aiofeed.ImageFolder(jpeg_folder)
+        options = {"decode": aiofeed.DecodeImage(32), "batch_size": 6, "drop_last": True}
+        with (
+            aiofeed.Feeder(source, **options) as plain,
+            aiofeed.Feeder(source, device=SimulatedDevice(), static_batches=True, **options) as static,
+        ):
+            for (images, labels), (there, labels_there) in zip(plain, static, strict=True):
+                assert there.is_contiguous(memory_format=torch.channels_last)
+                assert torch.equal(there.cpu(), images)
+                assert torch.equal(labels_there.cpu(), labels)
+
+    def test_first_asked_for_in_inference_mode(self):
+        """A feeder that begins in an evaluation goes on in a training."""
+        with feeder_of(torch.arange(8.0), device=None) as feeder:
+            with torch.inference_mode():
+                iterator = iter(feeder)
+                next(iterator)
+            assert next(iterator)[0].tolist() == [4, 5, 6, 7]
+
+    def test_backward_through_an_overwritten_batch_is_an_error(self):
+        """torch notices where a gradient would be computed from a batch that is gone."""
+        weights = torch.ones(4, requires_grad=True)
+        with feeder_of(torch.arange(8.0), device=None) as feeder:
+            iterator = iter(feeder)
+            loss = (next(iterator)[0] * weights).sum()
+            next(iterator)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    def test_pickle(self):
+        """A feeder that travels makes tensors of its own."""
+        feeder = feeder_of(torch.arange(8.0), device=None)
+        with feeder:
+            first = next(iter(feeder))[0]
+        with pickle.loads(pickle.dumps(feeder)) as other:
+            assert next(iter(other))[0] is not first
+
+    def test_look_ahead(self):
+        """Copies run ahead of ``next``: the batch after the one in use is on its way."""
+        device = SimulatedDevice(latency="late")
+        with feeder_of(torch.arange(40.0), device=device) as feeder:
+            iterator = iter(feeder)
+            next(iterator)
+            while device.copies < 3:  # two may be there before they are asked for
+                pass
+            next(iterator)
+
+
+class TestRefused:
+    def test_last_batch(self):
+        """A last batch that is smaller cannot be: drop_last says so, or the length does."""
+        with pytest.raises(ValueError, match=r"the last of 10 samples by 4 may be smaller: pass drop_last=True"):
+            feeder_of(torch.arange(10.0), drop_last=False)
+        with feeder_of(torch.arange(8.0), drop_last=False) as feeder:
+            assert len(list(feeder)) == 2
+
+    def test_sampler(self):
+        """How many samples a sampler gives is not known."""
+        with pytest.raises(ValueError, match="a sampler's samples"):
+            feeder_of(torch.arange(8.0), drop_last=False, sampler=range(8))
+
+    def test_skip(self):
+        """Skipping makes batches smaller; replacing does not."""
+        with pytest.raises(ValueError, match="on_error='replace'"):
+            feeder_of(torch.arange(8.0), on_error="skip")
+        feeder_of(torch.arange(8.0), on_error="replace")
+
+    def test_no_bool(self):
+        """It is True or False."""
+        with pytest.raises(TypeError, match="static_batches must be True or False"):
+            feeder_of(torch.arange(8.0), static_batches=1)
+
+    @pytest.mark.parametrize("other", ["shape", "dtype", "structure"])
+    def test_another_batch(self, other):
+        """A batch of another make names both."""
+
+        def collate(samples):
+            x = torch.stack([sample[0] for sample in samples])
+            if x[0] == 0:
+                return {"x": x}
+            return {"shape": {"x": x[:2]}, "dtype": {"x": x.long()}, "structure": {"y": x}}[other]
+
+        with feeder_of(torch.arange(8.0), collate_fn=collate) as feeder:
+            iterator = iter(feeder)
+            next(iterator)
+            with pytest.raises(aiofeed.DeviceCopyError, match=r"\{'x': torch.float32\[4\]\}, this one is \{'"):
+                next(iterator)
+            with pytest.raises(StopIteration):
+                next(iterator)
+
+    def test_containers_that_do_not_print(self):
+        """A container's own ``repr`` hides no difference: nothing is broadcast over a larger batch."""
+
+        class Silent(dict):
+            def __repr__(self):
+                return "silent"
+
+        def collate(samples):
+            x = torch.stack([sample[0] for sample in samples])
+            return Silent(x=x if x[0] == 0 else x[:1])
+
+        feeder = feeder_of(torch.arange(8.0), collate_fn=collate)
+        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="all alike"):
+            list(feeder)
+
+    def test_sparse(self):
+        """Sparse tensors have no fixed memory."""
+        feeder = feeder_of(torch.arange(8.0), device=None, transform=lambda batch: batch[0].to_sparse())
+        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="takes dense tensors; on cpu"):
+            list(feeder)

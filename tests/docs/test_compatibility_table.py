@@ -1,0 +1,47 @@
+"""docs/compatibility.md: each behaviour has a test, and that test exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "compatibility.md"
+NAME = re.compile(r"`([\w/]*test_\w+)::(test_\w+)`")
+
+
+def rows() -> list[str]:
+    """The rows of all tables, without their heads."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return [
+        line
+        for number, line in enumerate(lines)
+        if line.startswith("| ") and not line.startswith("| ---") and not lines[number + 1].startswith("| ---")
+    ]
+
+
+def names_in(module: str) -> set[str]:
+    """The names of a test module's tests."""
+    tree = ast.parse((TESTS / f"{module}.py").read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name for node in tree.body if isinstance(node, kinds) and node.name.startswith("test_")}
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    """Four cells, the third says how it compares, the last is a test of ours."""
+    assert len(rows()) > 50
+    for row in rows():
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 4, row
+        assert re.match(r"\*\*(same|more|differs)\*\*", cells[2]), row
+        assert (found := NAME.fullmatch(cells[3])), row
+        assert found[2] in names_in(found[1]), row
+
+
+@pytest.mark.parametrize("module", ["feeder/test_stateful_behaviour", "feeder/test_dataloader_behaviour"])
+def test_every_test_of_behaviour_is_in_the_table(module: str) -> None:
+    """What was read from the other projects' tests and shown here is told there."""
+    assert names_in(module) - {name for row in rows() for _, name in NAME.findall(row)} == set()

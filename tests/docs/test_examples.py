@@ -1,0 +1,368 @@
+"""The examples run as a reader would run them, and show what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def command(name: str, *arguments: str | Path) -> list[str]:
+    return [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """As in a terminal that is wide enough for every table and shows no colours."""
+    return {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8", **changes}
+
+
+def run(name: str, *arguments: str | Path, code: int = 0) -> str:
+    """What an example prints, stderr included, once it has ended with ``code``."""
+    done = subprocess.run(
+        command(name, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        env=environment(),
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout
+    assert "Traceback" not in done.stdout
+    return done.stdout
+
+
+def cells(output: str, label: str) -> list[str]:
+    """The cells to the right of ``label`` in a table that an example printed."""
+    [line] = [line for line in output.splitlines() if line.startswith(f"│ {label} ")]
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+def number(cell: str) -> float:
+    """The number in a cell such as "7.9%" or "12 ms"."""
+    return float(cell.rstrip("% ms"))
+
+
+def drain(terminal: int) -> None:
+    """Read until the other end is closed, which some systems report as an error."""
+    try:
+        while os.read(terminal, 4096):
+            pass
+    except OSError:
+        pass
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+STAGES = ("read", "decode", "collate", "copy", "stall", "idle")
+SMALL_DEMO = ("--images", "60", "--batch-size", "16", "--size", "64")
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """A run of the demo on images of its own: where it put them, and what it printed."""
+
+    data: Path
+    output: str
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+    pytest.importorskip("skimage")
+    pytest.importorskip("sklearn")
+    data = tmp_path_factory.mktemp("demo")
+    return DemoRun(data, run("demo.py", *SMALL_DEMO, "--epochs", "2", "--data", data))
+
+
+def test_demo_compares_both_sides(demo: DemoRun) -> None:
+    """The comparison has figures for both sides, and both have learned the same from the same images."""
+    for label in (
+        "images per second",
+        "first batch, first epoch",
+        "first batch, later epochs",
+        "CPU seconds per 1,000 images",
+    ):
+        assert [number(cell) > 0 for cell in cells(demo.output, label)] == [True, True]
+    assert all(0 <= number(cell) <= 100 for cell in cells(demo.output, "waited for data, of all time"))
+    by_loader, by_aiofeed = map(number, cells(demo.output, "loss in the last epoch"))
+    assert by_aiofeed == pytest.approx(by_loader, rel=0.02)
+
+
+def test_demo_says_where_the_time_went(demo: DemoRun) -> None:
+    """Seconds are given for all six things that aiofeed spends time on, and some for reading and decoding."""
+    seconds = {kind: number(cells(demo.output, kind)[0]) for kind in STAGES}
+    assert seconds["read"] > 0
+    assert seconds["decode"] > 0
+
+
+def test_demo_makes_its_images_once(demo: DemoRun) -> None:
+    """Sixty JPEGs of 500 x 400 in ten classes, which the next run leaves as they are."""
+    [folder] = demo.data.glob("photographs-*")
+    assert f"The images stay in {folder}" in demo.output
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
+    assert len(written) == 60
+    assert len({path.parent for path in written}) == 10
+    for path in written:
+        with Image.open(path) as image:
+            assert (image.format, image.size) == ("JPEG", (500, 400))
+    run("demo.py", *SMALL_DEMO, "--epochs", "1", "--data", demo.data)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")} == written
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_demo_ends_quietly_on_ctrl_c(demo: DemoRun) -> None:
+    """Ctrl-C in the middle of the training, sent to the workers too, gives one word and no traceback."""
+    import pty
+
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command("demo.py", *SMALL_DEMO, "--epochs", "1000", "--data", demo.data),
+        stdout=end,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment(TERM="xterm"),
+        start_new_session=True,
+    )
+    os.close(end)
+    try:
+        shown = b""
+        while b"2: DataLoader" not in shown:
+            shown += os.read(terminal, 4096)
+        os.killpg(process.pid, signal.SIGINT)
+        drain(terminal)
+        _, errors = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert errors.strip() == "Stopped."
+    assert process.returncode == 130
+
+
+def test_demo_refuses_too_few_images(tmp_path: Path) -> None:
+    """Fewer images than a batch holds is an error that gives both numbers."""
+    output = run("demo.py", "--images", "10", "--batch-size", "64", "--data", tmp_path, code=2)
+    assert "--images must be 10 or more and fill a batch of 64, got 10" in output
+    assert not list(tmp_path.iterdir())
+
+
+# --- overlap ----------------------------------------------------------------------------------------------------------
+
+
+def test_overlap_loads_the_next_sample_during_a_step() -> None:
+    """With one load at a time, load N + 1 begins before step N ends and never before load N has ended."""
+    one_by_one, four = run("overlap.py", "--samples", "3", "--scale", "0.5").split("4 loads at a time")
+    events = re.findall(r"((?:load|step) \d (?:begins|ends))", one_by_one)
+    assert len(events) == 12
+    for sample in range(2):
+        assert events.index(f"load {sample} ends") < events.index(f"load {sample + 1} begins")
+        assert events.index(f"load {sample + 1} begins") < events.index(f"step {sample} ends")
+    for part in (one_by_one, four):
+        sequential, overlapped, ideal = (
+            float(re.search(rf"{name} ([0-9.]+) s", part)[1])  # type: ignore[index]
+            for name in ("sequential", "overlapped", "ideal")
+        )
+        assert sequential == pytest.approx(3 * (0.5 + 0.15))
+        assert ideal <= overlapped
+
+
+# --- train_images -----------------------------------------------------------------------------------------------------
+
+
+def test_train_images_saves_a_model(jpeg_folder: Path, tmp_path: Path) -> None:
+    """Training on a folder prints loss and statistics per epoch and saves weights with the names of the classes."""
+    saved = tmp_path / "model.pt"
+    arguments = ("--epochs", "2", "--size", "32", "--batch-size", "8", "--checkpoint", saved)
+    output = run("train_images.py", jpeg_folder, *arguments)
+    assert len(re.findall(r"^loss [0-9.]+, accuracy [0-9.]+%$", output, re.MULTILINE)) == 2
+    assert output.count("36 samples in 5 batches") == 2
+    checkpoint = torch.load(saved, weights_only=True)
+    assert checkpoint["classes"] == ["ant", "bee", "cat"]
+    assert all(torch.isfinite(weights).all() for weights in checkpoint["model"].values())
+
+
+def test_train_images_without_a_path_says_how_to_get_images() -> None:
+    """Without PATH it points to the demo."""
+    assert "`make demo` makes one" in run("train_images.py", code=2)
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "file", "broken"])
+def test_train_images_names_what_is_wrong(what: str, tmp_path: Path) -> None:
+    """A path that is missing, empty or a file, and a file that is no image, is named in one line."""
+    path = culprit = tmp_path / what
+    if what == "empty":
+        path.mkdir()
+    elif what == "file":
+        path.write_text("no folder")
+    elif what == "broken":
+        (path / "ant").mkdir(parents=True)
+        culprit = path / "ant" / "0.jpg"
+        culprit.write_bytes(b"no image")
+    output = run("train_images.py", path, "--checkpoint", tmp_path / "model.pt", code=1)
+    assert str(culprit) in output.splitlines()[-1]
+    assert not (tmp_path / "model.pt").exists()
+
+
+# --- async_training ---------------------------------------------------------------------------------------------------
+
+
+def test_async_training_answers_while_it_trains() -> None:
+    """The answers to /progress go through the batches while the loss falls."""
+    output = run("async_training.py", "--self-test", "--samples", "12000", "--epochs", "2")
+    assert re.search(r"^listening on http://127\.0\.0\.1:[0-9]+/progress$", output, re.MULTILINE)
+    answers = [json.loads(answer) for answer in re.findall(r"^/progress: (.*)$", output, re.MULTILINE)]
+    steps = [(answer["epoch"], answer["batch"]) for answer in answers]
+    assert steps == sorted(steps)
+    assert len({step for step in steps if 0 < step[1] < answers[0]["batches"]}) >= 3
+    first, last = re.findall(r"^epoch [12]: loss ([0-9.]+)", output, re.MULTILINE)
+    assert float(last) < float(first)
+    assert f"self-test: {len(answers)} answers while training" in output
+
+
+# --- existing_dataset -------------------------------------------------------------------------------------------------
+
+
+def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
+    """Feeder, Feeder in two threads and prefetch give the batches that DataLoader gives."""
+    output = run("existing_dataset.py", "--samples", "50", "--batch-size", "16", "--step-s", "0.005")
+    for way in ("Feeder(dataset)", "Feeder(FromDataset(dataset, threads=2))", "prefetch(DataLoader(dataset))"):
+        assert re.search(rf"^{re.escape(way)} +[0-9.]+ s, batches equal$", output, re.MULTILINE)
+
+
+# --- several_devices --------------------------------------------------------------------------------------------------
+
+
+def test_several_devices_trains_as_one_device_does() -> None:
+    """The loss falls, and two parts of a batch with averaged gradients give what one device gives."""
+    losses = {}
+    for devices in (["cpu"], ["cpu", "cpu"]):
+        output = run("several_devices.py", "--devices", *devices)
+        losses[len(devices)] = [float(loss) for loss in re.findall(r"^epoch \d: loss ([0-9.]+)", output, re.MULTILINE)]
+    assert losses[1][1] < losses[1][0]
+    assert losses[2] == pytest.approx(losses[1], rel=0.01, abs=1e-5)
+
+
+# --- shared_tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets that pass descriptors")
+def test_shared_tensors_are_one_copy() -> None:
+    """Both children learn from 16 MiB that three processes have, and each accounts for a third of."""
+    output = run("shared_tensors.py", "--samples", "16384")
+    assert "16 MiB shared" in output
+    losses = re.findall(r"^rate ([0-9.]+): loss ([0-9.]+)$", output, re.MULTILINE)
+    assert [rate for rate, _ in losses] == ["0.005", "0.02"]
+    assert float(losses[1][1]) < float(losses[0][1]) < 0.9
+    if sys.platform == "linux":
+        figures = re.findall(r"\(Rss\) ([0-9.]+) MiB, its share \(Pss\) ([0-9.]+) MiB", output)
+        assert len(figures) == 2
+        for mapped, share in figures:
+            assert float(mapped) >= 16
+            assert float(share) == pytest.approx(float(mapped) / 3, rel=0.05)
+
+
+# --- lightning_resume, accelerate_loop, torchrun_ddp, checkpoint_dcp --------------------------------------------------
+
+
+@pytest.mark.integration
+def test_lightning_resume_sees_each_sample_once() -> None:
+    """The Trainer resumes in mid-epoch: 40 samples before, 60 after, and then the next epoch."""
+    pytest.importorskip("lightning")
+    output = run("lightning_resume.py")
+    assert "broken off after step 5 of 13: 40 samples seen" in output
+    assert "resumed: 60 more samples in epoch 0, 100 in epoch 1" in output
+    assert "epoch 0, each sample once: True" in output
+
+
+@pytest.mark.integration
+def test_accelerate_loop_sees_each_sample_once() -> None:
+    """Accelerate's saved state resumes in mid-epoch."""
+    pytest.importorskip("accelerate")
+    output = run("accelerate_loop.py")
+    assert "saved in epoch 0, after 40 samples" in output
+    assert "trained to the end" in output
+    assert "epoch 0, each sample once: True" in output
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform == "win32", reason="torchrun's rendezvous there needs another build of torch")
+def test_torchrun_ddp_resumes_with_more_processes() -> None:
+    """Two processes see 40 samples each, three the rest of the 300, the last two repeated."""
+    output = run("torchrun_ddp.py", "--self-test")
+    lines = re.findall(r"^process (\d) of (\d): (\d+) samples$", output, re.MULTILINE)
+    assert sorted(lines) == [("0", "2", "40"), ("0", "3", "74"), ("1", "2", "40"), ("1", "3", "74"), ("2", "3", "74")]
+    assert "self-test: 302 samples seen: 300, and 2 repeated" in output
+
+
+def test_torchrun_ddp_says_how_to_run_it() -> None:
+    """Without torchrun it gives the line to use."""
+    assert "torchrun --nproc-per-node=2" in run("torchrun_ddp.py", code=2)
+
+
+@pytest.mark.integration
+def test_checkpoint_dcp_sees_each_sample_once() -> None:
+    """The feeder goes on from torch's distributed checkpoint, and the weights are back too."""
+    output = run("checkpoint_dcp.py")
+    assert "loaded: 60 samples are left, each sample once: True" in output
+    assert "the weights are those that were saved: True" in output
+
+
+# --- three_trainings, ddp_one_host -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+def test_three_trainings_see_every_image_that_is_decoded_once() -> None:
+    """Each of the three sees 120 images in each of three epochs, 360 are decoded, and the losses fall."""
+    output = run("three_trainings.py")
+    lines = re.findall(r"rate [0-9.]+: 360 images, loss ([0-9.]+) in the first epoch, ([0-9.]+) in the last", output)
+    assert len(lines) == 3
+    assert all(float(last) < float(first) for first, last in lines)
+    assert "decoded once: 360 images" in output
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+def test_ddp_one_host_shares_the_batches_out() -> None:
+    """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
+    output = run("ddp_one_host.py")
+    assert len(re.findall(r"^rank [01]: 16 batches", output, re.MULTILINE)) == 2
+    assert "each sample once: True, same weights: True" in output
+
+
+# --- all --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_example_is_listed() -> None:
+    """examples/README.md names every example, and none that is not there."""
+    listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+# --- resident_digits --------------------------------------------------------------------------------------------------
+
+
+def test_resident_digits_learns_and_compares() -> None:
+    """The network gets more than 95 % of digits right that it has not seen, and every way has been timed."""
+    pytest.importorskip("sklearn")
+    output = run("resident_digits.py", "--samples", "2000", "--epochs", "8")
+    assert float(re.search(r"test accuracy ([0-9.]+)%", output)[1]) > 95  # type: ignore[index]
+    for way in (
+        "DataLoader",
+        "indexed by hand",
+        r"Feeder\(Tensors\(...\)\)",
+        "sliced, no shuffle",
+        "Feeder, no shuffle",
+    ):
+        assert float(re.search(rf"^{way} +([0-9.]+) ms$", output, re.MULTILINE)[1]) > 0  # type: ignore[index]

@@ -1,0 +1,87 @@
+"""Reading in decode threads: in turn where that is quick, side by side where it is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.engine.fetch import blocking_reads
+from aiofeed.engine.fetch.blocking_reads import BlockingReader
+from aiofeed.engine.fetch.fetcher import Outcome
+from aiofeed.runtime.guard import StopFlag
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class Storage:
+    """What is read is the index; notes how many threads were at it at most, and may hold them up at 0."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.open = threading.Event()
+        self.held = threading.Event()
+        self._lock = threading.Lock()
+
+    def read_now(self, indices: Sequence[int]) -> list[int]:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        if 0 in indices:
+            self.held.set()
+            assert self.open.wait(60)
+        time.sleep(0.001)
+        with self._lock:
+            self.now -= 1
+        return list(indices)
+
+
+def read(reader: BlockingReader, indices: Sequence[int]) -> list[int]:
+    return reader.read(indices, Outcome(), StopFlag())
+
+
+def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is at it at a time, and each gets what it asked for."""
+    monkeypatch.setattr(blocking_reads, "TURN_S", 60.0)
+    storage = Storage()
+    reader = BlockingReader(storage.read_now, FailurePolicy())
+    got: dict[int, list[int]] = {}
+
+    def work(first: int) -> None:
+        got[first] = [data for start in range(first, first + 40, 4) for data in read(reader, range(start, start + 4))]
+
+    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert storage.most == 1
+    assert got == {first: list(range(first, first + 40)) for first in (100, 200, 300, 400)}
+
+
+def test_a_read_that_hangs_holds_up_no_other_thread() -> None:
+    """After a moment the others read without their turn, again and again."""
+    storage = Storage()
+    reader = BlockingReader(storage.read_now, FailurePolicy())
+    stuck = threading.Thread(target=read, args=(reader, [0]))
+    stuck.start()
+    assert storage.held.wait(60)
+    assert [read(reader, [number]) for number in (1, 2, 3)] == [[1], [2], [3]]
+    assert stuck.is_alive()
+    storage.open.set()
+    stuck.join(60)
+    assert not stuck.is_alive()
+
+
+def test_the_turn_is_given_back_after_an_error() -> None:
+    """A read that raises ends its turn."""
+
+    def read_now(indices: Sequence[int]) -> list[int]:
+        raise RuntimeError("no")
+
+    reader = BlockingReader(read_now, FailurePolicy())
+    assert [type(data) for data in read(reader, [1, 2])] == [RuntimeError, RuntimeError]
+    assert not reader._turn.locked()

@@ -1,0 +1,378 @@
+"""A consumer that never waits for its device: what it holds there is bounded, and nobody waits for ever."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import aiofeed
+from aiofeed.core.limits import DEVICE_BATCHES
+from aiofeed.devices.copier import Copier
+from aiofeed.devices.copy_thread import QUEUED_BATCHES, CopyThread
+from aiofeed.engine.resident import device_windows
+from aiofeed.runtime.items import Ready
+from aiofeed.runtime.queue import Handoff
+from aiofeed.testing import SimulatedDevice
+from aiofeed.testing.simulated_streams import SimulatedEvent
+
+BOUND = DEVICE_BATCHES + QUEUED_BATCHES
+BLOCK = 512  # bytes, the least that the simulated device gives for a batch
+LATENCIES = ["late", "random", "early"]
+# Batches that can be had from a device that does nothing: the one whose take lets it fall behind, and those there then.
+UNSEEN = QUEUED_BATCHES - 1 + DEVICE_BATCHES
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Whatever is asked of a simulated device, it has not come to it."""
+    monkeypatch.setattr(SimulatedEvent, "query", lambda event: False)
+
+
+class Steps:
+    """What batches are on the way to a device, or there, until the step on them has run."""
+
+    def __init__(self, device, streams=1):
+        self.device = device
+        self.streams = [device.current_stream(), *(device.new_stream() for _ in range(streams - 1))]
+        self.issued = self.done = self.launched = self.most = 0
+
+    def issue(self):
+        """A copy is queued; in the copy thread."""
+        self.issued += 1
+        self.most = max(self.most, self.issued - self.done)
+
+    def on(self):
+        """The stream of the next step, another each time."""
+        return self.device.on(self.streams[self.launched % len(self.streams)])
+
+    def launch(self):
+        """Queue a slow step on the current stream."""
+        self.launched += 1
+        self.device.sleep()
+        self.device.launch(self._run)
+
+    def _run(self):
+        self.done += 1
+
+
+def feeder_of(batches, device, **options):
+    return aiofeed.Feeder(
+        TensorDataset(torch.arange(4.0 * batches)), batch_size=4, drop_last=True, device=device, **options
+    )
+
+
+def raises_closed(batches):
+    with pytest.raises(aiofeed.IteratorClosedError):
+        next(batches)
+
+
+def copy_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "aiofeed-copy"]
+
+
+def blocks(device):
+    return device.reserved_bytes // BLOCK
+
+
+class TestBound:
+    @pytest.mark.parametrize("latency", LATENCIES)
+    @pytest.mark.parametrize("static", [False, True])
+    @pytest.mark.parametrize("streams", [1, 3])
+    def test_feeder(self, latency, static, streams):
+        """Through epochs, on one stream or several in turn: no more batches than the look-ahead and those queued."""
+        device = SimulatedDevice(latency=latency)
+        steps = Steps(device, streams)
+
+        def transform(batch):
+            steps.issue()
+            return batch
+
+        with feeder_of(40, device, static_batches=static, transform=transform) as feeder:
+            for _ in feeder.epochs(3):
+                batches = iter(feeder)
+                while True:
+                    with steps.on():
+                        if next(batches, None) is None:
+                            break
+                        steps.launch()
+        assert steps.launched == 120
+        assert QUEUED_BATCHES <= steps.most <= BOUND
+        # One more that was dropped may not have been looked at; static batches have memory of their own.
+        assert blocks(device) <= BOUND + 1 + static
+
+    @pytest.mark.parametrize("latency", LATENCIES)
+    @pytest.mark.parametrize("static", [False, True])
+    def test_two_devices(self, latency, static):
+        """Each of them; also where only one is behind."""
+        devices = [SimulatedDevice(1, latency=latency), SimulatedDevice(2, latency=latency, index=1)]
+        both = [Steps(device) for device in devices]
+        calls = []
+
+        def transform(part):
+            both[len(calls) % 2].issue()
+            calls.append(None)
+            return part
+
+        with feeder_of(60, devices, static_batches=static, transform=transform) as feeder:
+            for number, _ in enumerate(feeder):
+                for steps in both:
+                    steps.launch()
+                if number >= 30:
+                    devices[1].synchronize()
+        assert [steps.issued for steps in both] == [60, 60]
+        assert QUEUED_BATCHES <= both[0].most <= BOUND
+        assert both[1].most <= BOUND
+        assert max(map(blocks, devices)) <= BOUND + 1 + static
+
+    @pytest.mark.parametrize("latency", LATENCIES)
+    def test_prefetch_pass_after_pass(self, latency):
+        """Passes of two batches each, with threads of their own: copies wait for what was queued before their pass."""
+        device = SimulatedDevice(latency=latency)
+        steps = Steps(device)
+        prefetched = aiofeed.prefetch([torch.ones(2), torch.ones(2)], device=device)
+        for _ in range(20):
+            for _ in prefetched:
+                steps.launch()
+        assert steps.launched == 40
+        assert blocks(device) <= BOUND + 1 + DEVICE_BATCHES
+
+    def test_passes_that_are_left(self):
+        """A feeder whose epochs end by ``break``."""
+        device = SimulatedDevice(latency="late")
+        steps = Steps(device)
+        with feeder_of(8, device) as feeder:
+            for _ in range(12):
+                for number, _ in enumerate(feeder):
+                    steps.launch()
+                    if number == 2:
+                        break
+        assert blocks(device) <= BOUND + 1 + DEVICE_BATCHES
+
+    def test_as_far_as_said(self, stuck):
+        """The host gets so many batches though the device does nothing, and copies stop there."""
+        device = SimulatedDevice(latency="late")
+        with feeder_of(40, device) as feeder:
+            batches = iter(feeder)
+            for _ in range(UNSEEN):
+                next(batches)
+            waiting = threading.Thread(target=raises_closed, args=(batches,), daemon=True)
+            waiting.start()
+            waiting.join(0.2)
+            assert waiting.is_alive()
+            assert device.copies == UNSEEN
+            feeder.close()
+            waiting.join(5)
+            assert not waiting.is_alive()
+
+    def test_in_bursts(self, stuck):
+        """Batches that are not on the device yet, though there is room for them, do not count."""
+        device, go_on = SimulatedDevice(latency="late"), threading.Event()
+        calls = []
+
+        def transform(batch):
+            calls.append(None)
+            if len(calls) == 9:
+                go_on.wait(10)
+            return batch
+
+        limits = aiofeed.Limits(device_batches=8)
+        with feeder_of(40, device, limits=limits, transform=transform) as feeder:
+            batches = iter(feeder)
+            for _ in range(8):
+                next(batches)
+            go_on.set()
+            for _ in range(QUEUED_BATCHES - 1):
+                next(batches)
+
+    def test_said_again(self, stuck):
+        """A take that was interrupted and is repeated makes room once."""
+        device = SimulatedDevice(latency="late")
+        with feeder_of(40, device) as feeder:
+            batches = iter(feeder)
+            delivery = feeder._passes.pipeline.delivery
+            item = delivery.handoff.first()
+            for _ in range(5):
+                delivery.take(item)
+            next(batches)
+            next(batches)
+            while device.copies < 2 + DEVICE_BATCHES:
+                pass
+            time.sleep(0.05)
+            assert device.copies == 2 + DEVICE_BATCHES
+
+
+class TestEnds:
+    def test_the_end_is_not_waited_for(self, stuck):
+        """An epoch whose last batch was handed out ends, however far behind the device is."""
+        with feeder_of(UNSEEN, SimulatedDevice(latency="late")) as feeder:
+            assert len(list(feeder)) == UNSEEN
+
+    def test_close(self, stuck):
+        """Closing does not wait for the device, and ends the thread that does."""
+        feeder = feeder_of(40, SimulatedDevice(latency="late"))
+        batches = iter(feeder)
+        for _ in range(UNSEEN):
+            next(batches)
+        feeder.close()
+        assert not copy_threads()
+
+    def test_drop(self, stuck):
+        """An iterator that is dropped ends it, too."""
+        batches = iter(aiofeed.prefetch((torch.ones(2) for _ in range(40)), device=SimulatedDevice(latency="late")))
+        for _ in range(UNSEEN):
+            next(batches)
+        del batches
+        gc.collect()
+        for thread in copy_threads():
+            thread.join(5)
+            assert not thread.is_alive()
+
+    @pytest.mark.parametrize("end", ["stop", "drop"])
+    def test_thread(self, stuck, end):
+        """The thread itself, with batches before it, ends at once."""
+        incoming, outgoing, owner = Handoff(), Handoff(), Steps(SimulatedDevice(latency="late"))
+        for number in range(10):
+            incoming.put(Ready(number, 1, torch.ones(1)))
+        thread = CopyThread(Copier(owner.device), incoming, outgoing, room=2, issued=lambda item: None)
+        thread.watch(owner)
+        thread.launch()
+        for _ in range(UNSEEN):
+            thread.take(outgoing.get())
+        assert not thread.join(0.1)
+        if end == "stop":
+            thread.stop()
+        del owner
+        assert thread.join(5)
+
+    def test_failed_step(self):
+        """A step that fails on the device is raised as what it is."""
+        device = SimulatedDevice(latency="late")
+
+        def boom():
+            raise RuntimeError("an illegal step")
+
+        with feeder_of(40, device) as feeder:
+            batches = iter(feeder)
+            next(batches)
+            device.launch(boom)
+            with pytest.raises(aiofeed.DeviceCopyError, match=r"failed in work queued before: .* illegal step"):
+                list(batches)
+
+
+def test_a_device_that_is_behind_is_no_stall(monkeypatch):
+    """The time in which ``next`` waits for the device is the engine's wait for the consumer."""
+    now = free_at = 100.0
+    device = SimulatedDevice()
+
+    class Step:
+        """Complete 20 ms after the one before it.
+
+        The clock goes on while the device is asked and nobody else has anything to do: until the engine has filled its
+        queue, or comes to the end, it stands still.
+        """
+
+        def __init__(self):
+            nonlocal free_at
+            self.at = free_at = max(free_at, now) + 0.02
+
+        def query(self):
+            nonlocal now
+            if device.copies > 45 or feeder._passes.pipeline._engine._full_since is not None:
+                now += 0.001
+            return now >= self.at
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Copier, "used", lambda copier: Step())
+    with feeder_of(60, device) as feeder:
+        list(feeder)
+    statistics = feeder.statistics()
+    assert statistics.wall_s > 60 * 0.02 / 2
+    assert statistics.stall_s < statistics.wall_s / 2
+    assert statistics.idle_s > statistics.wall_s / 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_device_that_is_behind_with_resident_data_is_no_stall(monkeypatch, asynchronous):
+    """Nor is it counted as copying: the time in which the consumer waits before another window can be made."""
+    free_at = time.perf_counter()
+    waited_s = 0.0
+
+    class Used:
+        """Complete 100 ms after the window before; what is looked at in vain is waited for."""
+
+        def __init__(self, event):
+            nonlocal free_at
+            self.event = event
+            self.at = free_at = max(free_at, time.perf_counter()) + 0.1
+            self.looked = None
+
+        def query(self):
+            nonlocal waited_s
+            now = time.perf_counter()
+            if now < self.at:
+                self.looked = self.looked or now
+                return False
+            if self.looked is not None:
+                waited_s += self.at - self.looked
+                self.looked = None
+            return True
+
+    class Device(SimulatedDevice):
+        def record(self, stream):
+            event = super().record(stream)
+            return event if stream is self.side_stream() else Used(event)
+
+        def wait(self, stream, event):
+            super().wait(stream, getattr(event, "event", event))
+
+    monkeypatch.setattr(device_windows, "DEVICE_WINDOW_BYTES", 1)  # windows of one batch
+    data = aiofeed.Tensors(torch.arange(80.0))
+
+    async def count(feeder):
+        return sum([len(numbers) async for [numbers] in feeder])
+
+    with aiofeed.Feeder(data, batch_size=4, device=Device()) as feeder:
+        if asynchronous:
+            assert asyncio.run(count(feeder)) == 80
+        else:
+            assert sum(len(numbers) for [numbers] in feeder) == 80
+    statistics = feeder.statistics()
+    assert waited_s > 0.2
+    assert statistics.stall_s < statistics.wall_s - 0.9 * waited_s
+    assert statistics.copy_s < statistics.wall_s - 0.9 * waited_s
+
+
+def test_a_host_that_is_slower_than_its_device_is_a_stall(monkeypatch):
+    """Where the device is done before the next batch is finished, the wait is for data."""
+
+    class Done:
+        def query(self):
+            return True
+
+    class Slow:
+        def __len__(self):
+            return 80
+
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return torch.tensor(index)
+
+    monkeypatch.setattr(Copier, "used", lambda copier: Done())
+    with aiofeed.Feeder(Slow(), batch_size=4, device=SimulatedDevice()) as feeder:
+        list(feeder)
+    statistics = feeder.statistics()
+    assert statistics.stall_s > statistics.wall_s / 2
+    assert statistics.idle_s < statistics.wall_s / 4

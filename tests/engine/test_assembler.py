@@ -1,0 +1,548 @@
+"""`on_error`: samples that fail are skipped or replaced, counted, told, and never too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from aiofeed import (
+    BatchFailedError,
+    CollateError,
+    DecodeError,
+    DecodeImage,
+    FailurePolicy,
+    Feeder,
+    FeedError,
+    Files,
+    ImageFolder,
+    Limits,
+    ReadError,
+    TooManyFailures,
+)
+from aiofeed.testing import SimulatedDevice
+
+BAD = frozenset({3, 4, 11, 18, 19})
+LENIENT = 0.5
+"""Five of twenty-two fail here."""
+
+
+class Numbers:
+    """A source of n numbers, each its own bytes; reading those in `bad` fails for good."""
+
+    def __init__(self, n: int = 22, bad: frozenset[int] = BAD) -> None:
+        self.n = n
+        self.bad = bad
+        self.reads: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    def target(self, index: int) -> int:
+        return -index
+
+    async def read(self, index: int) -> bytes:
+        self.reads[index] += 1
+        if index in self.bad:
+            raise FileNotFoundError(2, "no such file")
+        return b"%d" % index
+
+
+class Bytes(Numbers):
+    """The same numbers, but all can be read: decoding those in `bad` is what fails."""
+
+    async def read(self, index: int) -> bytes:
+        return b"bad" if index in self.bad else b"%d" % index
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor(int(data))
+
+
+def drawn(data: bytes, *, rng: torch.Generator) -> dict[str, Any]:
+    """The number, and one that depends on the position's own random numbers."""
+    return {"index": int(data), "drawn": torch.rand((), generator=rng), "text": data.decode()}
+
+
+def epoch_of(feeder: Feeder[Any]) -> list[list[int]]:
+    """The numbers of each batch; labels stand beside their samples."""
+    batches = []
+    for numbers, targets in feeder:
+        assert targets.tolist() == [-value for value in numbers.tolist()]
+        batches.append(numbers.tolist())
+    return batches
+
+
+def policy(action: Any, **more: Any) -> FailurePolicy:
+    return FailurePolicy(action, **{"max_failures": LENIENT} | more)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("source", [Numbers, Bytes])
+def test_skip_shortens_its_own_batch_and_shifts_nothing(source: type[Numbers], threads: int) -> None:
+    """Every other sample stands in the batch, and at the place, that it had."""
+    limits = Limits(decode_threads=threads)
+    arguments: dict[str, Any] = {"decode": number, "batch_size": 4, "shuffle": True, "seed": 5, "limits": limits}
+    whole = epoch_of(Feeder(source(bad=frozenset()), **arguments))
+    feeder = Feeder(source(), on_error=policy("skip"), **arguments)
+    for _ in range(3):
+        feeder.set_epoch(0)
+        assert epoch_of(feeder) == [[value for value in batch if value not in BAD] for batch in whole]
+    assert len(feeder) == len(whole)
+    assert feeder.statistics().failures == len(BAD)
+    assert feeder.statistics().samples == 22 - len(BAD)
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "keyed"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_replace_takes_the_next_good_sample_with_the_random_numbers_of_the_failed(shuffle: Any, threads: int) -> None:
+    """Batches keep their sizes; the place of a failed sample is taken by the next good one of the epoch's order."""
+    arguments: dict[str, Any] = {"decode": drawn, "batch_size": 4, "shuffle": shuffle, "seed": 2}
+    arguments["limits"] = Limits(decode_threads=threads)
+    reference = Numbers(bad=frozenset())
+    whole = [batch for batch, _ in Feeder(reference, **arguments)]
+    order = [index for batch in whole for index in batch["index"].tolist()]
+    draws = [value for batch in whole for value in batch["drawn"].tolist()]
+    got = [batch for batch, _ in Feeder(Numbers(), on_error=policy("replace"), **arguments)]
+
+    def good_from(position: int) -> int:
+        while order[position % len(order)] in BAD:
+            position += 1
+        return order[position % len(order)]
+
+    assert [index for batch in got for index in batch["index"].tolist()] == [good_from(at) for at in range(len(order))]
+    assert [value for batch in got for value in batch["drawn"].tolist()] == draws
+    assert [text for batch in got for text in batch["text"]] == [str(good_from(at)) for at in range(len(order))]
+    assert [len(batch["text"]) for batch in got] == [len(batch["text"]) for batch in whole]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("action", ["skip", "replace"])
+def test_every_rank_has_as_many_batches_as_without_failures(action: Any, rank: int) -> None:
+    """Skipped samples never change the number of batches; a replacement comes from the global order."""
+    feeder = Feeder(Numbers(40), decode=number, batch_size=3, shuffle=True, shard=(rank, 3), on_error=policy(action))
+    batches = epoch_of(feeder)
+    assert len(batches) == len(feeder) == 5
+    if action == "replace":
+        assert [len(batch) for batch in batches] == [3, 3, 3, 3, 2]
+    assert not BAD & {value for batch in batches for value in batch}
+
+
+@pytest.mark.parametrize("action", ["skip", "replace"])
+@pytest.mark.parametrize("device", [False, True])
+def test_images_and_their_labels_stay_together(
+    tmp_path: Path, make_image_folder: Any, action: Any, device: bool
+) -> None:
+    """Rows decoded in place are moved up, or filled by another image; a device gets the same."""
+    images = ImageFolder(make_image_folder(tmp_path / "images", 8))
+    decode = DecodeImage(size=32, crop="random", flip=True)
+    arguments: dict[str, Any] = {"decode": decode, "batch_size": 4, "shuffle": True, "seed": 3}
+    good = [(x.clone(), y.clone()) for x, y in Feeder(images, **arguments)]
+    order = [
+        index
+        for batch in Feeder(Indexed(len(images)), decode=number, batch_size=4, shuffle=True, seed=3)
+        for index in batch.tolist()
+    ]
+    bad = {order[1], order[6], order[7]}
+    for index in bad:
+        path = Path(images.paths[index])
+        path.write_bytes(path.read_bytes()[:200])
+    backend = SimulatedDevice() if device else None
+    feeder = Feeder(images, on_error=policy(action), device=backend, **arguments)
+    got = [(x.cpu(), y.cpu()) for x, y in feeder]
+    assert len(got) == len(good)
+    for number_, ((x, y), (whole_x, whole_y)) in enumerate(zip(got, good, strict=True)):
+        indices = order[4 * number_ : 4 * number_ + 4]
+        kept = [at for at, index in enumerate(indices) if index not in bad]
+        if action == "skip":
+            assert torch.equal(x, whole_x[kept])
+            assert torch.equal(y, whole_y[kept])
+        else:
+            assert torch.equal(x[kept], whole_x[kept])
+            assert len(x) == len(whole_x)
+    assert {failure.index for failure in feeder.failures} == bad
+    assert all(failure.stage == "decode" and failure.key in images.paths for failure in feeder.failures)
+
+
+class Indexed:
+    """A source whose samples are their own indices."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def read(self, index: int) -> bytes:
+        return b"%d" % index
+
+
+def test_collate_fn_gets_the_samples_that_are_left() -> None:
+    """A `collate_fn` of the user's sees a shorter list, or one with replacements."""
+
+    def as_list(samples: list[Any]) -> list[int]:
+        return [int(sample[0]) for sample in samples]
+
+    arguments: dict[str, Any] = {"decode": number, "batch_size": 5, "collate_fn": as_list}
+    assert list(Feeder(Numbers(10), on_error=policy("skip"), **arguments)) == [[0, 1, 2], [5, 6, 7, 8, 9]]
+    assert list(Feeder(Numbers(10), on_error=policy("replace"), **arguments)) == [[0, 1, 2, 5, 5], [5, 6, 7, 8, 9]]
+
+
+class Items(Dataset[int]):
+    """A Dataset of n numbers, some of which cannot be had."""
+
+    def __init__(self, n: int = 22) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        if index in BAD:
+            raise ValueError("broken item")
+        return index
+
+
+class ManyItems(Items):
+    """One that gives several items in one call, all or nothing."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("dataset", [Items, ManyItems])
+def test_a_dataset_has_the_same_policies(dataset: type[Items]) -> None:
+    """Items that cannot be had are skipped or replaced; with "raise" the item that failed is named."""
+    flat = [value for batch in Feeder(dataset(), batch_size=4, on_error=policy("skip")) for value in batch.tolist()]
+    assert flat == [value for value in range(22) if value not in BAD]
+    flat = [value for batch in Feeder(dataset(), batch_size=4, on_error=policy("replace")) for value in batch.tolist()]
+    assert flat == [{3: 5, 4: 5, 11: 12, 18: 20, 19: 20}.get(value, value) for value in range(22)]
+    with pytest.raises(ReadError, match=r"\[3\].*broken item") as caught:
+        list(Feeder(dataset(), batch_size=4))
+    assert caught.value.index == 3
+
+
+def test_out_of_order_every_good_sample_comes_once() -> None:
+    """With `in_order=False` as well."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, in_order=False, on_error=policy("skip"))
+    assert sorted(value for batch in epoch_of(feeder) for value in batch) == sorted(set(range(22)) - BAD)
+
+
+def test_resuming_with_the_same_failures_is_exact() -> None:
+    """The rest of an epoch after a resume equals that of an uninterrupted run, replacements included."""
+    arguments: dict[str, Any] = {"decode": number, "batch_size": 4, "shuffle": True, "on_error": policy("replace")}
+    whole = epoch_of(Feeder(Numbers(), **arguments))
+    for stop in range(len(whole)):
+        first = Feeder(Numbers(), **arguments)
+        iterator = iter(first)
+        for _ in range(stop):
+            next(iterator)
+        second = Feeder(Numbers(), limits=Limits(decode_threads=3, read_concurrency=2), **arguments)
+        second.load_state_dict(first.state_dict())
+        assert epoch_of(second) == whole[stop:]
+        first.close()
+
+
+# --- too many ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["skip", "replace"])
+@pytest.mark.parametrize("most", [3, 0.1])
+def test_one_more_than_max_failures_stops_the_epoch(action: Any, most: float) -> None:
+    """As a number, or as a part of the source: the batch with one too many raises, naming figures and the last."""
+    source = Numbers(30, bad=frozenset({2, 9, 16, 23}))
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(action, max_failures=most))
+    seen = []
+    with pytest.raises(TooManyFailures, match=r"4 samples failed.*number 23") as caught:
+        for numbers, _ in feeder:
+            seen += numbers.tolist()
+    assert seen[-1] == 19
+    assert isinstance(caught.value.__cause__, ReadError)
+    assert [failure.index for failure in feeder.failures] == [2, 9, 16, 23]
+    with pytest.raises(TooManyFailures):
+        list(feeder)  # counted anew in each epoch, and as many again
+    source.bad = frozenset({2, 9, 16})
+    assert len(list(feeder)) == 8
+
+
+@pytest.mark.parametrize("action", ["raise", "skip", "replace"])
+def test_an_epoch_in_which_all_fails_raises_under_every_policy(action: Any) -> None:
+    """Never an empty epoch."""
+    source = Numbers(12, bad=frozenset(range(12)))
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(action, max_failures=1.0))
+    expected = {"raise": ReadError, "skip": BatchFailedError, "replace": BatchFailedError}[action]
+    with pytest.raises(expected, match=r"number|all 4 samples of batch 0|no sample could be found"):
+        list(feeder)
+    assert feeder.failures
+
+
+def test_a_batch_with_nothing_left_raises() -> None:
+    """Skipping a whole batch would change the number of batches."""
+    source = Numbers(12, bad=frozenset({4, 5, 6, 7}))
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy("skip", max_failures=8))
+    iterator = iter(feeder)
+    assert len(next(iterator)[0]) == 4
+    with pytest.raises(BatchFailedError, match=r"all 4 samples of batch 1 failed.*number 7"):
+        next(iterator)
+    assert list(iterator) == []
+    assert feeder.state_dict()["position"] == 4
+
+
+def test_samples_that_do_not_fit_together_raise_under_every_policy() -> None:
+    """That is no single sample's failure."""
+
+    def uneven(data: bytes) -> Any:
+        return {"a": 1} if data == b"6" else [1, 2]
+
+    for action in ("raise", "skip", "replace"):
+        with pytest.raises(CollateError, match="number 6"):
+            list(Feeder(Numbers(12, bad=frozenset()), decode=uneven, batch_size=4, on_error=policy(action)))
+
+
+def test_a_sample_met_twice_counts_once() -> None:
+    """Padding repeats the head of the list; a failure among it is one failure."""
+    source = Numbers(5, bad=frozenset({0}))
+    feeder = Feeder(
+        source, decode=number, batch_size=2, shard=(0, 1), sampler=[0, 1, 2, 0, 3, 0, 4], on_error=policy("skip")
+    )
+    assert [value for numbers, _ in feeder for value in numbers.tolist()] == [1, 2, 3, 4]
+    assert feeder.statistics().failures == 1
+    assert [failure.index for failure in feeder.failures] == [0]
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_failures_are_listed_and_logged_once_per_key(caplog: pytest.LogCaptureFixture) -> None:
+    """`feeder.failures` has every failure with its epoch; the log has a line per key and one for each epoch's end."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, on_error=policy("skip"))
+    with caplog.at_level(logging.WARNING, logger="aiofeed"):
+        for _ in range(3):
+            list(feeder)
+    assert [(failure.epoch, failure.index) for failure in feeder.failures] == [
+        (epoch, index) for epoch in range(3) for index in sorted(BAD)
+    ]
+    failure = feeder.failures[0]
+    assert (failure.key, failure.stage) == ("number 3", "read")
+    assert isinstance(failure.error, ReadError)
+    assert isinstance(failure.error.__cause__, FileNotFoundError)
+    assert failure.error.__traceback__ is None
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line.startswith("skipped: ")] == [
+        f"skipped: cannot read 'number {index}': FileNotFoundError: [Errno 2] no such file" for index in sorted(BAD)
+    ]
+    summaries = [line for line in lines if line.startswith("epoch ")]
+    assert [line[:8] for line in summaries] == ["epoch 0:", "epoch 1:", "epoch 2:"]
+    assert "5 samples failed (5 to read) and were skipped, 17 handed out" in summaries[0]
+    assert len(lines) == 8
+
+
+def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
+    """After a hundred lines failures are only counted."""
+    bad = frozenset(range(0, 1000, 2))
+    feeder = Feeder(Numbers(1000, bad), decode=number, batch_size=10, on_error=policy("skip"))
+    with caplog.at_level(logging.WARNING, logger="aiofeed"):
+        list(feeder)
+    assert len(caplog.records) == 101
+    assert len(feeder.failures) == feeder.statistics().failures == 500
+
+
+def test_only_what_was_handed_out_is_listed() -> None:
+    """Failures of batches that were read ahead are not the user's yet."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, on_error=policy("skip"))
+    iterator = iter(feeder)
+    next(iterator)
+    assert [failure.index for failure in feeder.failures] == [3]
+    feeder.close()
+
+
+def test_what_is_raised_is_listed_too(caplog: pytest.LogCaptureFixture) -> None:
+    """With "raise" the one that was raised is in `feeder.failures`; the traceback tells it, so the log does not."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4)
+    with caplog.at_level(logging.WARNING, logger="aiofeed"), pytest.raises(ReadError):
+        list(feeder)
+    assert [failure.index for failure in feeder.failures] == [3]
+    assert caplog.records == []
+
+
+def test_a_feeder_with_a_policy_travels() -> None:
+    """Policy and failures survive pickling."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, on_error=policy("skip", retries=2))
+    list(feeder)
+    there = pickle.loads(pickle.dumps(feeder))
+    assert [failure.index for failure in there.failures] == sorted(BAD)
+    assert isinstance(there.failures[0].error, ReadError)
+    assert len(list(there)) == 6
+
+
+async def test_async_consumers_get_the_same() -> None:
+    """`async for` has the policies too."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, on_error=policy("skip"))
+    async with feeder:
+        got = [numbers.tolist() async for numbers, _ in feeder]
+    assert [value for batch in got for value in batch] == [value for value in range(22) if value not in BAD]
+
+
+# --- retries ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiofeed.core.failure_policy.BACKOFF_S", 0.001)
+
+
+class Flaky(Numbers):
+    """Each read of those in `bad` fails `times` times."""
+
+    def __init__(self, n: int, bad: frozenset[int], times: int, error: Exception | None = None) -> None:
+        super().__init__(n, bad)
+        self.times = times
+        self.error = error or OSError(5, "input/output error")
+
+    async def read(self, index: int) -> bytes:
+        self.reads[index] += 1
+        if index in self.bad and self.reads[index] <= self.times:
+            raise self.error
+        return b"%d" % index
+
+
+@pytest.mark.usefixtures("quick")
+def test_reads_that_can_pass_are_tried_again() -> None:
+    """As often as allowed; the retries are counted and nothing has failed."""
+    source = Flaky(20, frozenset({2, 9}), times=3)
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(retries=3))
+    assert epoch_of(feeder) == [list(range(at, at + 4)) for at in range(0, 20, 4)]
+    assert feeder.statistics().retries == 6
+    assert feeder.statistics().failures == 0
+    assert feeder.failures == ()
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_time_too_often_is_a_failure() -> None:
+    """The error of the last attempt is raised."""
+    source = Flaky(20, frozenset({2}), times=4)
+    with pytest.raises(ReadError, match="input/output error"):
+        list(Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(retries=3)))
+    assert source.reads[2] == 4
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no"), PermissionError(13, "no"), ValueError("no")])
+def test_what_cannot_pass_is_not_tried_again(error: Exception) -> None:
+    """A missing file stays missing."""
+    source = Flaky(20, frozenset({2}), times=1, error=error)
+    with pytest.raises(ReadError):
+        list(Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(retries=3)))
+    assert source.reads[2] == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_retry_on_adds_a_clients_own_errors() -> None:
+    """Storage clients raise types of their own."""
+    source = Flaky(20, frozenset({2}), times=1, error=LookupError("slow down"))
+    on_error = FailurePolicy(retries=1, retry_on=(LookupError,))
+    assert len(list(Feeder(source, decode=number, batch_size=4, on_error=on_error))) == 5
+
+
+class FlakyMany(Flaky):
+    """Reads several at once; the flaky ones come as errors in their places."""
+
+    async def read_many(self, indices: list[int]) -> list[Any]:
+        return await asyncio.gather(*[self.read(index) for index in indices], return_exceptions=True)
+
+
+@pytest.mark.usefixtures("quick")
+def test_errors_among_many_are_tried_again_alone() -> None:
+    """What `read_many` could not read is asked for by itself."""
+    source = FlakyMany(20, frozenset({2, 9}), times=2)
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(retries=2))
+    assert len(epoch_of(feeder)) == 5
+    assert feeder.statistics().retries == 4
+    assert source.reads[2] == 3
+    assert source.reads[3] == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_files_read_beside_their_decoding_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files on fast storage are read in the decode thread; retries work there too."""
+    import aiofeed.sources.files as module
+
+    paths = [tmp_path / f"{number}.txt" for number in range(600)]
+    for at, path in enumerate(paths):
+        path.write_bytes(b"%d" % at)
+    failing = Counter({str(paths[550]): 2})
+    real = module.read_file
+
+    def read(path: str, *rest: Any) -> bytes:
+        if failing[path] > 0:
+            failing[path] -= 1
+            raise OSError(5, "input/output error", path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(module, "read_file", read)
+    monkeypatch.setattr(module, "group_reader", lambda: None)  # the library would find nothing wrong with the file
+    feeder = Feeder(Files(paths), decode=number, batch_size=10, on_error=FailurePolicy(retries=2))
+    assert [value for batch in feeder for value in batch.tolist()] == list(range(600))
+    assert feeder.statistics().retries == 2
+
+
+class FlakyItems(Items):
+    """Each item fails once."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.asked: Counter[int] = Counter()
+
+    def __getitem__(self, index: int) -> int:
+        self.asked[index] += 1
+        if self.asked[index] == 1:
+            raise ConnectionResetError(104, "reset by peer")
+        return index
+
+
+@pytest.mark.usefixtures("quick")
+def test_items_of_a_dataset_are_tried_again() -> None:
+    """In the thread that got the error."""
+    feeder = Feeder(FlakyItems(), batch_size=4, on_error=FailurePolicy(retries=1))
+    assert [batch.tolist() for batch in feeder] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert feeder.statistics().retries == 8
+
+
+async def test_leaving_while_reads_wait_for_their_next_attempt_is_prompt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pause between attempts ends with the feeder."""
+    for name in ("BACKOFF_S", "BACKOFF_MOST_S"):
+        monkeypatch.setattr(f"aiofeed.core.failure_policy.{name}", 600.0)
+    source = Flaky(20, frozenset({0}), times=1000)
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(retries=1000))
+    iterator = aiter(feeder)
+    while not source.reads[0]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(iterator)
+    await feeder.aclose()
+    assert source.reads[0] == 1
+    assert "left behind" not in caplog.text
+
+
+def test_unknown_errors_still_have_a_name() -> None:
+    """A policy changes nothing in what is raised: key, index, stage and cause."""
+    with pytest.raises(DecodeError, match="number 3") as caught:
+        list(Feeder(Bytes(), decode=number, batch_size=4, on_error=FailurePolicy(retries=2)))
+    assert (caught.value.key, caught.value.index, caught.value.stage) == ("number 3", 3, "decode")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value, FeedError)

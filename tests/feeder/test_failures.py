@@ -1,0 +1,396 @@
+"""Failures are raised at the `for` line, in their batch's turn, with a name."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from aiofeed import (
+    CollateError,
+    DecodeError,
+    DecodeImage,
+    DeviceCopyError,
+    Feeder,
+    FeedError,
+    Files,
+    ImageFolder,
+    Limits,
+    ReadError,
+    SampleError,
+)
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.types import Row
+from aiofeed.engine.fetch.blocking_reads import BlockingReader
+from aiofeed.engine.fetch.fetcher import Outcome
+from aiofeed.runtime.guard import StopFlag
+from aiofeed.testing import SimulatedDevice
+
+
+class Numbers:
+    """A source of n numbers; reading those in `bad` fails."""
+
+    def __init__(self, n: int, bad: tuple[int, ...] = ()) -> None:
+        self.n = n
+        self.bad = bad
+        self.error: Exception = OSError(5, "input/output error")
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def read(self, index: int) -> bytes:
+        if index in self.bad:
+            raise self.error
+        return b"%d" % index
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor(int(data))
+
+
+def seen_before_the_error(feeder: Feeder[Any]) -> tuple[list[int], BaseException]:
+    seen: list[int] = []
+    iterator = iter(feeder)
+    with pytest.raises(FeedError) as caught:
+        for batch in iterator:
+            seen += batch.tolist()
+    assert list(iterator) == []  # finished
+    return seen, caught.value
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(decode_threads=1, read_concurrency=1), Limits(decode_threads=4)])
+def test_a_read_error_is_raised_in_its_batchs_turn(limits: Limits) -> None:
+    """All batches before the failing one come first; key, index, stage and cause are there."""
+    seen, error = seen_before_the_error(Feeder(Numbers(40, bad=(17,)), decode=number, batch_size=4, limits=limits))
+    assert seen == list(range(16))
+    assert isinstance(error, ReadError)
+    assert (error.key, error.index, error.stage) == ("number 17", 17, "read")
+    assert isinstance(error.__cause__, OSError)
+    assert "number 17" in str(error)
+    assert "input/output error" in str(error)
+
+
+def test_the_earliest_of_several_failures_is_raised() -> None:
+    """Which error comes does not depend on timing: the first of the batch, then the first batch."""
+    for _ in range(20):
+        feeder = Feeder(Numbers(64, bad=(50, 23, 21, 47)), decode=number, batch_size=8)
+        seen, error = seen_before_the_error(feeder)
+        assert seen == list(range(16))
+        assert isinstance(error, SampleError)
+        assert error.index == 21
+
+
+def test_a_decode_error_names_the_file(tmp_path: Path, jpeg_folder: Path) -> None:
+    """A file that is no image is a DecodeError with its path; the feeder can be iterated again."""
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"not an image")
+    paths = [*ImageFolder(jpeg_folder).paths[:5], str(broken)]
+    feeder = Feeder(Files(paths), decode=DecodeImage((8, 8)), batch_size=2)
+    for _ in range(2):
+        with pytest.raises(DecodeError, match="cannot decode") as caught:
+            list(feeder)
+        assert caught.value.key == str(broken)
+        assert (caught.value.index, caught.value.stage) == (5, "decode")
+        assert caught.value.__cause__ is not None
+        assert feeder.statistics().failures == 1
+
+
+def test_unreadable_files_are_read_errors(tmp_path: Path) -> None:
+    """A missing file and a directory are ReadErrors with their paths."""
+    for path, cause in ((tmp_path / "missing", FileNotFoundError), (tmp_path, IsADirectoryError)):
+        with pytest.raises(ReadError, match=str(path)) as caught:
+            list(Feeder(Files([path]), decode=number, batch_size=1))
+        assert isinstance(caught.value.__cause__, cause)
+
+
+def test_a_source_that_shrinks_says_so() -> None:
+    """An index that is gone is a ReadError that tells both lengths."""
+
+    class Shrinking(Numbers):
+        async def read(self, index: int) -> bytes:
+            self.n = 10
+            return [b"%d" % number for number in range(10)][index]
+
+    with pytest.raises(ReadError, match="had 20 samples when the feeder was made, now 10"):
+        list(Feeder(Shrinking(20), decode=number, batch_size=20))
+
+
+def test_a_source_that_shrank_before_it_was_iterated_says_so() -> None:
+    """What it had is counted when the feeder is made, not when it is first iterated."""
+    source = Numbers(10)
+    feeder = Feeder(source, decode=number, batch_size=4)
+    source.bad, source.n = (7,), 5
+    source.error = IndexError()
+    with pytest.raises(ReadError, match="had 10 samples when the feeder was made, now 5"):
+        list(feeder)
+
+
+def test_shapes_that_differ_are_a_collate_error() -> None:
+    """A decoder of several shapes without collate_fn: both shapes, two keys, and the way out."""
+    feeder = Feeder(Numbers(6), decode=lambda data: torch.zeros(1 + int(data) // 4), batch_size=6)
+    with pytest.raises(CollateError, match=r"shapes \[1\] and \[2\].*'number 0' and 'number 4'.*collate_fn="):
+        list(feeder)
+
+
+def test_structures_that_differ_are_a_collate_error() -> None:
+    """The sample whose structure differs is named."""
+    feeder = Feeder(Numbers(6), decode=lambda data: (1, 2) if int(data) < 3 else (1, 2, 3), batch_size=6)
+    with pytest.raises(CollateError, match="one has"):
+        list(feeder)
+
+
+def test_a_collate_fn_that_raises_is_a_collate_error() -> None:
+    """Its exception is chained."""
+
+    def broken(samples: list[Any]) -> Any:
+        raise KeyError("nothing")
+
+    with pytest.raises(CollateError, match="collate_fn raised KeyError") as caught:
+        list(Feeder(Numbers(6), decode=number, batch_size=3, collate_fn=broken))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_errors_of_a_dataset_name_index_and_dataset() -> None:
+    """__getitem__ that raises is a ReadError with the dataset's name and the index."""
+
+    class Broken(Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise RuntimeError("no such row")
+            return index
+
+    seen, error = seen_before_the_error(Feeder(Broken(), batch_size=2))
+    assert seen == [0, 1, 2, 3]
+    assert isinstance(error, ReadError)
+    assert (error.key, error.index) == ("Broken[5]", 5)
+
+
+def test_an_error_of_open_is_raised_at_the_for_line() -> None:
+    """A source that cannot be opened: its own error, with a note."""
+
+    class Closed(Numbers):
+        async def open(self) -> None:
+            raise ConnectionError("no route")
+
+    with pytest.raises(ConnectionError, match="no route") as caught:
+        list(Feeder(Closed(4), decode=number, batch_size=2))
+    assert "Closed.open()" in str(caught.value.__notes__)
+
+
+def test_a_failing_read_many_is_asked_one_by_one() -> None:
+    """A read_many that raises as a whole is repeated by single reads, which name the sample."""
+
+    class Many(Numbers):
+        async def read_many(self, indices: list[int]) -> list[bytes]:
+            raise OSError("one of them")
+
+    seen, error = seen_before_the_error(Feeder(Many(8, bad=(6,)), decode=number, batch_size=2))
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert isinstance(error, ReadError)
+    assert error.index == 6
+
+
+def test_a_read_many_that_returns_too_few_is_told() -> None:
+    """The numbers are in the message."""
+
+    class Few(Numbers):
+        async def read_many(self, indices: list[int]) -> list[bytes]:
+            return [b"1"]
+
+    with pytest.raises(ReadError, match="returned 1 samples for 2 indices"):
+        list(Feeder(Few(8), decode=number, batch_size=4))
+
+
+def test_a_target_that_raises_is_a_decode_error() -> None:
+    """The key is that of its sample."""
+
+    class Labelled(Numbers):
+        def target(self, index: int) -> int:
+            return [0, 1, 2][index]
+
+    with pytest.raises(DecodeError, match="number 3"):
+        list(Feeder(Labelled(4), decode=number, batch_size=2))
+
+
+def test_the_loop_is_fed_again_after_an_error() -> None:
+    """A new iter() works; a source that has recovered gives a whole epoch."""
+    source = Numbers(20, bad=(7,))
+    feeder = Feeder(source, decode=number, batch_size=4)
+    for _ in range(3):
+        with pytest.raises(ReadError):
+            list(feeder)
+    source.bad = ()
+    assert sum(len(batch) for batch in feeder) == 20
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    """Once it was handled, feeder and source go without the collector: no cycle through the error's traceback."""
+
+    def train() -> weakref.ref[Feeder[Any]]:
+        feeder = Feeder(Numbers(20, bad=(7,)), decode=number, batch_size=4)
+        try:
+            for _ in feeder:
+                pass
+        except ReadError:
+            pass
+        feeder.close()
+        return weakref.ref(feeder)
+
+    gc.collect()
+    gc.disable()
+    try:
+        gone = train()
+        deadline = time.monotonic() + 5.0
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Chunks:
+    """Decodes into rows, a chunk in one call; what is in `bad` fails with the rows in its traceback."""
+
+    row = Row((1000,), "uint8")
+    takes_seed = False
+
+    def __init__(self, leaves: bool) -> None:
+        self.leaves = leaves
+        self.memory: list[weakref.ref[Any]] = []
+
+    def __call__(self, data: bytes, /) -> Any:
+        raise NotImplementedError
+
+    def decode_into(self, data: bytes, out: Any, seed: int | None = None) -> None:
+        if data == b"7":
+            raise ValueError("no number")
+        out[:] = int(data)
+
+    def decode_many_into(self, data: Any, out: Any, seeds: Any = None) -> list[Exception | None]:
+        if self.leaves:
+            raise BaseExceptionGroup("of a panic, say", [GeneratorExit()])
+        self.memory.append(weakref.ref(out.base))
+        faults: list[Exception | None] = []
+        for file, row in zip(data, out, strict=True):
+            try:
+                self.decode_into(file, row)
+                faults.append(None)
+            except ValueError as error:
+                faults.append(error)
+        return faults
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_error_in_a_chunk_is_its_samples_alone(leaves: bool) -> None:
+    """It is named as it would be one by one, and keeps neither the chunk nor its batch alive."""
+    decoder = Chunks(leaves)
+    gc.collect()
+    gc.disable()
+    try:
+        feeder = Feeder(Numbers(20), decode=decoder, batch_size=10)
+        with pytest.raises(DecodeError, match="no number") as caught:
+            list(feeder)
+        assert caught.value.index == 7
+        feeder.close()
+        kept = caught.value
+        del feeder, caught
+        deadline = time.monotonic() + 5.0
+        while any(each() is not None for each in decoder.memory) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(each() is not None for each in decoder.memory)
+        assert decoder.memory or leaves
+        del kept
+    finally:
+        gc.enable()
+
+
+def test_sample_errors_survive_pickling() -> None:
+    """Key, index and stage travel to other processes."""
+    error = pickle.loads(pickle.dumps(ReadError("told", key="k", index=3, stage="read")))
+    assert isinstance(error, ReadError)
+    assert (str(error), error.key, error.index, error.stage) == ("told", "k", 3, "read")
+
+
+async def test_errors_reach_async_consumers() -> None:
+    """`async for` raises the same, and the iterator is finished."""
+    feeder = Feeder(Numbers(12, bad=(6,)), decode=number, batch_size=4)
+    async with feeder:
+        iterator = aiter(feeder)
+        seen = []
+        with pytest.raises(ReadError, match="number 6"):
+            async for batch in iterator:
+                seen += batch.tolist()
+        assert seen == [0, 1, 2, 3]
+        assert [batch async for batch in iterator] == []
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("gone"), SystemExit(3)])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("open", FeedError),
+        ("read", ReadError),
+        ("decode", DecodeError),
+        ("collate", CollateError),
+        ("transform", DeviceCopyError),
+    ],
+)
+def test_what_is_no_exception_is_an_error_all_the_same(where: str, kind: type[FeedError], error: BaseException) -> None:
+    """What would end a thread, or pass for a cancelled task, reaches the consumer instead of leaving it waiting."""
+
+    def fails(here: str) -> None:
+        if where == here:
+            raise error
+
+    class Source(Numbers):
+        async def open(self) -> None:
+            fails("open")
+
+        async def read(self, index: int) -> bytes:
+            if index == 5:
+                fails("read")
+            return b"%d" % index
+
+    def decode(data: bytes) -> torch.Tensor:
+        if data == b"5":
+            fails("decode")
+        return number(data)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        fails("collate")
+        return torch.stack(samples)
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        fails("transform")
+        return batch
+
+    feeder = Feeder(
+        Source(8), decode=decode, batch_size=4, collate_fn=collate, transform=transform, device=SimulatedDevice()
+    )
+    with pytest.raises(kind) as caught:
+        list(feeder)
+    assert caught.value.__cause__ is error
+
+
+def test_files_read_where_they_are_decoded_fail_by_name(tmp_path: Path) -> None:
+    """An error that is no OSError blames its own file, not the first of its group."""
+    for index in range(8):
+        (tmp_path / f"{index}").write_bytes(b"%d" % index)
+    source = Files([*sorted(tmp_path.iterdir()), "no\0path"])
+    read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), Outcome(), StopFlag())
+    assert read[:8] == [b"%d" % index for index in range(8)]
+    assert isinstance(read[8], ValueError)

@@ -1,0 +1,646 @@
+"""What goes wrong underneath: storage, threads, memory, descriptors, the device. Never a hang, never a wrong batch."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import mmap
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aiofeed import (
+    BatchFailedError,
+    DecodeError,
+    DeviceCopyError,
+    FailurePolicy,
+    Feeder,
+    FeedError,
+    Files,
+    Limits,
+    ReadError,
+    prefetch,
+)
+from aiofeed.runtime.buffers import SMALL_BYTES, HostMemory
+from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.testing import SimulatedDevice
+from aiofeed.testing.simulated_streams import SimulatedEvent
+from tests.soak.faulty import threads_refused
+
+WIDE = SMALL_BYTES  # bytes of a sample; a batch of them takes a block of memory of its own
+
+
+class Numbers:
+    """A source of n numbers, 0 to n - 1."""
+
+    def __init__(self, n: int = 40) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def read(self, index: int) -> bytes:
+        return b"%d" % index
+
+
+class Threaded(Numbers):
+    """The same, read in a thread."""
+
+    async def read(self, index: int) -> bytes:
+        return await asyncio.to_thread(lambda: b"%d" % index)
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor(int(data))
+
+
+def wide(data: bytes) -> torch.Tensor:
+    return torch.full((WIDE,), int(data) % 256, dtype=torch.uint8)
+
+
+def values(batches: Any) -> list[int]:
+    return [value for batch in batches for value in batch.tolist()]
+
+
+# --- storage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_reads_with_a_heavy_tail(seed: int, in_order: bool) -> None:
+    """Reads of which some take hundreds of times as long as others: every sample once, and in order where asked for."""
+    drawn = random.Random(seed)
+
+    class Tail(Numbers):
+        async def read(self, index: int) -> bytes:
+            # Turns of the loop rather than seconds: 1 for most, some hundreds for a few.
+            for _ in range(min(int(drawn.paretovariate(0.8)), 800)):
+                await asyncio.sleep(0)
+            return await super().read(index)
+
+    limits = Limits(read_concurrency=drawn.choice((1, 5, 64)), prefetch_batches=drawn.choice((1, 3)))
+    with Feeder(Tail(200), decode=number, batch_size=8, limits=limits, in_order=in_order) as feeder:
+        for _ in range(2):
+            got = values(feeder)
+            assert sorted(got) == list(range(200))
+            assert got == list(range(200)) or not in_order
+
+
+def test_short_reads_are_named() -> None:
+    """Bytes that end too soon are the decoder's error, with the sample's name; the other batches came before."""
+
+    class Short(Numbers):
+        async def read(self, index: int) -> bytes:
+            data = np.full(4, index, np.int64).tobytes()
+            return data[:11] if index == 17 else data
+
+    def decode(data: bytes) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, np.int64).reshape(4)[:1].copy())
+
+    seen: list[int] = []
+    with (
+        Feeder(Short(), decode=decode, batch_size=4) as feeder,
+        pytest.raises(DecodeError, match="number 17") as caught,
+    ):
+        for batch in feeder:
+            seen += batch[:, 0].tolist()
+    assert seen == list(range(16))
+    assert caught.value.index == 17
+
+
+def test_a_file_that_shrinks_between_epochs(tmp_path: Path) -> None:
+    """Read again, it has what it has now: an error by name, and once it is whole again a whole epoch."""
+    paths = [tmp_path / str(index) for index in range(12)]
+    for index, path in enumerate(paths):
+        path.write_bytes(np.full(4, index, np.int64).tobytes())
+
+    def decode(data: bytes) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, np.int64).reshape(4).copy())[0]
+
+    with Feeder(Files(paths), decode=decode, batch_size=4) as feeder:
+        assert values(feeder) == list(range(12))
+        whole = paths[7].read_bytes()
+        paths[7].write_bytes(whole[:9])
+        with pytest.raises(DecodeError) as caught:
+            # The epoch read ahead may have its bytes from before.
+            for _ in range(3):
+                list(feeder)
+        assert caught.value.key == str(paths[7])
+        paths[7].write_bytes(whole)
+        assert values(feeder) == list(range(12))
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_without_a_thread_refuses_each_job_and_keeps_none() -> None:
+    """Every job is told so, none waits for ever; once there are threads again the pool works."""
+    pool = ThreadPool("test", 3, lanes=1)
+    with threads_refused("aiofeed-test", 3):
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                pool.submit(int)
+    assert (pool.running, pool.backlog) == (0, 0)
+    assert pool.submit(int).result(5) == 0
+    pool.stop()
+    assert pool.join(5)
+
+
+def test_a_pool_that_gets_no_further_thread_does_with_those_it_has() -> None:
+    """Jobs wait for the one thread there is; when another can be had it is started."""
+    pool = ThreadPool("test", 3)
+    release, started = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        assert release.wait(5)
+
+    with threads_refused("aiofeed-test-1", 10):
+        futures = [pool.submit(first)]
+        assert started.wait(5)
+        futures += [pool.submit(lambda: None) for _ in range(5)]
+        assert (len(pool.threads), pool.running, pool.backlog) == (1, 1, 5)
+        pool.widen(2)
+        release.set()
+        for future in futures:
+            future.result(5)
+    release.clear()
+    started.clear()
+    futures = [pool.submit(first), pool.submit(lambda: None)]
+    futures[1].result(5)
+    assert len(pool.threads) == 2
+    release.set()
+    futures[0].result(5)
+    pool.stop()
+    assert pool.join(5)
+
+
+@pytest.mark.parametrize("name", ["read", "decode", "engine", "copy"])
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_threads_that_cannot_be_started(name: str, device: bool) -> None:
+    """The error is raised at the `for` line or done without; nothing is left, and the next epoch is whole."""
+    feeder = Feeder(
+        Threaded(), decode=number, batch_size=4, device=SimulatedDevice() if device else None  # type: ignore[arg-type]
+    )  # fmt: skip
+    raised: list[tuple[type, str]] = []
+    with threads_refused(f"aiofeed-{name}", 1):
+        try:
+            assert values(feeder) == list(range(40))
+        except (RuntimeError, ReadError) as error:
+            raised.append((type(error), str(error)))
+    for kind, text in raised:
+        assert "can't start new thread" in text
+        assert (kind is ReadError) == (name == "read")
+    assert bool(raised) == (device or name != "copy")  # without a device nothing is copied
+    assert values(feeder) == list(range(40))
+    feeder.close()
+
+
+def test_no_thread_for_reading_at_all() -> None:
+    """A ReadError that says so."""
+    feeder = Feeder(Threaded(), decode=number, batch_size=4)
+    with threads_refused("aiofeed-read", 10_000), pytest.raises(ReadError, match="can't start new thread"):
+        list(feeder)
+    assert values(feeder) == list(range(40))
+    feeder.close()
+
+
+@pytest.mark.parametrize("name", ["pull", "copy", "engine"])
+def test_prefetch_without_a_thread(name: str) -> None:
+    """`iter` raises, and leaves no thread behind."""
+
+    async def batches() -> Any:
+        for _ in range(100):
+            yield torch.zeros(2)
+
+    source = batches() if name == "engine" else [torch.zeros(2)] * 100
+    feed = prefetch(source, SimulatedDevice())  # type: ignore[arg-type]
+    with threads_refused(f"aiofeed-{name}", 1), pytest.raises(RuntimeError, match="can't start new thread"):
+        iter(feed)
+    assert [batch.tolist() for batch in feed] == [[0.0, 0.0]] * 100
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mappings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """`mappings[:] = [n]`: the next n anonymous mappings fail, as where there is no more memory to be had."""
+    failures = [0]
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, *arguments: Any, **options: Any) -> Mapping:
+            if failures[0] > 0:
+                failures[0] -= 1
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return super().__new__(cls, *arguments, **options)
+
+    monkeypatch.setattr("aiofeed.runtime.buffers.mmap.mmap", Mapping)
+    yield failures
+    gc.collect()
+
+
+def test_a_mapping_that_fails_is_tried_again_without_the_blocks_kept(mappings: list[int]) -> None:
+    """What is kept for later batches goes back to the system first."""
+    memory = HostMemory(keep=4)
+    kept = [memory.take(4 * SMALL_BYTES) for _ in range(3)]
+    del kept
+    mappings[:] = [1]
+    assert memory.take(40 * SMALL_BYTES).nbytes == 40 * SMALL_BYTES
+    assert not memory._free
+
+
+def test_memory_that_cannot_be_had_is_a_memory_error(mappings: list[int]) -> None:
+    """It says how many bytes, and the epoch after it is whole."""
+    mappings[:] = [10_000]
+    with pytest.raises(MemoryError, match=f"{WIDE} bytes"):
+        HostMemory(keep=4).take(WIDE)
+    feeder = Feeder(Numbers(), decode=wide, batch_size=4)
+    with pytest.raises((MemoryError, FeedError)) as caught:
+        list(feeder)
+    assert isinstance(caught.value, MemoryError) or isinstance(caught.value.__cause__, MemoryError)
+    del caught
+    mappings[:] = [0]
+    assert [batch[:, 0].tolist() for batch in feeder] == [list(range(n, n + 4)) for n in range(0, 40, 4)]
+    feeder.close()
+
+
+def test_memory_that_cannot_be_pinned_serves_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning for the life of the pool, right batches."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice(pin_fails=True))  # type: ignore[arg-type]
+    for _ in range(2):
+        assert values(feeder) == list(range(40))
+    feeder.close()
+    assert [record.message.split(" (")[0] for record in caplog.records] == ["memory cannot be pinned"]
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 7, 10])
+def test_a_device_error_in_a_copy(fails_at: int) -> None:
+    """A DeviceCopyError in its batch's turn; all batches before it were right, and the next epoch is whole."""
+    device = SimulatedDevice(copy_fails_at=fails_at)
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, device=device)  # type: ignore[arg-type]
+    seen: list[int] = []
+    with pytest.raises(DeviceCopyError, match=f"simulated device error at copy {fails_at}"):
+        for batch in feeder:
+            seen += batch.tolist()
+    assert seen == list(range(4 * (fails_at - 1)))
+    assert values(feeder) == list(range(40))
+    feeder.close()
+    gc.collect()
+    assert device.pinned_bytes == 0
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_out_of_descriptors() -> None:
+    """EMFILE at a read is a ReadError with its cause, at `open` the error itself; later it works."""
+
+    class Exhausted(Numbers):
+        at = "read"
+
+        def fail(self, at: str) -> None:
+            if self.at == at:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+        async def open(self) -> None:
+            self.fail("open")
+
+        async def read(self, index: int) -> bytes:
+            self.fail("read")
+            return await super().read(index)
+
+    source = Exhausted()
+    feeder = Feeder(source, decode=number, batch_size=4)
+    with pytest.raises(ReadError, match="Too many open files") as caught:
+        list(feeder)
+    assert isinstance(caught.value.__cause__, OSError)
+    source.at = "open"
+    with pytest.raises(OSError, match="Too many open files") as opening:
+        list(feeder)
+    assert opening.value.errno == errno.EMFILE
+    source.at = ""
+    assert values(feeder) == list(range(40))
+    feeder.close()
+
+
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource")
+@pytest.mark.parametrize("when", ["before iter", "while reading"])
+def test_a_process_out_of_descriptors(tmp_path: Path, when: str) -> None:
+    """A limit that is reached is an error with EMFILE in it; once there are descriptors again, the epoch is whole."""
+    for index in range(8):
+        (tmp_path / str(index)).write_bytes(b"%d" % index)
+    found = ended(
+        f"""
+        import errno, os, resource
+        import torch
+        from aiofeed import Feeder, Files, ReadError
+
+        feeder = Feeder(Files([f"{tmp_path}/{{n}}" for n in range(8)]), batch_size=4,
+                        decode=lambda data: torch.tensor(int(data)))
+        if {when!r} == "while reading":
+            iterator = iter(feeder)
+            next(iterator)
+            del iterator
+            feeder.close()
+        taken = []
+        while True:
+            try:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                break
+            if len(taken) == 64:
+                _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, most))
+        if {when!r} == "while reading":
+            # Enough for the loop, too few for a file.
+            for free in range(1, 40):
+                os.close(taken.pop())
+                try:
+                    list(feeder)
+                except ReadError as error:
+                    assert error.__cause__.errno == errno.EMFILE
+                    print("ReadError")
+                    break
+                except OSError as error:
+                    assert error.errno == errno.EMFILE, error
+                else:
+                    print("enough")
+                    break
+        else:
+            try:
+                iter(feeder)
+            except OSError as error:
+                assert error.errno == errno.EMFILE
+                print("EMFILE")
+        for descriptor in taken:
+            os.close(descriptor)
+        print(sorted(x for batch in feeder for x in batch.tolist()))
+        feeder.close()
+        """
+    )
+    first, *rest = found.stdout.splitlines()
+    assert first in ("EMFILE", "ReadError", "enough")
+    assert rest == ["[0, 1, 2, 3, 4, 5, 6, 7]"]
+    # uvloop's own word when it finds no descriptors for a loop.
+    assert set(found.stderr.splitlines()) <= {"deallocating an open event loop"}
+    assert found.returncode == 0
+
+
+def test_a_refusal_counts_once_in_the_totals() -> None:
+    """An `iter` that could not begin leaves the statistics of the epochs before it as they were."""
+    feeder = Feeder(Numbers(), decode=number, batch_size=4)
+    assert values(feeder) == list(range(40))
+    feeder.close()
+    with threads_refused("aiofeed-engine", 2):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                iter(feeder)
+    assert feeder.statistics(total=True).samples == 40
+    assert values(feeder) == list(range(40))
+    assert feeder.statistics(total=True).samples == 80
+    feeder.close()
+
+
+@pytest.mark.parametrize("executor", ["read", "decode"])
+def test_a_pool_that_was_stopped_refuses(executor: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An executor that takes no jobs at all: an error at the `for` line, no hang, nothing in the log."""
+    feeder = Feeder(Threaded(400), decode=number, batch_size=4)
+    iterator = iter(feeder)
+    next(iterator)
+    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
+    getattr(runtime, f"{executor}_pool").stop()
+    with pytest.raises((RuntimeError, FeedError)):
+        list(iterator)
+    del iterator
+    assert values(feeder) == list(range(400))
+    feeder.close()
+    assert not caplog.records
+
+
+class SelfCancelling:
+    """One of its reads cancels the task that it runs in."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def key(self, index: int) -> str:
+        return f"sample {index}"
+
+    async def read(self, index: int) -> bytes:
+        if index == 5:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        await asyncio.sleep(0)
+        return b"%d" % index
+
+
+def test_a_read_that_cancels_itself_is_an_error_of_its_own() -> None:
+    """It is named, and the reads beside it are as they would have been."""
+    with Feeder(SelfCancelling(), decode=number, batch_size=8) as feeder, pytest.raises(ReadError, match="sample 5"):
+        list(feeder)
+    with Feeder(
+        SelfCancelling(), decode=number, batch_size=8, on_error=FailurePolicy("skip", max_failures=1)
+    ) as feeder:
+        [batch] = list(feeder)
+    assert batch.tolist() == [0, 1, 2, 3, 4, 6, 7]
+
+
+class LeftCancelled(Numbers):
+    """What some reads do to the task that they run in, as time limits do that never take their cancellation back."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(12)
+        self.way = way
+        self.asked: Counter[int] = Counter()
+
+    async def read(self, index: int) -> bytes:
+        self.asked[index] += 1
+        if index == 5:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            if self.way == "at the next await":
+                return b"%d" % index
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                if self.way == "raised":
+                    raise
+                if self.way == "another error":
+                    raise TimeoutError("too late") from None
+        return b"%d" % index
+
+
+class ManyLeftCancelled(LeftCancelled):
+    """The same for several at a time, and again when each is asked for by itself."""
+
+    async def read_many(self, indices: Sequence[int]) -> list[bytes]:
+        return [await self.read(index) for index in indices]
+
+
+COME_THROUGH = ("kept to itself", "at the next await")
+FAIL = ("raised", "another error")
+LEFT = pytest.mark.parametrize("source", [LeftCancelled, ManyLeftCancelled])
+ALONE_OR_NOT = pytest.mark.parametrize("batch_size", [1, 4])
+
+
+@LEFT
+@ALONE_OR_NOT
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("way", COME_THROUGH)
+def test_a_read_that_leaves_its_task_cancelled_loses_no_batch(
+    way: str, in_order: bool, batch_size: int, source: type[LeftCancelled]
+) -> None:
+    """What it returned counts."""
+    with Feeder(source(way), decode=number, batch_size=batch_size, in_order=in_order) as feeder:
+        assert sorted(values(feeder)) == list(range(12))
+
+
+@LEFT
+@ALONE_OR_NOT
+@pytest.mark.parametrize("way", FAIL)
+def test_a_read_that_fails_and_leaves_its_task_cancelled_is_named(
+    way: str, batch_size: int, source: type[LeftCancelled]
+) -> None:
+    """In its batch's turn, and skipped or replaced where that was asked for."""
+    with Feeder(source(way), decode=number, batch_size=batch_size) as feeder:
+        iterator = iter(feeder)
+        before = [value for _ in range(5 // batch_size) for value in next(iterator).tolist()]
+        assert before == list(range(5 // batch_size * batch_size))
+        with pytest.raises(ReadError, match="number 5"):
+            next(iterator)
+    policy = FailurePolicy("replace", max_failures=1)
+    with Feeder(source(way), decode=number, batch_size=batch_size, on_error=policy) as feeder:
+        assert values(feeder) == [0, 1, 2, 3, 4, 6, *range(6, 12)]
+        assert [failure.key for failure in feeder.failures] == ["number 5"]
+
+
+def test_a_read_that_leaves_its_task_cancelled_is_tried_again() -> None:
+    """As often as the policy says."""
+    source = LeftCancelled("another error")
+    policy = FailurePolicy("skip", retries=2, max_failures=1)
+    with Feeder(source, decode=number, batch_size=1, on_error=policy) as feeder, pytest.raises(BatchFailedError):
+        list(feeder)
+    assert source.asked[5] == 3
+
+
+@pytest.mark.parametrize("way", COME_THROUGH)
+def test_a_replacement_that_leaves_its_task_cancelled_comes_through(way: str) -> None:
+    """The task that makes the batch whole goes on as well."""
+
+    class Missing(LeftCancelled):
+        async def read(self, index: int) -> bytes:
+            if index == 4:
+                raise FileNotFoundError(index)
+            return await super().read(index)
+
+    with Feeder(Missing(way), decode=number, batch_size=4, on_error=FailurePolicy("replace", max_failures=1)) as feeder:
+        assert values(feeder) == [0, 1, 2, 3, 5, 5, *range(6, 12)]
+
+
+@LEFT
+@pytest.mark.parametrize("way", [*COME_THROUGH, *FAIL])
+def test_a_first_read_for_a_cache_that_leaves_its_task_cancelled(way: str, source: type[LeftCancelled]) -> None:
+    """What samples look like is learnt before there are batches: of the next sample, where the first cannot be had."""
+
+    class First(source):  # type: ignore[misc, valid-type]
+        async def read(self, index: int) -> bytes:
+            return bytes(await super().read({0: 5, 5: 0}.get(index, index)))
+
+    policy = FailurePolicy("skip", max_failures=1)
+    with Feeder(First(way), decode=number, batch_size=4, cache="device", on_error=policy) as feeder:
+        for _ in range(2):
+            assert values(feeder) == [*([] if way in FAIL else [5]), 1, 2, 3, 4, 0, *range(6, 12)]
+
+
+def test_a_first_decode_for_a_cache_that_raises_what_would_cancel_a_task() -> None:
+    """It fails again, by name, when its batch is made."""
+
+    def decode(data: bytes) -> torch.Tensor:
+        if data == b"0":
+            raise asyncio.CancelledError
+        return torch.tensor(int(data))
+
+    policy = FailurePolicy("skip", max_failures=1)
+    with Feeder(Numbers(8), decode=decode, batch_size=4, cache="device", on_error=policy) as feeder:
+        assert values(feeder) == list(range(1, 8))
+        assert [failure.key for failure in feeder.failures] == ["number 0"]
+
+
+@pytest.mark.parametrize("way", [*COME_THROUGH, *FAIL])
+def test_an_open_that_leaves_its_task_cancelled(way: str) -> None:
+    """The source is open, or what it raised is raised."""
+
+    class Opened(LeftCancelled):
+        async def open(self) -> None:
+            await LeftCancelled(self.way).read(5)
+
+        async def read(self, index: int) -> bytes:
+            return b"%d" % index
+
+    with Feeder(Opened(way), decode=number, batch_size=4) as feeder:
+        if way in COME_THROUGH:
+            assert values(feeder) == list(range(12))
+        else:
+            with pytest.raises((FeedError, TimeoutError)) as caught:
+                next(iter(feeder))
+            assert "in Opened.open()" in caught.value.__notes__
+
+
+class Meddling(Numbers):
+    """A read that cancels a task it does not run in: the one that waits for the whole chunk."""
+
+    async def read(self, index: int) -> bytes:
+        if index < 3:
+            await asyncio.sleep(3600)
+        for task in asyncio.all_tasks():
+            if "Engine._chunk" in repr(task):
+                task.cancel()
+        return b"%d" % index
+
+
+def test_a_task_that_a_source_cancels_elsewhere_is_no_silence() -> None:
+    """Whoever waits for its batch hears of it."""
+    with Feeder(Meddling(), decode=number, batch_size=4) as feeder, pytest.raises(FeedError, match="not by aiofeed"):
+        next(iter(feeder))
+
+
+def test_a_device_beyond_use_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal kernel of the training, say, each question fails: it is raised once, and no thread tells."""
+
+    def lost(event: SimulatedEvent) -> bool:
+        raise RuntimeError("the device is lost")
+
+    feeder = Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice(latency="late"))
+    iterator = iter(feeder)
+    next(iterator)
+    with monkeypatch.context() as patched:
+        patched.setattr(SimulatedEvent, "query", lost)
+        patched.setattr(SimulatedEvent, "synchronize", lost)
+        with pytest.raises(DeviceCopyError, match="the device is lost"):
+            for _ in iterator:
+                pass
+        feeder.close()

@@ -1,0 +1,365 @@
+"""Ctrl-C at a particular place: what it loses, what it leaves running, and whether the same can be done again."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import dis
+import gc
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from aiofeed import Feeder, Limits, Tensors, prefetch
+from aiofeed.runtime import threads
+from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.threads import DaemonThread
+from aiofeed.testing import SimulatedDevice
+
+
+class Numbers:
+    def __init__(self, n: int = 12) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def read(self, index: int) -> bytes:
+        return b"%d" % index
+
+
+def number(data: bytes) -> torch.Tensor:
+    return torch.tensor(int(data))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th place of ours at which the interpreter may look for signals.
+
+    That is at the start of a function, after the call of a C function, and before a jump backwards.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+        self._before: dict[FrameType, str] = {}
+        self._into_python: set[FrameType] = set()
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self._before.clear()
+        self._into_python.clear()
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_back is not None:
+            self._into_python.add(frame.f_back)
+        # What stands in for a device is no C code, but has to be as uninterrupted.
+        if "/aiofeed/" not in frame.f_code.co_filename or "/testing/" in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        return self._opcode
+
+    def _opcode(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event != "opcode":
+            return self._opcode
+        before = self._before.get(frame, "")
+        now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        self._before[frame] = now
+        called_python = frame in self._into_python
+        self._into_python.discard(frame)
+        if before in ("", "RESUME") or now == "JUMP_BACKWARD" or (before.startswith("CALL") and not called_python):
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+        return self._opcode
+
+
+@pytest.mark.parametrize("options", [{}, {"device": True}, {"in_order": False}, {"transform": lambda batch: batch + 0}])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_an_interrupted_next_loses_no_batch(options: dict[str, Any], step: int) -> None:
+    """Wherever Ctrl-C comes: the state does not count the batch, and the next `next` gives it, once."""
+    if options.get("device"):
+        options = {"device": SimulatedDevice()}
+    feeder: Feeder[torch.Tensor] = Feeder(Numbers(16), decode=number, batch_size=4, **options)
+    for place in range(1000):
+        iterator = iter(feeder)
+        seen = [next(iterator) for _ in range(step)]
+        # So that the same code runs each time: nobody has to be waited for.
+        iterator._handoff.first(30)
+        with Interrupt(place) as interrupt:
+            try:
+                seen.append(next(iterator))
+            except KeyboardInterrupt:
+                interrupt.left = -1
+        if interrupt.left == -1:
+            state = feeder.state_dict()
+            assert (state["position"] + 4 * len(state["handed_out"])) % 16 == 4 * step, place
+        seen += iterator
+        assert sorted(torch.cat([batch.cpu() for batch in seen]).tolist()) == list(range(16)), place
+        if interrupt.left >= 0:
+            break
+    assert place > 10
+    feeder.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "step"), [(False, 0), (False, 1), (False, 2), pytest.param(True, 1, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_next_of_resident_data_loses_no_batch(device: bool, step: int) -> None:
+    """Wherever Ctrl-C comes, in the making of a window too: the next `next` gives the batch, and all that follow."""
+    limits = Limits(memory_bytes=64)  # two batches in a window of the host
+    for place in range(2000):
+        backend = SimulatedDevice() if device else None
+        feeder: Feeder[list[torch.Tensor]] = Feeder(
+            Tensors(torch.arange(10)), batch_size=2, device=backend, limits=limits
+        )
+        iterator = iter(feeder)
+        seen = [next(iterator) for _ in range(step)]
+        with Interrupt(place) as interrupt:
+            try:
+                seen.append(next(iterator))
+            except KeyboardInterrupt:
+                interrupt.left = -1
+        seen += iterator
+        assert [x.cpu().tolist() for [x] in seen] == [[n, n + 1] for n in range(0, 10, 2)], place
+        if interrupt.left >= 0:
+            break
+    assert place > 10
+
+
+@pytest.fixture
+def quick_collector() -> Iterator[None]:
+    """Collections, of which there are hundreds, look at what the test makes, and not at all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collector")
+@pytest.mark.parametrize("device", [False, True])
+def test_an_interrupted_iter_leaves_no_threads(device: bool) -> None:
+    """Wherever Ctrl-C comes while an epoch begins: its threads end, though the feeder lives on and works."""
+    feeder: Feeder[torch.Tensor] = Feeder(
+        Numbers(), decode=number, batch_size=4, device=SimulatedDevice() if device else None
+    )
+    before = set(threading.enumerate())
+    for place in range(1000):
+        with Interrupt(place) as interrupt:
+            try:
+                iterator = iter(feeder)
+            except KeyboardInterrupt:
+                interrupt.left = -1
+        if interrupt.left >= 0:
+            break
+        gone(before)
+    assert place > 10
+    assert sum(1 for _ in iterator) == 3
+    assert sum(1 for _ in feeder) == 3
+    feeder.close()
+
+
+@pytest.mark.usefixtures("quick_collector")
+def test_an_interrupted_prefetch_leaves_no_threads() -> None:
+    """The same of the bridge."""
+    before = set(threading.enumerate())
+    batches = prefetch([torch.zeros(2)] * 3, device=SimulatedDevice())
+    for place in range(1000):
+        with Interrupt(place) as interrupt:
+            try:
+                iterator = iter(batches)
+            except KeyboardInterrupt:
+                interrupt.left = -1
+        if interrupt.left >= 0:
+            break
+        gone(before)
+    assert place > 10
+    assert sum(1 for _ in iterator) == 3
+
+
+def gone(before: set[threading.Thread]) -> None:
+    """Wait until no thread is left but those before."""
+    deadline = time.monotonic() + 10
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, left
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # one that is just being started cannot be joined
+            next(iter(left)).join(0.05)
+
+
+def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
+    """Interrupt the main thread once `ready()`, in a way that does not wake it: as a signal just before it blocks."""
+
+    def main() -> None:
+        deadline = time.monotonic() + 10
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    return thread
+
+
+def waits_in(name: str) -> Callable[[], bool]:
+    """Whether the main thread is in a function of that name."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def ready() -> bool:
+        frame: FrameType | None = sys._current_frames().get(main)
+        while frame is not None and frame.f_code.co_name != name:
+            frame = frame.f_back
+        return frame is not None
+
+    return ready
+
+
+def test_a_signal_that_comes_just_before_the_wait_is_heard() -> None:
+    """The operating system does not wake a thread for a signal that came before it slept; it looks by itself."""
+    thread = interrupt_when(waits_in("_wait"))
+    with pytest.raises(KeyboardInterrupt):
+        Handoff[int]().get(20)
+    thread.join()
+
+
+@contextlib.contextmanager
+def stuck_feeder() -> Iterator[tuple[Feeder[torch.Tensor], threading.Event]]:
+    """A feeder whose decoder waits for the event."""
+    stuck, release = threading.Event(), threading.Event()
+
+    def decode(data: bytes) -> torch.Tensor:
+        stuck.set()
+        release.wait()
+        return number(data)
+
+    feeder: Feeder[torch.Tensor] = Feeder(
+        Numbers(), decode=decode, batch_size=4, limits=Limits(decode_threads=1, prefetch_batches=1)
+    )
+    iterator = iter(feeder)
+    try:
+        assert stuck.wait(10)
+        yield feeder, release
+    finally:
+        release.set()
+        iterator.close()
+
+
+def test_an_interrupted_close_can_be_repeated() -> None:
+    """Ctrl-C while close() waits: the thread still counts as running, and a second close() waits for it."""
+    with stuck_feeder() as (feeder, release):
+        for _ in range(2):
+            thread = interrupt_when(waits_in("join"))
+            with pytest.raises(KeyboardInterrupt):
+                feeder.close()
+            thread.join()
+        assert feeder._passes.pipeline is not None
+        assert not feeder._passes.pipeline.join(0.01)
+        release.set()
+        feeder.close()
+        assert not any(thread.name.startswith("aiofeed") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_leaving_a_with_block_to_end_the_process_waits_as_long_as_the_exit(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stuck decoder costs what it costs without `with`, and not once more when the interpreter ends."""
+    monkeypatch.setattr(threads, "EXIT_S", 0.05)
+    with stuck_feeder() as (feeder, _), contextlib.suppress(error), feeder:
+        assert feeder._passes.pipeline is not None
+        assert feeder._passes.pipeline.runtime in threads._registered()
+        raise error
+    assert "left behind" in caplog.text
+    assert feeder._passes.pipeline.runtime not in threads._registered()
+
+
+def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
+    """It may run nevertheless; a join knows."""
+    release = threading.Event()
+    thread = DaemonThread(release.wait, "interrupted")
+    real = thread.thread.start
+
+    def start() -> None:
+        real()
+        raise KeyboardInterrupt
+
+    thread.thread.start = start  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+    assert not thread.join(0.01)
+    release.set()
+    assert thread.join(10)
+
+
+def test_a_thread_that_was_never_made_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted before there was a thread: a join does not wait its whole time."""
+    monkeypatch.setattr(threads, "BEGIN_S", 0.01)
+    thread = DaemonThread(lambda: None, "never made")
+
+    def start() -> None:
+        raise KeyboardInterrupt
+
+    thread.thread.start = start  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+    assert thread.join(1000)
+    assert DaemonThread(lambda: None, "not started").join(1000)
+
+
+def test_the_collector_runs_no_python_code_of_ours() -> None:
+    """A Ctrl-C that came in a callback of the collector would be printed and lost: there is none in Python."""
+    feeder: Feeder[torch.Tensor] = Feeder(Numbers(), decode=number, batch_size=4)
+    list(feeder)
+    feeder.close()
+    called = []
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        if "/aiofeed/" in frame.f_code.co_filename or "_weakrefset" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(trace)
+    try:
+        del feeder
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    # asyncio keeps its tasks in a WeakSet of its own.
+    assert not [name for name in called if "WeakSet" not in name]
+
+
+def test_a_thread_that_is_dropped_runs_no_python_code() -> None:
+    """Nor does threading, which notes threads in a WeakSet: a Ctrl-C that came in its callback was lost."""
+    thread = DaemonThread(lambda: None, "dropped")
+    thread.start()
+    assert thread.join(10)
+    called: list[str] = []
+    gc.collect()
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_qualname))
+    try:
+        del thread
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert not [name for name in called if "WeakSet" in name]
+
+
+def test_the_handler_is_left_alone() -> None:
+    """Iterating changes no signal handler."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    feeder: Feeder[torch.Tensor] = Feeder(Numbers(), decode=number, batch_size=4)
+    list(feeder)
+    feeder.close()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

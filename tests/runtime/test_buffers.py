@@ -1,0 +1,163 @@
+"""Slots: memory that is used again, and never while somebody still looks at it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aiofeed.runtime.buffers import SMALL_BYTES, HostMemory, PinnedMemory, array
+
+LARGE = 4 * SMALL_BYTES
+
+
+def test_dropped_memory_is_used_again() -> None:
+    """Once nothing refers to a block, the next batch gets the same one."""
+    memory = HostMemory(keep=2)
+    first = memory.take(LARGE)
+    address = first.ctypes.data
+    del first
+    assert memory.take(LARGE).ctypes.data == address
+
+
+DERIVED: dict[str, Callable[[Any], Any]] = {
+    "view": lambda owner: owner.view(np.int64),
+    "reshape": lambda owner: owner.reshape(2, -1)[1],
+    "tensor": torch.from_numpy,
+    "detached": lambda owner: torch.from_numpy(owner.reshape(4, -1)).permute(1, 0).detach(),
+    "numpy of tensor": lambda owner: torch.from_numpy(owner).numpy()[::2],
+    "slice": lambda owner: torch.from_numpy(owner)[5:9],
+}
+
+
+@pytest.mark.parametrize("derive", DERIVED)
+def test_memory_with_any_derived_object_alive_is_left_alone(derive: str) -> None:
+    """A tensor, a view of one, an array of one: whatever is alive keeps the block."""
+    memory = HostMemory(keep=2)
+    owner = memory.take(LARGE)
+    owner[:] = 7
+    kept = DERIVED[derive](owner)
+    del owner
+    for _ in range(4):
+        other = memory.take(LARGE)
+        other[:] = 0
+        del other
+    assert set(np.asarray(kept).view(np.uint8).ravel().tolist()) == {7}
+    del kept
+    assert memory.lent == 0
+
+
+def test_small_memory_does_not_keep_a_block() -> None:
+    """Labels are memory of their own, so that keeping them keeps nothing else."""
+    memory = HostMemory(keep=2)
+    labels = array(memory, (64,), np.dtype(np.int64))
+    assert memory.lent == 0
+    assert labels.shape == (64,)
+
+
+def test_free_blocks_are_bounded() -> None:
+    """What comes back beyond `keep` goes to the system."""
+    memory = HostMemory(keep=2)
+    blocks = [memory.take(LARGE) for _ in range(5)]
+    assert memory.lent == 5
+    del blocks
+    assert memory.lent == 0
+    assert len(memory._free) == 2
+    memory.clear()
+    assert len(memory._free) == 0
+
+
+def test_a_much_larger_block_is_not_spent_on_a_small_request() -> None:
+    """A block is used again for requests of at least half its size."""
+    memory = HostMemory(keep=4)
+    large = memory.take(10 * LARGE)
+    address = large.ctypes.data
+    del large
+    assert memory.take(LARGE).ctypes.data != address
+
+
+def test_pinned_memory_comes_back_when_given_back() -> None:
+    """A lease's blocks are reused after give_back, and only then; twice is once."""
+    pinned: list[np.ndarray] = []
+
+    def pin(nbytes: int) -> np.ndarray:
+        pinned.append(np.empty(nbytes, np.uint8))
+        return pinned[-1]
+
+    memory = PinnedMemory(pin, keep=4)
+    lease = memory.lease()
+    lease.take(1000)
+    other = memory.lease()
+    other.take(1000)
+    assert len(pinned) == memory.lent == 2
+    lease.give_back()
+    lease.give_back()
+    assert memory.lent == 1
+    again = memory.lease()
+    assert again.take(900).nbytes == 900
+    assert len(pinned) == 2
+    assert memory.pinned
+
+
+def test_memory_that_cannot_be_pinned_falls_back_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal to pin is logged once, and pageable memory serves."""
+
+    def refuse(nbytes: int) -> np.ndarray:
+        raise RuntimeError("no locked memory left")
+
+    memory = PinnedMemory(refuse, keep=4)
+    with caplog.at_level(logging.WARNING, "aiofeed"):
+        lease = memory.lease()
+        assert lease.take(100).nbytes == lease.take(100).nbytes == 100
+    assert len(caplog.records) == 1
+    assert "no locked memory left" in caplog.text
+    assert not lease.pinned
+
+
+def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: pytest.LogCaptureFixture) -> None:
+    """A log record that somebody keeps has the error's text, not its traceback and the frames behind that."""
+
+    class Batch:
+        pass
+
+    def refuse(nbytes: int) -> np.ndarray:
+        raise RuntimeError("no locked memory left")
+
+    def work() -> weakref.ref[Batch]:
+        batch = Batch()
+        PinnedMemory(refuse, keep=4).take(100)
+        return weakref.ref(batch)
+
+    with caplog.at_level(logging.WARNING, "aiofeed"):
+        gone = work()
+    gc.collect()
+    assert len(caplog.records) == 1
+    assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_keeps_its_batches() -> None:
+    """What the parent writes into a block afterwards is not seen by a child that was forked while it was lent."""
+    memory = HostMemory(keep=2)
+    block = memory.take(200_000)
+    block[:] = 1
+    told, tell = os.pipe()
+    go, wait = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(go, 1)
+        os.write(tell, b"%d" % int(block.max()))
+        os._exit(0)
+    block[:] = 2
+    os.write(wait, b".")
+    os.waitpid(child, 0)
+    assert os.read(told, 8) == b"1"
+    for descriptor in (told, tell, go, wait):
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""Processes that are sent signals or end in other ways: promptly, with the right code and report, leaving nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.signal_cases import (
+    FRESH_SPREAD_S,
+    GRACE_S,
+    PROMISE_S,
+    Child,
+    End,
+    ForkServer,
+    complaints,
+    fresh,
+    interrupted,
+    run_signal_cases,
+    terminated,
+)
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+def begun(child: Child) -> Child:
+    if (first := child.line()) != "ready":
+        child.send(signal.SIGKILL)  # else it would run for ever
+        raise AssertionError(f"it began with {first!r}: {child.end()}")
+    return child
+
+
+def right(end: End, returncode: int = 0, error: str | None = None, out: str = "") -> None:
+    assert not complaints(end, returncode, error), end
+    assert end.out == out
+
+
+def test_a_child_that_nobody_waits_for_does_not_mix_with_the_next(start: ForkServer) -> None:
+    """What the fork server says of one is not taken for another's, whenever it is read."""
+    endless = begun(start("slow"))
+    ended = start("no such script")
+    assert ended.line() == "ready"
+    again = start("end_by_sys_exit")
+    assert len({endless.pid, ended.pid, again.pid}) == 3
+    right(begun(again).end(), 3)
+    for child in (endless, ended):
+        child.drop()
+
+
+def test_ctrl_c_at_random_moments() -> None:
+    """Whatever the script is doing: one KeyboardInterrupt, and the process ends within the promise."""
+    totals = run_signal_cases(20, seed=random.randrange(2**32))
+    totals.check()
+    assert totals.signals == 20
+
+
+def test_sigterm_at_random_moments() -> None:
+    """The process dies of it at once and in silence, and leaves nothing behind."""
+    totals = run_signal_cases(5, seed=random.randrange(2**32), number=signal.SIGTERM, servers=1)
+    totals.check()
+    assert totals.signals == 5
+
+
+@pytest.mark.parametrize("name", ["plain", "device", "asynchronous_closing"])
+def test_ctrl_c_in_a_fresh_interpreter(name: str) -> None:
+    """From the first import of aiofeed on."""
+    after_s = random.uniform(0, FRESH_SPREAD_S)
+    child = begun(fresh(name))
+    time.sleep(after_s)
+    child.send(signal.SIGINT)
+    end = child.end()
+    assert not interrupted(end, name), (after_s, end)
+
+
+def test_sigterm_in_a_fresh_interpreter() -> None:
+    """As in any other."""
+    child = begun(fresh("images"))
+    time.sleep(random.uniform(0, FRESH_SPREAD_S))
+    child.send(signal.SIGTERM)
+    assert not terminated(child.end())
+
+
+def test_two_signals_at_once(start: ForkServer) -> None:
+    """The second may come in the middle of the report of the first; nothing of aiofeed's complains of it."""
+    child = begun(start("stuck"))
+    time.sleep(0.2)
+    child.send(signal.SIGINT)
+    time.sleep(random.uniform(0, 0.01))
+    child.send(signal.SIGINT)
+    end = child.end()
+    assert not end.left
+    assert end.seconds < PROMISE_S + GRACE_S, end
+    assert end.returncode in (-signal.SIGINT, 1), end
+    for words in ("Fatal", "never awaited", "was destroyed"):
+        assert words not in end.err
+    for ignored in end.err.split("Exception ignored")[1:]:
+        assert "/aiofeed/" not in ignored, end.err
+
+
+def test_ctrl_c_with_a_handler_of_the_users(start: ForkServer) -> None:
+    """It runs, and the script goes on to its own end."""
+    child = begun(start("own_handler"))
+    assert child.line() == "listening"
+    time.sleep(random.uniform(0, 0.1))
+    child.send(signal.SIGINT)
+    right(child.end(), out="asked to end\n")
+
+
+def test_ctrl_c_with_a_handler_that_raises(start: ForkServer) -> None:
+    """The loop is left by the user's own exception, and the feeder works again."""
+    child = begun(start("own_exception"))
+    assert child.line() == "listening"
+    time.sleep(random.uniform(0, 0.1))
+    child.send(signal.SIGINT)
+    right(child.end(), out="16\n")
+
+
+def test_ctrl_c_while_closing(start: ForkServer) -> None:
+    """close() that waits for a decoder is left at once, and the exit waits for it no longer than ever."""
+    child = begun(start("close_of_a_stuck_feeder"))
+    assert child.line() == "closing"
+    time.sleep(random.uniform(0, 0.1))
+    child.send(signal.SIGINT)
+    right(child.end(), -signal.SIGINT, "KeyboardInterrupt")
+
+
+def test_ctrl_c_while_the_interpreter_ends(start: ForkServer) -> None:
+    """It waits no longer, and the exit code is what it would have been."""
+    right(begun(start("ctrl_c_at_the_exit_of_a_stuck_feeder")).end())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "end_with_a_live_iterator",
+        "end_with_a_dropped_feeder",
+        "end_with_an_idle_feeder",
+        "end_with_a_stuck_decoder",
+        "end_in_calls_of_torch",
+        "end_of_a_bridge",
+        "end_of_a_device",
+    ],
+)
+def test_the_end_of_main(start: ForkServer, name: str) -> None:
+    """A script that ends with a feeder at work exits with 0, promptly and in silence."""
+    right(begun(start(name)).end())
+
+
+def test_sys_exit_in_the_loop(start: ForkServer) -> None:
+    """Its exit code, and silence."""
+    right(begun(start("end_by_sys_exit")).end(), 3)
+
+
+def test_os_exit_in_the_loop(start: ForkServer) -> None:
+    """Its exit code, and silence."""
+    right(begun(start("end_by_os_exit")).end(), 4)
+
+
+def test_an_error_in_the_loop(start: ForkServer) -> None:
+    """Exactly its traceback."""
+    right(begun(start("end_by_an_error")).end(), 1, "ZeroDivisionError: in the loop")
+
+
+def test_an_error_of_a_decoder(start: ForkServer) -> None:
+    """DecodeError, with its cause and nothing else."""
+    end = begun(start("end_by_a_decoder")).end()
+    assert (end.returncode, end.left) == (1, ())
+    assert end.err.count("Traceback") == 2  # the cause's, and its own
+    assert "direct cause" in end.err
+    assert "aiofeed.core.errors.DecodeError" in end.err.splitlines()[-1]
+    assert "Exception ignored" not in end.err

@@ -1,0 +1,104 @@
+"""The queue between the engine's thread and a consumer that is a thread or a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from queue import Empty
+
+import pytest
+
+from aiofeed.runtime.queue import Handoff
+
+
+def test_items_come_out_in_order() -> None:
+    """First in, first out, across threads."""
+    handoff: Handoff[int] = Handoff()
+    thread = threading.Thread(target=lambda: [handoff.put(number) for number in range(1000)])
+    thread.start()
+    assert [handoff.get() for _ in range(1000)] == list(range(1000))
+    thread.join()
+    with pytest.raises(Empty):
+        handoff.get_nowait()
+
+
+async def test_a_coroutine_is_woken_from_another_thread() -> None:
+    """Every item put by a thread reaches the awaiting task, in order."""
+    handoff: Handoff[int] = Handoff()
+    thread = threading.Thread(target=lambda: [handoff.put(number) for number in range(2000)])
+    thread.start()
+    assert [await handoff.get_async() for _ in range(2000)] == list(range(2000))
+    thread.join()
+
+
+async def test_cancelling_a_waiting_coroutine_loses_nothing() -> None:
+    """An item that arrives after a cancelled get is there for the next."""
+    handoff: Handoff[str] = Handoff()
+    waiting = asyncio.create_task(handoff.get_async())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    handoff.put("kept")
+    assert await handoff.get_async() == "kept"
+
+
+async def test_an_item_put_while_the_get_is_cancelled_is_kept() -> None:
+    """Put and cancel in the same turn of the loop: the item stays in the queue."""
+    handoff: Handoff[str] = Handoff()
+    waiting = asyncio.create_task(handoff.get_async())
+    await asyncio.sleep(0)
+    handoff.put("kept")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert handoff.get_nowait() == "kept"
+
+
+def test_put_survives_a_consumer_whose_loop_is_closed() -> None:
+    """A consumer that is gone does not make the producer fail."""
+    handoff: Handoff[int] = Handoff()
+
+    async def abandoned() -> None:
+        task = asyncio.ensure_future(handoff.get_async())
+        await asyncio.sleep(0)
+        handoff._waiter_kept = handoff._waiter  # type: ignore[attr-defined]
+        task.cancel()
+
+    asyncio.run(abandoned())
+    handoff._waiter = handoff._waiter_kept  # type: ignore[attr-defined]
+    handoff.put(1)
+    assert handoff.get() == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
+def test_a_signal_breaks_a_blocked_get() -> None:
+    """A signal handler that raises ends the wait of the main thread."""
+
+    class Rung(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Rung
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Rung):
+            Handoff[int]().get()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+async def test_a_second_task_that_waits_is_refused() -> None:
+    """One task at a time may wait; the first goes on undisturbed."""
+    handoff: Handoff[str] = Handoff()
+    waiting = asyncio.create_task(handoff.get_async())
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="another task waits"):
+        await handoff.get_async()
+    handoff.put("item")
+    assert await waiting == "item"
+    handoff.put("next")
+    assert await handoff.get_async() == "next"

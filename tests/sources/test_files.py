@@ -1,0 +1,388 @@
+"""Sources: files, folders, datasets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
+from aiofeed.engine.fetch.source import BytesFetcher
+from aiofeed.sources.file_io import read_file
+
+
+def read_all(source: Files) -> list[bytes | OSError]:
+    return asyncio.run(source.read_many(range(len(source))))
+
+
+def test_files_are_read_whole(tmp_path: Path) -> None:
+    """Contents are the files', empty and large ones included."""
+    contents = [b"", b"a", b"x" * 4096, os.urandom(300_000)]
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
+    source = Files(sorted(tmp_path.iterdir()))
+    assert isinstance(source, Source)
+    assert read_all(source) == contents
+    assert asyncio.run(source.read(3)) == contents[3]
+    assert source.key(2) == str(tmp_path / "2")
+
+
+def test_read_many_is_the_same_in_groups_of_any_size(tmp_path: Path) -> None:
+    """Fast storage is read in large groups, slow storage file by file; the contents do not change."""
+    for number in range(100):
+        (tmp_path / f"{number:03}").write_bytes(b"%d" % number)
+    source = Files(sorted(tmp_path.iterdir()))
+    for seconds in (0.0, 1e-6, 1e-3, 10.0):
+        source._seconds_per_file = seconds
+        assert read_all(source) == [b"%d" % number for number in range(100)]
+
+
+def test_an_error_stands_in_its_files_place(tmp_path: Path) -> None:
+    """A missing file and a directory are errors of their own samples only."""
+    (tmp_path / "good").write_bytes(b"good")
+    source = Files([tmp_path / "good", tmp_path / "missing", tmp_path, tmp_path / "good"])
+    first, missing, directory, last = read_all(source)
+    assert first == last == b"good"
+    assert isinstance(missing, FileNotFoundError)
+    assert isinstance(directory, IsADirectoryError)
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(source.read(1))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_a_file_that_does_not_know_its_size_is_read_to_the_end() -> None:
+    """Files of /proc say that they are empty, and are not."""
+    assert b"Name:" in read_file("/proc/self/status")
+
+
+def test_targets_come_with_the_files() -> None:
+    """Targets are looked up by index; without them there is no target."""
+    assert Files(["a", "b"], targets=["x", "y"]).target(1) == "y"
+    assert not hasattr(Files(["a", "b"]), "target")
+
+
+def test_files_refuses_what_is_no_list_of_paths() -> None:
+    """A single path and a wrong number of targets are named."""
+    with pytest.raises(TypeError, match=r"single path 'a\.jpg'"):
+        Files("a.jpg")
+    with pytest.raises(ValueError, match="2 paths, but 1 targets"):
+        Files(["a", "b"], targets=[1])
+    with pytest.raises(TypeError):
+        Files([1, 2])  # type: ignore[list-item]
+
+
+def test_image_folder_has_torchvisions_order(tmp_path: Path) -> None:
+    """Classes sorted, files sorted within each, sub-folders in the order of their paths, other files left out."""
+    for name in ["b/2.jpg", "b/10.PNG", "a/z/1.jpeg", "a/y.webp", "a/notes.txt", "b/sub.jpg/inner.bmp"]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    folder = ImageFolder(tmp_path)
+    assert folder.classes == ["a", "b"]
+    assert folder.class_to_idx == {"a": 0, "b": 1}
+    names = [os.path.relpath(path, tmp_path) for path in folder.paths]
+    assert names == ["a/y.webp", "a/z/1.jpeg", "b/10.PNG", "b/2.jpg", "b/sub.jpg/inner.bmp"]
+    assert folder.targets == [0, 0, 1, 1, 1]
+    assert [folder.target(i) for i in range(len(folder))] == folder.targets
+
+
+def test_image_folder_follows_links_as_the_argument_says(tmp_path: Path) -> None:
+    """Linked files and folders count or not; a link to a parent does not loop."""
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "1.jpg").touch()
+    cat = tmp_path / "root" / "cat"
+    cat.mkdir(parents=True)
+    (cat / "0.jpg").touch()
+    (cat / "linked.jpg").symlink_to(real / "1.jpg")
+    (cat / "folder").symlink_to(real)
+    (cat / "loop").symlink_to(tmp_path / "root")
+    (tmp_path / "root" / "dog").symlink_to(real)
+    assert len(ImageFolder(tmp_path / "root", follow_symlinks=False)) == 1
+    followed = ImageFolder(tmp_path / "root")
+    assert followed.classes == ["cat", "dog"]
+    names = [os.path.relpath(path, tmp_path / "root") for path in followed.paths]
+    assert names[:2] == ["cat/0.jpg", "cat/linked.jpg"]
+    assert "cat/folder/1.jpg" in names
+    assert "dog/1.jpg" in names
+    assert len(names) < 10
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda root: None, "there is no folder.* is there, and has no 'root'"),
+        (lambda root: root.mkdir(), "no sub-folders"),
+        (lambda root: (root.mkdir(), (root / "a.jpg").touch()), "1 images but no sub-folders.*aiofeed.Files"),
+        (lambda root: (root / "cat").mkdir(parents=True), "class 'cat'.*has no image"),
+        (lambda root: root.touch(), "not a folder"),
+    ],
+)
+def test_a_folder_without_images_is_refused(tmp_path: Path, make, told: str) -> None:
+    """The message names the folder, and what was expected in it."""
+    root = tmp_path / "root"
+    make(root)
+    with pytest.raises((FileNotFoundError, NotADirectoryError), match=told) as caught:
+        ImageFolder(root)
+    assert str(root) in str(caught.value)
+
+
+def test_a_relative_root_says_from_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the deepest folder that is there, and what is missing in it."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        ImageFolder("data/trian/cats")
+    assert f"{str(tmp_path / 'data')!r} is there, and has no 'trian'" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [1, b"a.jpg", None])
+def test_what_is_no_path_is_named(wrong: object) -> None:
+    """The message gives the entry and its position."""
+    with pytest.raises(TypeError, match=f"number 1 is {wrong!r}"):
+        Files(["a.jpg", wrong])  # type: ignore[list-item]
+
+
+class Column:
+    """As a pandas Series after sample() or a filter: asked by an index of its own."""
+
+    def __init__(self, labels: dict[int, int]) -> None:
+        self._labels = labels
+
+    @property
+    def iloc(self) -> list[int]:
+        return list(self._labels.values())
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> int:
+        return self._labels[index]
+
+    def to_numpy(self) -> np.ndarray:
+        return np.array(list(self._labels.values()))
+
+
+@pytest.mark.parametrize("index", [(2, 0, 1), (7, 8, 9)])
+def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]) -> None:
+    """Labels stay beside the paths of their rows, whatever the index."""
+    paths = [tmp_path / f"{number}" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]))
+    column: Any = Column(dict(zip(index, (0, 10, 20), strict=True)))
+    [(data, labels)] = Feeder(Files(paths, column), decode=lambda data: data[0], batch_size=3)
+    assert data.tolist() == [0, 1, 2]
+    assert labels.tolist() == [0, 10, 20]
+    with pytest.raises(TypeError, match=r"asked by its index.*aiofeed.Files"):
+        Feeder(column, batch_size=3)
+
+
+class Framed:
+    """A Dataset that hands on what it lacks."""
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.frame, name)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return self.frame.iloc[index]
+
+
+class Rows(MutableMapping[str, torch.Tensor]):
+    """As a TensorDict: a mapping by its names, a Dataset by its rows."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"x": index * 10}
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(3))
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise NotImplementedError
+
+    def __delitem__(self, key: str) -> None:
+        raise NotImplementedError
+
+
+class Sizes(torch.utils.data.Subset):  # type: ignore[type-arg]
+    def __getitem__(self, index: Any) -> int:
+        return len(Path(self.dataset.paths[self.indices[index]]).read_bytes())  # type: ignore[attr-defined]
+
+    def __getitems__(self, indices: list[int]) -> list[int]:  # type: ignore[override]
+        return [self[index] for index in indices]
+
+
+class Lengths:
+    """A Dataset over a part of a source, no Subset."""
+
+    def __init__(self, dataset: Files, indices: list[int]) -> None:
+        self.dataset = dataset
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> int:
+        return len(Path(self.dataset.paths[self.indices[index]]).read_bytes())
+
+
+def test_datasets_that_resemble_what_is_refused_are_taken(tmp_path: Path) -> None:
+    """What says itself how its items are had is asked for them, whatever it has beside."""
+    [batch] = Feeder(Framed(Column({7: 0, 8: 10, 9: 20})), batch_size=3)
+    assert batch.tolist() == [0, 10, 20]
+    [batch] = Feeder(Rows(), batch_size=3)
+    assert batch["x"].tolist() == [0, 10, 20]
+    paths = [tmp_path / f"{number}" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes(number))
+    for part in (Sizes(Files(paths), [2, 1]), Lengths(Files(paths), [2, 1])):  # type: ignore[arg-type]
+        [batch] = Feeder(part, batch_size=2)
+        assert batch.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_dict_of_columns_is_refused(kind: Any) -> None:
+    """It has no samples 0, 1, ...; the message names its keys."""
+    with pytest.raises(TypeError, match=r"asked for samples 0, 1.*has the keys \['x', 'y'\]"):
+        Feeder(kind(x=torch.zeros(3), y=torch.zeros(3)), batch_size=1)
+
+
+class Hundreds(ImageFolder):
+    def target(self, index: int) -> int:  # type: ignore[override]
+        return self.targets[index] * 100
+
+
+def test_a_subclass_may_have_targets_of_its_own(tmp_path: Path) -> None:
+    """Its method is asked, not the list it may look into."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jpg").write_bytes(b"1")
+    [(_, labels)] = Feeder(Hundreds(tmp_path), decode=len, batch_size=2)
+    assert labels.tolist() == [0, 100]
+
+
+def test_a_subset_of_a_source_is_refused(tmp_path: Path) -> None:
+    """A source gives bytes, not items; the message says how a part of it is fed."""
+    part = torch.utils.data.Subset(Files([tmp_path / "a"]), [0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a Subset asks for items.*sampler=indices, or aiofeed\.Files"):
+        Feeder(part, batch_size=1)
+
+
+def test_a_dict_of_targets_is_refused() -> None:
+    """It would be asked by position."""
+    with pytest.raises(TypeError, match=r"targets are one label per file.*got a dict"):
+        Files(["a", "b"], {"a": 0, "b": 1})  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_a_dataset_is_taken_item_by_item_or_all_at_once() -> None:
+    """__getitems__ is used where there is one."""
+    source = FromDataset(TensorDataset(torch.arange(5)))
+    assert [item[0].item() for item in source.items([3, 1])] == [3, 1]
+    assert source.key(3) == "TensorDataset[3]"
+
+    class Many(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 9
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [index * 2 for index in indices]
+
+    assert FromDataset(Many()).items([4, 2]) == [8, 4]
+
+
+def test_what_is_no_map_style_dataset_is_refused() -> None:
+    """An IterableDataset is told where to go; threads is a positive int."""
+    with pytest.raises(TypeError, match=r"IterableDataset.*aiofeed\.prefetch"):
+        FromDataset(Stream())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="__getitem__ and __len__"):
+        FromDataset(object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="threads"):
+        FromDataset([1, 2], threads=0)
+
+
+def test_read_now_is_read_many_in_the_calling_thread(tmp_path: Path) -> None:
+    """Same contents and errors; what it took tells whether storage answers at once."""
+    for number in range(50):
+        (tmp_path / f"{number:02}").write_bytes(os.urandom(number * 1000))
+    source = Files([*sorted(tmp_path.iterdir()), tmp_path / "missing"])
+    assert not source.answers_at_once  # nothing is known yet
+    contents = source.read_now(range(51))
+    assert contents[:50] == read_all(source)[:50]
+    assert isinstance(contents[50], FileNotFoundError)
+    source._seconds_per_file = 1e-5
+    assert source.answers_at_once
+    source._seconds_per_file = 0.01
+    assert not source.answers_at_once
+
+
+def test_small_files_read_where_they_are_decoded_are_the_same(tmp_path: Path) -> None:
+    """An epoch read inline equals one read through the loop, errors and counts of bytes included."""
+    for number in range(300):
+        (tmp_path / f"{number:03}").write_bytes(b"%03d" % number * 100)
+    paths = sorted(tmp_path.iterdir())
+
+    class Always(Files):
+        answers_at_once = True
+
+    class Never(Files):
+        answers_at_once = False
+
+    epochs = []
+    for kind in (Always, Never):
+        feeder = Feeder(kind(paths), decode=lambda data: torch.tensor(list(data[:3])), batch_size=7)
+        list(feeder)
+        epochs.append([batch.tolist() for batch in feeder])
+        assert feeder.statistics().bytes_read == 300 * 300
+        feeder.close()
+        missing = Feeder(kind([*paths, "missing"]), decode=len, batch_size=64)
+        with pytest.raises(ReadError, match="missing"):
+            list(missing)
+        with pytest.raises(ReadError, match="missing"):
+            list(missing)
+    assert epochs[0] == epochs[1]
+
+
+@pytest.mark.parametrize("method", ["read", "read_many"])
+def test_a_subclass_that_reads_otherwise_is_obeyed(tmp_path: Path, method: str) -> None:
+    """Overriding one way of reading is enough: those inherited that would go past it are not used."""
+
+    class Upper(Files):
+        async def read(self, index: int, /) -> bytes:
+            return (await super().read(index)).upper()
+
+    class UpperMany(Files):
+        async def read_many(self, indices: Sequence[int], /) -> list[bytes | OSError]:
+            return [data.upper() if isinstance(data, bytes) else data for data in await super().read_many(indices)]
+
+    for number in range(10):
+        (tmp_path / str(number)).write_bytes(b"letter %d" % number)
+    source = (Upper if method == "read" else UpperMany)(sorted(tmp_path.iterdir()))
+    source._seconds_per_file = 1e-6
+    fetcher = BytesFetcher(source, bytes, in_place=False)
+    fetcher._pace.seconds = 1e-6
+    read = asyncio.run(fetcher.read(range(10))).samples
+    assert read == [b"LETTER %d" % number for number in range(10)]

@@ -1,0 +1,298 @@
+"""Groups of small files through the library that is built with the package: what ``read_file`` gives, or its turn."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aiofeed import Files, ImageFolder
+from aiofeed.sources import native_files as groups
+from aiofeed.sources.file_io import Rules, read_file, read_group
+from aiofeed.sources.native_files import CAPACITY, LIBRARY, SMALL, SPARE, GroupReader, group_reader
+from tests.support.paths import ROOT
+from tests.support.rewriting import rewritten
+
+needs_library = pytest.mark.skipif(group_reader() is None, reason="the library was not built (hatch_build.py)")
+
+
+@pytest.fixture
+def reader() -> GroupReader:
+    return GroupReader()
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(groups, "LIBRARY", Path("/nowhere"))
+    group_reader.cache_clear()
+    yield
+    group_reader.cache_clear()
+
+
+def read(reader: GroupReader, paths: list[Path] | list[str], rules: Rules = Rules()) -> list[bytes | None]:  # noqa: B008 - frozen
+    found = read_group(reader, [os.fspath(path) for path in paths], rules)
+    assert found is not None
+    return list(found)
+
+
+def write_files(folder: Path, sizes: list[int]) -> list[Path]:
+    paths = [folder / f"{number:05}" for number in range(len(sizes))]
+    for path, size in zip(paths, sizes, strict=True):
+        path.write_bytes(os.urandom(size))
+    return paths
+
+
+@needs_library
+def test_paths_that_were_exchanged_for_other_kinds(tmp_path: Path) -> None:
+    """What can be opened is read, as in a group too small for the library; a name that cannot be is left alone."""
+    paths = write_files(tmp_path, [100] * 8)
+    expected = [path.read_bytes() for path in paths]
+    files = Files(paths)
+    for kind in (os.fspath, Path, os.fsencode):
+        files.paths = [kind(path) for path in paths]  # type: ignore[misc]
+        for _ in range(2):
+            assert files.read_now(range(8)) == expected
+    assert read(GroupReader(), ["\ud800", *map(str, paths)]) == [None] * 9
+
+
+@needs_library
+def test_small_files_are_read_whole_and_in_order(reader: GroupReader, tmp_path: Path) -> None:
+    """Of every size up to the largest, more of them than a buffer holds."""
+    sizes = [1, 2, 4095, 4096, 4097, SMALL - 1, SMALL] * 10
+    assert sum(sizes) > 2 * CAPACITY
+    paths = write_files(tmp_path, sizes)
+    assert read(reader, paths) == [path.read_bytes() for path in paths]
+    assert read(reader, paths[:1]) == [paths[0].read_bytes()]
+    assert read(reader, []) == []
+
+
+@needs_library
+def test_a_buffer_that_is_just_full_holds_up_nothing(reader: GroupReader, tmp_path: Path) -> None:
+    """Where a file ends with the buffer, or a byte before or behind it, the next one begins another."""
+    for last in (SMALL - 1, SMALL):
+        folder = tmp_path / str(last)
+        folder.mkdir()
+        paths = write_files(folder, [SMALL] * 7 + [last, 5, SMALL])
+        assert read(reader, paths) == [path.read_bytes() for path in paths]
+
+
+@needs_library
+def test_whatever_is_out_of_the_ordinary_is_left(reader: GroupReader, tmp_path: Path) -> None:
+    """Missing, empty, large, no file at all, no name: each is left alone, and its neighbours are read."""
+    good, large, empty = write_files(tmp_path, [10, SMALL + 1, 0])
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    odd = [large, empty, pipe, tmp_path / "missing", tmp_path, Path("/dev/zero"), Path("/dev/null"), Path()]
+    mixed = [path for one in odd for path in (good, one)]
+    assert read(reader, mixed) == [good.read_bytes(), None] * len(odd)
+    assert read(reader, [os.fspath(good), ""]) == [good.read_bytes(), None]
+
+
+@needs_library
+def test_a_name_with_a_nul_in_it_is_not_two_names(reader: GroupReader, tmp_path: Path) -> None:
+    """Then Python reads, and blames the one that is to blame."""
+    good = write_files(tmp_path, [10] * 4)
+    assert read(reader, [*map(str, good), f"{good[0]}\0{good[1]}"]) == [None] * 5
+    source = Files([*good, f"{good[0]}\0{good[1]}"])
+    assert source.read_now(range(4)) == source.read_now(range(4)) == [path.read_bytes() for path in good]
+    with pytest.raises(ValueError, match="null"):
+        source.read_now(range(5))
+
+
+@needs_library
+def test_any_name_that_python_knows_is_a_name(reader: GroupReader, tmp_path: Path) -> None:
+    """Other alphabets, blanks, and bytes that are no text."""
+    paths = [tmp_path / name for name in ("ü", "日本", "a b\n", os.fsdecode(b"\xff\xfe"))]
+    for number, path in enumerate(paths):
+        path.write_bytes(b"%d" % number)
+    assert read(reader, paths) == [b"0", b"1", b"2", b"3"]
+
+
+@needs_library
+def test_rules_are_kept(reader: GroupReader, tmp_path: Path) -> None:
+    """``max_bytes``, and links: followed, or left; below a root, where folders may be links, all is left."""
+    [ten] = write_files(tmp_path, [10])
+    link = tmp_path / "link"
+    link.symlink_to(ten)
+    data = ten.read_bytes()
+    assert read(reader, [ten], Rules(max_bytes=10)) == [data]
+    assert read(reader, [ten], Rules(max_bytes=9)) == [None]
+    assert read(reader, [ten, link]) == [data, data]
+    assert read(reader, [ten, link], Rules(follow_symlinks=False)) == [data, None]
+    assert read_group(reader, [str(ten)], Rules(follow_symlinks=False, root=str(tmp_path))) is None
+
+
+@needs_library
+def test_files_under_a_writer_are_whole_or_left(reader: GroupReader, tmp_path: Path) -> None:
+    """A writer truncates and rewrites a file all the time: what is read is of one of its two states."""
+    path = tmp_path / "busy"
+    states = (b"a" * SMALL, b"b" * (SMALL // 2))
+    with rewritten(path, states):
+        found = [data for _ in range(300) for data in read(reader, [path] * 4)]
+    # Cut short by a writer who stood still is not to be told from a short file; mixed it never is.
+    assert all(len(set(data)) == 1 for data in found if data is not None)
+
+
+@needs_library
+def test_no_descriptor_stays_open(reader: GroupReader, tmp_path: Path) -> None:
+    """Of files that were read, of those that were left, and of those that found no room."""
+    paths = [*write_files(tmp_path, [SMALL, 0, 5, SMALL + 1] * 20), tmp_path, tmp_path / "missing"]
+    read(reader, paths)
+    before = psutil.Process().num_fds()
+    for _ in range(20):
+        read(reader, paths)
+    assert psutil.Process().num_fds() <= before
+
+
+@needs_library
+def test_threads_share_a_reader(reader: GroupReader, tmp_path: Path) -> None:
+    """Each gets what it asked for, and no more buffers are kept than there were readers at a time."""
+    paths = write_files(tmp_path, [SMALL, 10, 3000] * 20)
+    wanted = [path.read_bytes() for path in paths]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            first = (number * 7 + turn) % 30
+            if read(reader, paths[first : first + 20]) != wanted[first : first + 20]:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 1 <= len(reader._spare) <= 8 < SPARE
+
+
+@needs_library
+def test_what_is_read_belongs_to_whoever_asked(reader: GroupReader, tmp_path: Path) -> None:
+    """The next group leaves it as it is."""
+    one, other = write_files(tmp_path, [100, 100])
+    [first] = read(reader, [one])
+    read(reader, [other])
+    assert first == one.read_bytes()
+
+
+@needs_library
+def test_files_takes_the_library_for_small_files_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it knows that they are small; where they become large, no more."""
+    asked: list[int] = []
+    plain = GroupReader.read
+
+    def noted(self: GroupReader, paths: list[str], flags: int, max_bytes: int) -> list[bytes | None]:
+        asked.append(len(paths))
+        return plain(self, paths, flags, max_bytes)
+
+    monkeypatch.setattr(GroupReader, "read", noted)
+    small, large = write_files(tmp_path, [100] * 20), tmp_path / "large"
+    large.mkdir()
+    source = Files([*small, *write_files(large, [3 * SMALL] * 20)])
+    wanted = [Path(path).read_bytes() for path in source.paths]
+    assert source.read_now(range(20)) == wanted[:20]
+    assert asked == []
+    assert source.read_now(range(20)) == wanted[:20]
+    assert asked == [20]
+    assert source.read_now(range(3)) == wanted[:3]
+    assert asked == [20]
+    while len(asked) < 10:
+        known = len(asked)
+        assert source.read_now(range(20, 40)) == wanted[20:]
+        if len(asked) == known:
+            break
+    assert len(asked) < 10
+
+
+@pytest.mark.parametrize("library", [pytest.param(True, marks=needs_library), False])
+@pytest.mark.parametrize("follow", [True, False])
+def test_sources_give_the_same_with_and_without_it(
+    library: bool, follow: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Contents, errors and their places; also where something vanishes between two epochs."""
+    if not library:
+        request.getfixturevalue("without_library")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for path in write_files(tmp_path / name, [10, 2000, SMALL, SMALL + 1, 0, 70_000]):
+            path.rename(path.with_suffix(".jpg"))
+    source = ImageFolder(tmp_path, follow_symlinks=follow)
+    wanted = [Path(path).read_bytes() for path in source.paths]
+    for _ in range(3):
+        assert source.read_now(range(12)) == wanted
+    os.unlink(source.paths[0])
+    os.truncate(source.paths[1], 7)
+    found = source.read_now(range(12))
+    assert isinstance(found[0], FileNotFoundError)
+    assert found[0].filename == source.paths[0]
+    assert found[1:] == [wanted[1][:7], *wanted[2:]]
+
+
+@needs_library
+@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"not a library"), lambda path: path.mkdir()])
+def test_a_library_that_does_not_load_is_told_once(
+    spoil: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files are read without it, and the log says why."""
+    broken = tmp_path / "_native_files.so"
+    spoil(broken)
+    monkeypatch.setattr(groups, "LIBRARY", broken)
+    monkeypatch.setattr(GroupReader.__init__, "__defaults__", (broken,))
+    group_reader.cache_clear()
+    try:
+        source = Files(write_files(tmp_path, [10] * 5))
+        for _ in range(3):
+            assert source.read_now(range(5)) == [read_file(path) for path in source.paths]
+        [record] = [record for record in caplog.records if "cannot be used" in record.getMessage()]
+        assert "_native_files.so" in record.getMessage()
+    finally:
+        group_reader.cache_clear()
+
+
+@needs_library
+def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would be called with is not what it takes."""
+    monkeypatch.setattr(groups, "_RELEASE", -1)
+    with pytest.raises(OSError, match="another release"):
+        GroupReader()
+
+
+@needs_library
+def test_the_library_is_built_from_its_source(tmp_path: Path) -> None:
+    """By itself, where what the other one needs is lacking; and left out where that is wanted."""
+    for name in ("hatch_build.py", "aiofeed/sources/native_files.c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    built = tmp_path / LIBRARY.relative_to(ROOT)
+
+    def build(**variables: str) -> subprocess.CompletedProcess[str]:
+        where = {"PATH": "/usr/bin:/bin", "AIOFEED_TURBO": "0", **variables}
+        command = [sys.executable, "hatch_build.py"]
+        return subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
+
+    done = build()
+    assert str(LIBRARY.relative_to(ROOT)) in done.stdout
+    assert "AIOFEED_TURBO=0" in done.stderr
+    [data] = read(GroupReader(built), [ROOT / "pyproject.toml"])
+    assert data == (ROOT / "pyproject.toml").read_bytes()
+    done = build(AIOFEED_GROUPS="0")
+    assert "AIOFEED_GROUPS=0" in done.stderr
+    assert done.returncode == 1
+    assert not built.exists()
+
+
+def test_the_build_loads_as_a_builder_loads_it() -> None:
+    """By its path alone, under a name that `sys.modules` does not know."""
+    spec = importlib.util.spec_from_file_location("hatch_build_by_path", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert str(LIBRARY.relative_to(ROOT)) in [library.path for library in module.LIBRARIES]

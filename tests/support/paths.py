@@ -1,0 +1,14 @@
+"""Where the project lies, and the environment of programs that tests start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment with the project on PYTHONPATH, before what stands there already."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}

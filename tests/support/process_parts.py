@@ -1,0 +1,265 @@
+"""Sources, decoders and collate functions that travel to engine processes. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Numbers:
+    """n numbers; reading those in `bad` fails."""
+
+    def __init__(self, n: int, bad: tuple[int, ...] = (), error: Exception | None = None) -> None:
+        self.n = n
+        self.bad = bad
+        self.error = error or OSError(5, "input/output error")
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def read(self, index: int) -> bytes:
+        if index in self.bad:
+            raise self.error
+        return b"%d" % index
+
+
+def number(data: bytes) -> Any:
+    return np.array(int(data))
+
+
+def tell(path: str, text: str) -> None:
+    """Add a line to a file, whoever else does."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, f"{text}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+class Noted(Numbers):
+    """Notes its life in a file."""
+
+    def __init__(self, n: int, path: str) -> None:
+        super().__init__(n)
+        self.path = path
+
+    async def open(self) -> None:
+        tell(self.path, f"open {os.getpid()}")
+
+    async def aclose(self) -> None:
+        tell(self.path, f"close {os.getpid()}")
+
+
+class Unopenable(Numbers):
+    """Cannot be opened."""
+
+    async def open(self) -> None:
+        raise ConnectionError("no route")
+
+
+class SlowAt(Numbers):
+    """Reads of some numbers wait until a file is there."""
+
+    def __init__(self, n: int, slow: tuple[int, ...], path: str) -> None:
+        super().__init__(n)
+        self.slow, self.path = slow, path
+
+    async def read(self, index: int) -> bytes:
+        while index in self.slow and not os.path.exists(self.path):  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.005)
+        return await super().read(index)
+
+
+class Far(Numbers):
+    """Reads take 20 ms, however many are under way; each tells how many were, itself included, when it began."""
+
+    under_way = 0
+
+    async def read(self, index: int) -> bytes:
+        self.under_way += 1
+        found = self.under_way
+        await asyncio.sleep(0.020)
+        self.under_way -= 1
+        return b"%d" % found
+
+
+class Followed(Noted):
+    """Each read notes its beginning and its end."""
+
+    async def read(self, index: int) -> bytes:
+        tell(self.path, "begins")
+        await asyncio.sleep(0.002)
+        tell(self.path, "ends")
+        return await super().read(index)
+
+
+class Large(Numbers):
+    """Each is 10 MiB, the same ones; reads take a moment."""
+
+    data = bytes(10 << 20)
+
+    async def read(self, index: int) -> bytes:
+        await asyncio.sleep(0.001)
+        return self.data
+
+
+def size(data: bytes) -> Any:
+    """int64 []: how many bytes it was given."""
+    return np.array(len(data))
+
+
+class Stuck(Numbers):
+    """Reads never end."""
+
+    async def read(self, index: int) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class CountingDecode:
+    """Notes every sample in a file."""
+
+    path: str
+
+    def __call__(self, data: bytes) -> Any:
+        tell(self.path, data.decode())
+        return np.array(int(data))
+
+
+def stuck_at_nine(data: bytes) -> Any:
+    if data == b"9":
+        threading.Event().wait()
+    return np.array(int(data))
+
+
+def killed_at_nine(data: bytes) -> Any:
+    if data == b"9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.array(int(data))
+
+
+def exits_at_nine(data: bytes) -> Any:
+    if data == b"9":
+        os._exit(3)
+    return np.array(int(data))
+
+
+def fails_at_seventeen(data: bytes) -> Any:
+    if data == b"17":
+        raise ZeroDivisionError("seventeen")
+    return np.array(int(data))
+
+
+class StrangeError(Exception):
+    """Of a type that the trainer's process need not know."""
+
+
+def strange_at_seventeen(data: bytes) -> Any:
+    if data == b"17":
+        raise StrangeError("how strange")
+    return np.array(int(data))
+
+
+def modules(data: bytes) -> Any:
+    """Whether torch was imported where this runs, and whether it is the main process."""
+    return np.array(["torch" in sys.modules, "aiofeed.processes.workers.main" in sys.modules])
+
+
+def process_id(data: bytes) -> Any:
+    return np.array(os.getpid())
+
+
+def random_numbers(data: bytes, *, rng: Any) -> Any:
+    import torch
+
+    return torch.rand(3, generator=rng)
+
+
+def growing(data: bytes) -> Any:
+    """Larger and larger, in kilobytes."""
+    return np.full((1 + int(data)) * 1024, int(data) % 251, np.uint8)
+
+
+def large(data: bytes) -> Any:
+    return np.full(1 << 20, int(data) % 251, np.uint8)
+
+
+def slow_number(data: bytes) -> Any:
+    time.sleep(0.002)
+    return np.array(int(data))
+
+
+class Pair(NamedTuple):
+    """A namedtuple that both processes know."""
+
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    """A dataclass that both processes know."""
+
+    x: Any
+    names: list[str]
+
+
+def collate_structure(samples: list[Any]) -> Any:
+    import torch
+
+    numbers = torch.tensor([int(sample) for sample in samples])
+    return {
+        "pair": Pair(numbers, numbers.to(torch.bfloat16)),
+        "record": Record(numbers.float().reshape(-1, 1), [str(sample) for sample in samples]),
+        "plain": [1, 2.5, None, True, "ä", b"\x00\xff", "\udcff"],
+        7: (np.arange(3, dtype=">i4"), np.float32(1.5), np.array(["a", "bc"])),
+        "last": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "empty": torch.zeros(0, 3),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "mirrored": torch.arange(6).reshape(2, 3).t(),
+    }
+
+
+def collate_numbers(samples: list[Any]) -> Any:
+    return np.array([int(sample) for sample in samples])
+
+
+class Opaque:
+    """What no process takes from another."""
+
+
+def collate_with_labels(samples: list[Any]) -> Any:
+    return np.stack(samples), np.array([int(sample[0]) for sample in samples])
+
+
+def collate_apart(samples: list[Any]) -> Any:
+    return list(samples)
+
+
+def collate_opaque(samples: list[Any]) -> Any:
+    return {"numbers": np.array([int(sample) for sample in samples]), "extra": [Opaque()]}
+
+
+class Squares:
+    """A map-style Dataset."""
+
+    def __init__(self, n: int = 20) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[Any, str]:
+        return np.array(index * index), f"name {index}"

@@ -1,0 +1,30 @@
+"""Waiting for other processes, and counting them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+
+import psutil
+
+
+def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
+    """Wait for a condition of another process, which has no event to wait for; how long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < limit_s, "it did not come"
+        time.sleep(0.002)
+    return time.monotonic() - started
+
+
+def children() -> list[psutil.Process]:
+    """The running child processes, without multiprocessing's resource tracker."""
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    running = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            if each.pid != tracker and each.status() != psutil.STATUS_ZOMBIE:
+                running.append(each)
+    return running

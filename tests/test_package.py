@@ -1,0 +1,115 @@
+"""The public names: each is there, listed and explained, and importing them costs nothing."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import aiofeed
+
+HEAVY = ("PIL", "numpy", "ray", "torch")
+
+# Of the package itself: what only some feeders use.
+RARE = (
+    "aiofeed.cache.disk",
+    "aiofeed.cache.host",
+    "aiofeed.engine.fetch.cached",
+    "aiofeed.engine.resident.pipeline",
+    "aiofeed.processes",
+    "aiofeed.devices.static_copier",
+    "numpy.typing",
+    "uvloop",
+)
+
+
+@pytest.mark.parametrize("name", aiofeed.__all__)
+def test_name_is_public(name: str) -> None:
+    """A name in `__all__` is an attribute, is listed by `dir` and comes with `import *`."""
+    namespace: dict[str, object] = {}
+    exec("from aiofeed import *", namespace)
+    assert namespace[name] is getattr(aiofeed, name)
+    assert name in dir(aiofeed)
+
+
+@pytest.mark.parametrize("name", aiofeed.__all__)
+def test_name_is_documented(name: str) -> None:
+    """A public name has a docstring of its own, and not the signature that `dataclass` makes up."""
+    value = getattr(aiofeed, name)
+    assert value.__doc__
+    assert not value.__doc__.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize("name", aiofeed.__all__)
+def test_methods_are_documented(name: str) -> None:
+    """The public methods and properties of a public class have docstrings, inherited ones included."""
+    value = getattr(aiofeed, name)
+    if not inspect.isclass(value):
+        return
+    members = {
+        member: found
+        for member, found in vars(value).items()
+        if not member.startswith("_") and (inspect.isroutine(found) or isinstance(found, property))
+    }
+    assert [member for member in members if not inspect.getdoc(getattr(value, member))] == []
+
+
+def test_names_are_unique() -> None:
+    """No public name is listed twice."""
+    assert len(set(aiofeed.__all__)) == len(aiofeed.__all__)
+
+
+def test_version_is_the_installed_ones() -> None:
+    """`aiofeed.__version__` is what the package's metadata say."""
+    assert aiofeed.__version__ == metadata.version("aiofeed")
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    """The error for a name that does not exist quotes it."""
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = aiofeed.no_such_name
+
+
+def test_import_is_light() -> None:
+    """`import aiofeed` loads none of the heavy packages."""
+    program = f"import sys, aiofeed; print(*[name for name in {HEAVY} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.split() == []
+
+
+def test_feeder_loads_what_every_feeder_needs() -> None:
+    """`aiofeed.Feeder` loads nothing that only feeders with a cache, resident data or processes use."""
+    program = f"import sys, aiofeed; aiofeed.Feeder; print(*[name for name in {RARE} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.split() == []
+
+
+def test_without_pillow_decode_image_says_what_to_install() -> None:
+    """Where PIL is missing the error names both packages that bring it."""
+    code = """
+        import sys
+        sys.modules["PIL"] = None
+        import aiofeed
+        aiofeed.ImageFolder
+        try:
+            aiofeed.DecodeImage
+        except ImportError as error:
+            print(error)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "aiofeed[simd]" in ended.stdout
+    assert "aiofeed[pillow]" in ended.stdout
+
+
+def test_no_subpackage_hides_a_public_name() -> None:
+    """Importing all of aiofeed leaves its public names what they are: a module of that name would take its place."""
+    folder = Path(aiofeed.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules & set(aiofeed.__all__) <= {"testing"}
