@@ -19,7 +19,7 @@ from PIL import Image, features
 
 import aiofeed
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError
-from aiofeed.decoders.opening import FORMATS
+from aiofeed.decoders.pillow import FORMATS
 from aiofeed.sources.file_io import _walk
 from tests.support.paths import ROOT
 

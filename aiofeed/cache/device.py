@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import Layout, told_bytes
-from aiofeed.cache.resident import WAY_OUT, ResidentStore
-from aiofeed.cache.targets import kind_of, target_bytes
+from aiofeed.cache.resident import WAY_OUT, ResidentStore, kind_of, target_bytes
 from aiofeed.core.errors import CacheError, DeviceCopyError
 from aiofeed.core.types import ArrayLeaf, DeviceLeaf
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from aiofeed.decoders.geometry import View
-from aiofeed.decoders.loading import load_picture
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
-from aiofeed.decoders.rendering import render
+from aiofeed.decoders.pillow import load_picture, render
 from aiofeed.decoders.simplejpeg import decode_jpeg_into, jpeg_decoder, required_decoder
 
 if TYPE_CHECKING:

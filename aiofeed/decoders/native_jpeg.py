@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiofeed.decoders.geometry import View, jpeg_factor, stored_box
-from aiofeed.decoders.proportion import JPEG_METADATA
+from aiofeed.decoders.metadata import JPEG_METADATA
 from aiofeed.decoders.simplejpeg import read_header
 
 if TYPE_CHECKING:

@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from aiofeed.decoders.exif import orientation_in_info
 from aiofeed.decoders.geometry import View, jpeg_factor, scaled_box
-from aiofeed.decoders.opening import check_pixels
-from aiofeed.decoders.proportion import JPEG_METADATA
-from aiofeed.decoders.rendering import render, turned
+from aiofeed.decoders.metadata import JPEG_METADATA, orientation_in_info
+from aiofeed.decoders.pillow import check_pixels, render, turned
 
 if TYPE_CHECKING:
     import numpy as np

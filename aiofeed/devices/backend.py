@@ -20,6 +20,11 @@ Stream: TypeAlias = Any
 """A queue of work on a device, first in first out. Only the backend that made it looks inside."""
 
 
+# Streams are for good. A stream made per epoch would leave a pool of device memory behind each time.
+_side_streams: dict[torch.device, Stream] = {}
+_side_streams_lock = threading.Lock()
+
+
 class Event(Protocol):
     """A mark in a stream: complete once everything queued before it is."""
 
@@ -37,7 +42,7 @@ class DeviceBackend(Protocol):
     """What aiofeed asks of a device. ``device=`` takes any object that has these.
 
     Optional: ``memory() -> (free, total)``, in bytes, or ``None`` where it is not known; ``interprocess()``, for memory
-    that other processes use (``aiofeed.processes.ipc.shared_device.SharedDevice``).
+    that other processes use (``aiofeed.processes.ipc.cuda_ipc.SharedDevice``).
     """
 
     name: str
@@ -95,11 +100,6 @@ class DeviceBackend(Protocol):
     def is_pinned(self, tensor: torch.Tensor, /) -> bool:
         """Whether a host tensor is in page-locked memory."""
         ...
-
-
-# Streams are for good. A stream made per epoch would leave a pool of device memory behind each time.
-_side_streams: dict[torch.device, Stream] = {}
-_side_streams_lock = threading.Lock()
 
 
 class TorchBackend:
@@ -264,3 +264,68 @@ def _set_device_index(index: int) -> None:
     from torch import accelerator
 
     (getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx)(index)
+
+
+class _Done:
+    """An event that is complete: nothing is ever queued on the host."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+class HostBackend:
+    """A device backend of the host: copies are made at once, there are no streams, and nothing is page-locked."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def enter_thread(self) -> None:
+        """Nothing to do."""
+
+    def side_stream(self) -> None:
+        """``None``, as every stream here."""
+        return None
+
+    def current_stream(self) -> None:
+        """``None``."""
+        return None
+
+    @contextmanager
+    def on(self, stream: object, /) -> Iterator[None]:
+        """Nothing changes."""
+        yield
+
+    def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """A copy, always: the memory it is read from is used again. Strides are kept where dense."""
+        return tensor.clone()
+
+    def record(self, stream: object, /) -> _Done:
+        """An event that is complete."""
+        return _Done()
+
+    def wait(self, stream: object, event: object, /) -> None:
+        """Nothing to wait for."""
+
+    def hold(self, tensor: torch.Tensor, stream: object, /) -> None:
+        """Nothing to do: the host frees memory when nobody uses it."""
+
+    def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
+        """Pageable memory, which is as good where nothing is copied by itself."""
+        import numpy as np
+
+        return np.empty(nbytes, np.uint8)
+
+    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
+        """False."""
+        return False

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.runtime import trace
 from aiofeed.runtime.buffers import Lease
-from aiofeed.runtime.items import Closed, Ended, Failed, Item, Ready, drop_batches
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready, drop_batches
 from aiofeed.runtime.threads import DaemonThread
 
 if TYPE_CHECKING:

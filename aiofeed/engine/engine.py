@@ -19,22 +19,19 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.failures import Tally
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.statistics import Counters
-from aiofeed.engine.admission import Admission
+from aiofeed.engine.admission import Admission, Budget
 from aiofeed.engine.assembler import Assembler, AssemblyFactory
-from aiofeed.engine.batch import Batch
-from aiofeed.engine.budget import Budget
+from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
 from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
-from aiofeed.engine.reorder import ReorderBuffer
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime import trace
 from aiofeed.runtime.buffers import Memory
 from aiofeed.runtime.cancellation import TaskScope, is_cancelled
-from aiofeed.runtime.guard import StopFlag
-from aiofeed.runtime.items import Ended, Failed, Item, Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Ended, Failed, Handoff, Item, Ready
 from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.sampling.epochs import EpochBegins, EpochEnds, Step
 
 

@@ -19,7 +19,7 @@ from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import HostMemory, PinnedMemory
 from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.items import Failed, Ready
+from aiofeed.runtime.queue import Failed, Ready
 from aiofeed.runtime.tensors import as_tensors
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from aiofeed.feeder.delivery import HostDelivery
 from aiofeed.processes.serving.epoch_feed import Pass
 from aiofeed.processes.serving.subscription import Attachment
 from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.items import Item, Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Handoff, Item, Ready
 
 Transform = Callable[[Any], Any]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits
 from aiofeed.core.types import Collate, Source
-from aiofeed.devices.host_backend import HostBackend
+from aiofeed.devices.backend import HostBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import (
     a_bool,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.items import Item, Ready, release
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Handoff, Item, Ready, release
 
 if TYPE_CHECKING:
     from aiofeed.devices.copier import Copier

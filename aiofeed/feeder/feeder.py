@@ -12,9 +12,8 @@ from aiofeed.core.limits import Limits, positive_int
 from aiofeed.core.statistics import Counters, FeedStatistics
 from aiofeed.core.types import Source
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int
+from aiofeed.feeder.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_foreign_arguments
 from aiofeed.feeder.config import Recipe, fingerprint_of, new_recipe, renew_statics
-from aiofeed.feeder.foreign_arguments import refuse_foreign_arguments
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import Passes
 from aiofeed.runtime import threads

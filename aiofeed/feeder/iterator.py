@@ -10,8 +10,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from aiofeed.core.errors import IteratorClosedError
 from aiofeed.core.statistics import Counters
 from aiofeed.runtime import trace
-from aiofeed.runtime.items import Closed, Ended, Failed, Item, Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready
 
 # The end of an epoch follows its last batch within the time that a thread takes to be scheduled.
 END_S = 1.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import as_exception
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.engine.budget import Budget
+from aiofeed.engine.admission import Budget
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import Assembly
 from aiofeed.engine.fetch.factory import new_assembly, new_fetcher
@@ -25,8 +25,7 @@ from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import HostMemory, Lease, PinnedMemory
 from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
 from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.items import Failed, Item, drop_batches
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Failed, Handoff, Item, drop_batches
 from aiofeed.runtime.tensors import as_tensors
 from aiofeed.sampling.epochs import Stream
 from aiofeed.sources.dataset import FromDataset

@@ -20,7 +20,7 @@ from aiofeed.runtime.event_loop import Runtime
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.resolve import DeviceGroup
-    from aiofeed.processes.ipc.shared_device import SharedDevice
+    from aiofeed.processes.ipc.cuda_ipc import SharedDevice
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, Slow, Terms, When
 
@@ -240,7 +240,7 @@ class Server:
 def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, SharedDevice]:
     """The device of a served feeder, and what other processes can use of it."""
     from aiofeed.devices.resolve import DeviceGroup
-    from aiofeed.processes.ipc.shared_device import shared_device
+    from aiofeed.processes.ipc.cuda_ipc import shared_device
 
     shared = None if isinstance(backend, DeviceGroup) else shared_device(backend)
     if isinstance(backend, DeviceGroup) or shared is None:

@@ -13,7 +13,7 @@ from aiofeed.core.statistics import Counters, FeedStatistics
 from aiofeed.feeder.backing import Machinery, goes_on, machinery, serves, tie_memory
 from aiofeed.feeder.config import Recipe
 from aiofeed.feeder.iterator import FeedIterator, see_end
-from aiofeed.runtime.items import Failed, Ready
+from aiofeed.runtime.queue import Failed, Ready
 from aiofeed.sampling.epochs import Stream
 from aiofeed.sampling.feed_order import Order
 from aiofeed.sampling.state import Account, Progress

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
-from aiofeed.runtime.guard import StopFlag
+from aiofeed.runtime.time_limits import StopFlag
 
 # How soon a pause between two attempts ends once nobody wants the result any more.
 _LOOK_S = 0.05

@@ -15,7 +15,7 @@ from collections import deque
 from types import TracebackType
 
 from aiofeed.core.errors import FeedError
-from aiofeed.runtime.guard import AbandonedError, StopFlag
+from aiofeed.runtime.time_limits import AbandonedError, StopFlag
 from aiofeed.sources.dataset import FromDataset
 
 log = logging.getLogger("aiofeed")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.devices.host_backend import HostBackend
+from aiofeed.devices.backend import HostBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.testing.copier_check import WrongBytesError

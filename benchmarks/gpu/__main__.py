@@ -72,7 +72,7 @@ def why_not() -> str:
     """Why there is no CUDA device; empty where there is one."""
     import torch
 
-    from aiofeed.devices.absent import why_none
+    from aiofeed.devices.resolve import why_none
 
     return "" if torch.cuda.is_available() else why_none()
 

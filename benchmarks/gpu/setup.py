@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from aiofeed.devices.backend import DeviceBackend
-from aiofeed.devices.host_backend import HostBackend
+from aiofeed.devices.backend import DeviceBackend, HostBackend
 from aiofeed.devices.resolve import resolve_devices
 from benchmarks.figures import turns
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from aiofeed.devices.host_backend import HostBackend
+from aiofeed.devices.backend import HostBackend
 from aiofeed.testing import SimulatedDevice
 from benchmarks.gpu import apart, clock, memory, timeline, trace
 from benchmarks.gpu.part import Task

@@ -28,8 +28,7 @@ from aiofeed import CacheError, DiskCache, FailurePolicy, Feeder, FromDataset, I
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import CacheFile
 from aiofeed.cache.fingerprint import dataset_identity
-from aiofeed.cache.item_codec import item_layout
-from aiofeed.cache.written_forms import restored, written
+from aiofeed.cache.item_codec import item_layout, restored, written
 from aiofeed.engine.fetch import shared_items as shared
 from aiofeed.testing import SimulatedDevice
 from tests.cache.test_item_codec import ITEMS, UNLIKE, Items, Many, Pair, described, flat

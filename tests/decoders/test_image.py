@@ -21,9 +21,8 @@ from PIL import Image, ImageOps, features
 
 from aiofeed.core.types import Row, RowDecoder
 from aiofeed.decoders import DecodeImage
-from aiofeed.decoders.exif import orientation_in, orientation_of
-from aiofeed.decoders.modes import to_rgb
-from aiofeed.decoders.opening import JpegFile, open_image
+from aiofeed.decoders.metadata import orientation_in, orientation_of
+from aiofeed.decoders.pillow import JpegFile, open_image, to_rgb
 from tests.support.paths import environment
 from tests.support.pictures import ORIENTATION, decode, encode, exif, psnr
 

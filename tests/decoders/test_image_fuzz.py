@@ -29,10 +29,10 @@ from PIL.JpegImagePlugin import JpegImageFile
 from aiofeed import DecodeError, DecodeImage
 from aiofeed.core.types import BatchPlan
 from aiofeed.decoders.native_jpeg import native_decoder
-from aiofeed.decoders.opening import FORMATS
+from aiofeed.decoders.pillow import FORMATS
 from aiofeed.decoders.simplejpeg import jpeg_decoder
 from aiofeed.engine.fetch.source import BytesFetcher
-from aiofeed.runtime.guard import StopFlag, Watch
+from aiofeed.runtime.time_limits import StopFlag, Watch
 from tests.support.paths import ROOT
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX: a look at peak memory")
@@ -495,14 +495,14 @@ def test_sound_files_are_all_decoded() -> None:
 
 def test_the_fuzz_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong picture and an error of another kind are found, with seed and number."""
-    from aiofeed.decoders import loading
+    from aiofeed.decoders import pillow
 
-    monkeypatch.setattr(loading, "orientation_of", lambda _: 3)
+    monkeypatch.setattr(pillow, "orientation_of", lambda _: 3)
     with pytest.raises(AssertionError, match=r"seed 5, input \d+ .*not the picture"):
         run_fuzz(200, 5)
-    monkeypatch.setattr(loading, "orientation_of", lambda _: 1)
-    monkeypatch.setattr(loading, "to_rgb", lambda _: 1 / 0)
-    monkeypatch.setattr(loading, "OSError", KeyError, raising=False)
+    monkeypatch.setattr(pillow, "orientation_of", lambda _: 1)
+    monkeypatch.setattr(pillow, "to_rgb", lambda _: 1 / 0)
+    monkeypatch.setattr(pillow, "OSError", KeyError, raising=False)
     with pytest.raises(AssertionError, match="of a kind that is not ours"):
         run_fuzz(200, 5)
 

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed.core.types import ArrayLeaf
+from aiofeed.devices.backend import HostBackend
 from aiofeed.devices.group_copier import copier_for
-from aiofeed.devices.host_backend import HostBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.devices.split import split
 from aiofeed.testing import SimulatedDevice, check_feeder

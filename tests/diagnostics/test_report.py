@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed.diagnostics import AcceleratorReport, Surroundings, accelerators, bandwidth, collecting
+from aiofeed import diagnostics
+from aiofeed.diagnostics import AcceleratorReport, Surroundings, accelerators
 from aiofeed.diagnostics import environment as around
 from aiofeed.diagnostics.advice import advice
 from aiofeed.diagnostics.cli import main
@@ -302,9 +303,9 @@ class TestAccelerators:
     def test_rate(self, monkeypatch):
         """The rate is bytes over seconds, the first copy not counted."""
         ticks = iter([0.0, 0.5, 1.0])
-        monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(ticks))
+        monkeypatch.setattr(accelerators.time, "perf_counter", lambda: next(ticks))
         device = SimulatedDevice()
-        assert bandwidth.copy_rate(device, device.pin(100), seconds=1.0) == 4 * 100
+        assert accelerators.copy_rate(device, device.pin(100), seconds=1.0) == 4 * 100
         assert device.copies == 5
 
     def test_memory_that_cannot_be_pinned(self):
@@ -330,7 +331,7 @@ class TestAccelerators:
     def test_forked(self, card, monkeypatch):
         """In a child of a process with CUDA, accelerators are not touched."""
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-        monkeypatch.setattr(collecting, "why_none", lambda: "forked")
+        monkeypatch.setattr(diagnostics, "why_none", lambda: "forked")
         report = aiofeed.device_report()
         assert report.accelerators == ()
         assert any("'spawn'" in line for line in report.advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiofeed.engine.budget import Budget
+from aiofeed.engine.admission import Budget
 
 
 def test_the_first_batch_goes_alone_where_nothing_is_known() -> None:

@@ -14,8 +14,8 @@ import torch
 from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.core.types import Row
 from aiofeed.engine import assembler
-from aiofeed.engine.fetch.pace import FIRST_CHUNK, Pace
-from aiofeed.engine.meter import JobMeter
+from aiofeed.engine.concurrency import JobMeter
+from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, Pace
 from aiofeed.engine.tuning import reads
 from aiofeed.engine.tuning.threads import Job
 from aiofeed.runtime import machine

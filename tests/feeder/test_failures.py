@@ -29,9 +29,9 @@ from aiofeed import (
 )
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import Row
-from aiofeed.engine.fetch.blocking_reads import BlockingReader
 from aiofeed.engine.fetch.fetcher import Outcome
-from aiofeed.runtime.guard import StopFlag
+from aiofeed.engine.fetch.source import BlockingReader
+from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.testing import SimulatedDevice
 
 

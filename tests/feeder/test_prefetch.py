@@ -13,10 +13,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from aiofeed import DeviceCopyError, FeedError, IteratorClosedError, prefetch
-from aiofeed.feeder.pull import LoopPull
+from aiofeed.feeder.prefetch import LoopPull
 from aiofeed.runtime.cancellation import EndedBy
-from aiofeed.runtime.items import Failed, Item, Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Failed, Handoff, Item, Ready
 from aiofeed.testing import SimulatedDevice
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiofeed.runtime.items import Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Handoff, Ready
 from tests.soak.runner import KINDS, Soak
 
 EPISODES = 70

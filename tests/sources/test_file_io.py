@@ -403,11 +403,11 @@ def test_pillows_own_switch_for_truncated_images_is_obeyed(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the program has set LOAD_TRUNCATED_IMAGES, truncated pictures are what Pillow makes of them, said once."""
-    from aiofeed.decoders import loading
+    from aiofeed.decoders import pillow
 
     data = noisy(kind)
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
-    loading._tell_of_truncated_images.cache_clear()
+    pillow._tell_of_truncated_images.cache_clear()
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with caplog.at_level(logging.WARNING, logger="aiofeed"):
         found = fed(tmp_path / "cut", DecodeImage((60, 80), scaled=False))

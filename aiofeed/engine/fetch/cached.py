@@ -19,11 +19,10 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, Row, Source
 from aiofeed.engine.fetch.async_reader import Encoded
 from aiofeed.engine.fetch.collate import Assembly, RowAssembly
-from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
-from aiofeed.engine.fetch.pace import Pace
+from aiofeed.engine.fetch.fetcher import Fetcher, Outcome, Pace
 from aiofeed.engine.fetch.source import UNREAD, BytesFetcher, decodes_in_place, takes_rng
 from aiofeed.engine.fetch.user_errors import without_our_frames
-from aiofeed.runtime.guard import Guard, Watch
+from aiofeed.runtime.time_limits import Guard, Watch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

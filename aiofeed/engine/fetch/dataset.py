@@ -15,11 +15,10 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import Encoded
 from aiofeed.engine.fetch.collate import Assembly
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import Outcome
-from aiofeed.engine.fetch.pace import Pace
+from aiofeed.engine.fetch.fetcher import Outcome, Pace
 from aiofeed.engine.fetch.user_errors import read_error
-from aiofeed.runtime.guard import AbandonedError, Guard, Watch
 from aiofeed.runtime.retry import retry_blocking
+from aiofeed.runtime.time_limits import AbandonedError, Guard, Watch
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 

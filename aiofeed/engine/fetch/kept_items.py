@@ -26,9 +26,8 @@ from aiofeed.engine.fetch.default_collate import Kept, compact
 from aiofeed.engine.fetch.fetcher import Outcome
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import Lease, array
-from aiofeed.runtime.guard import Guard, StopFlag, Watch
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.runtime.watchdog import StuckError, run_within
+from aiofeed.runtime.time_limits import Guard, StopFlag, StuckError, Watch, run_within
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 

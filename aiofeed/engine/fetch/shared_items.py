@@ -18,16 +18,15 @@ import numpy as np
 
 from aiofeed.cache.decoder_codec import UnfitError
 from aiofeed.cache.disk import DiskStore
-from aiofeed.cache.item_codec import item_layout, item_of, parts_of
+from aiofeed.cache.item_codec import item_layout, item_of, parts_of, restored, written
 from aiofeed.cache.layout import ItemLayout
-from aiofeed.cache.written_forms import restored, written
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import Assembly
 from aiofeed.engine.fetch.fetcher import Outcome
 from aiofeed.engine.fetch.kept_items import KeptItemsFetcher
-from aiofeed.runtime.guard import AbandonedError, Watch
+from aiofeed.runtime.time_limits import AbandonedError, Watch
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from aiofeed.core.statistics import Counters
 from aiofeed.engine.resident.host_windows import FIRST_LOOK_S, LOOK_S, Made, Window, Windows
 from aiofeed.runtime import trace
-from aiofeed.runtime.items import Closed, Ended, Failed, Item, Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready
 from aiofeed.sampling.epochs import EpochStart, Stream
 from aiofeed.sampling.order import Stretch
 

@@ -17,8 +17,7 @@ from aiofeed.core.errors import DeviceCopyError
 from aiofeed.engine.resident.cursor import Pulled, Walk
 from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.host_windows import HostWindows, Rows, Windows
-from aiofeed.runtime.items import Item, Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Handoff, Item, Ready
 from aiofeed.sampling.epochs import Stream
 
 if TYPE_CHECKING:

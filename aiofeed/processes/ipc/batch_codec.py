@@ -13,7 +13,6 @@ import numpy as np
 from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple
 from aiofeed.core.types import ArrayLeaf
-from aiofeed.processes.ipc.arrays import plain_dtype
 from aiofeed.processes.ipc.framing import WireError
 from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Plain, Plains, Raw, Table
 from aiofeed.runtime.buffers import Bytes, HostMemory, Lease, array
@@ -28,6 +27,10 @@ _TABLES: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict"}
 _MAIN = ("__main__", "__mp_main__")
 # It keeps nothing.
 _private = HostMemory(0)
+
+
+_DTYPE_KINDS = "biufcSUMm"
+_MOST_DIMENSIONS = 32
 
 
 class Place(Protocol):
@@ -295,3 +298,41 @@ def _torch_dtype(leaf: Leaf) -> str | None:
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(leaf.dtype).itemsize:
         raise WireError(f"torch_dtype {name!r} for {leaf.dtype}")
     return name
+
+
+def extent(leaf: Leaf) -> tuple[np.dtype[Any], int]:
+    """The dtype of an array's memory, and its size in bytes.
+
+    Raises:
+        WireError: it is no plain array.
+    """
+    dtype = plain_dtype(leaf.dtype)
+    if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
+        raise WireError(f"an array of shape {leaf.shape}")
+    count = 1
+    for size in leaf.shape:
+        count *= size
+    return dtype, count * dtype.itemsize
+
+
+def empty_array(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array of no bytes.
+
+    Raises:
+        WireError: there is none of this shape.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:  # though it has no bytes, its other dimensions may be too many
+        raise WireError(f"an array of shape {shape}: {error}") from None
+
+
+def plain_dtype(text: str) -> np.dtype[Any]:
+    """A dtype of plain bytes; ``WireError`` for any other."""
+    try:
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise WireError(f"{text!r} is no dtype: {error}") from None
+    if dtype.kind not in _DTYPE_KINDS or dtype.hasobject or dtype.fields or dtype.subdtype or not dtype.itemsize:
+        raise WireError(f"{text!r} is no dtype of plain bytes")
+    return dtype

@@ -19,10 +19,17 @@ from aiofeed.processes.ipc.schema import Handle
 if TYPE_CHECKING:
     import torch
 
+    from aiofeed.devices.backend import DeviceBackend, Stream
+
 
 # cudaIpcEventHandle_t; opening what is no handle is not defined.
 _EVENT_BYTES = 64
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+# Streams are for good, as those of copies are.
+_streams: dict[torch.device, Any] = {}
+_streams_lock = threading.Lock()
 
 
 class HandleError(Exception):
@@ -124,11 +131,6 @@ class CudaHandles:
             return torch.device("cuda", torch.cuda.current_device() if index is None else index)
         except RuntimeError:
             return None  # there is one, but not for this process, which is a fork
-
-
-# Streams are for good, as those of copies are.
-_streams: dict[torch.device, Any] = {}
-_streams_lock = threading.Lock()
 
 
 class CudaSlots:
@@ -292,3 +294,83 @@ def _opened(handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage
 def first_line(error: Exception) -> str:
     """What is said of an error; CUDA's go on with advice for whoever debugs torch."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class SharedEvent(Protocol):
+    """An event that two processes know."""
+
+    def record(self, stream: Stream, /) -> Any:
+        """Complete once everything queued on the stream so far is."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it is complete. Does not block."""
+        ...
+
+
+class SharedDevice(Protocol):
+    """A device backend's memory and events, as other processes of the machine may use them.
+
+    A device backend of your own has them by a method ``interprocess()`` that returns one of these.
+    """
+
+    def identity(self) -> str:
+        """What the device is called in every process, at most 128 letters."""
+        ...
+
+    def stream(self) -> Stream:
+        """A stream for filling slots: one for the whole process, and not the one of copies from the host."""
+        ...
+
+    def holds(self, value: object, /) -> bool:
+        """Whether a value is a tensor in the device's memory."""
+        ...
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        """uint8 [nbytes] of device memory, for work on the current stream; ``RuntimeError`` where there is no more."""
+        ...
+
+    def export(self, memory: torch.Tensor, /) -> Handle:
+        """The handle of what ``allocate`` gave, for one process; ``HandleError`` where there is none."""
+        ...
+
+    def open(self, handle: Handle, /) -> torch.Tensor:
+        """Another process's memory, uint8 [nbytes]; ``HandleError`` where it cannot be opened."""
+        ...
+
+    def forget(self, handle: Handle, /) -> None:
+        """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that."""
+        ...
+
+    def event(self) -> SharedEvent:
+        """An event to be exported."""
+        ...
+
+    def export_event(self, event: SharedEvent, /) -> bytes:
+        """Its handle, for any process; ``HandleError`` where there is none."""
+        ...
+
+    def open_event(self, handle: bytes, /) -> SharedEvent:
+        """Another process's event; ``HandleError`` where it cannot be opened."""
+        ...
+
+    def put(self, target: torch.Tensor, source: torch.Tensor, /) -> None:
+        """Queue a copy between tensors of the device, of the same shape and dtype, on the current stream."""
+        ...
+
+    def clone(self, source: torch.Tensor, /) -> torch.Tensor:
+        """Queue a copy to memory of this process's own on the current stream; strides are kept where dense."""
+        ...
+
+    def to_host(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """A copy in host memory, after what the current stream has queued. Blocks."""
+        ...
+
+
+def shared_device(backend: DeviceBackend) -> SharedDevice | None:
+    """What of a backend other processes can use; ``None`` for one whose memory stays its process's."""
+    interprocess = getattr(backend, "interprocess", None)
+    if interprocess is not None:
+        shared: SharedDevice = interprocess()
+        return shared
+    return CudaSlots(backend.device) if backend.device.type == "cuda" else None

@@ -19,14 +19,14 @@ from aiofeed.devices.copier import Copier, InFlight
 from aiofeed.processes.ipc.batch_codec import unpack
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import WireError
-from aiofeed.processes.ipc.pulse import Pulse
+from aiofeed.processes.ipc.peers import Pulse
 from aiofeed.processes.ipc.schema import Leaf, Node
-from aiofeed.processes.serving.device_block import Place
+from aiofeed.processes.serving.device_ring import Place
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, Block, Given, Trial
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend, Event
-    from aiofeed.processes.ipc.shared_device import SharedDevice, SharedEvent
+    from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
     from aiofeed.runtime.buffers import Lease
 
 log = logging.getLogger("aiofeed")

@@ -18,9 +18,8 @@ from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.passing import Passable
 from aiofeed.processes.serving.consumers import Consumer, Reception
-from aiofeed.processes.serving.ledger import Ledger, ServedMemory
 from aiofeed.processes.serving.protocol import Begins, Ends, Fails, Farewell, Trial
-from aiofeed.processes.serving.published import Lots
+from aiofeed.processes.serving.published import Ledger, Lots, ServedMemory
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Table
 from aiofeed.processes.serving.epoch_feed import Pass, Word
 from aiofeed.processes.serving.protocol import Given
 from aiofeed.runtime.buffers import HostMemory, Memory
-from aiofeed.runtime.items import Ready
+from aiofeed.runtime.queue import Ready
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:

@@ -20,11 +20,9 @@ from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import Wire, WireError
-from aiofeed.processes.ipc.peers import ProcessWatch, peer_of
-from aiofeed.processes.ipc.pulse import Pulse, died
+from aiofeed.processes.ipc.peers import ProcessWatch, Pulse, died, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.epoch_feed import Pass, Word
-from aiofeed.processes.serving.owners import Idleness, Owners
+from aiofeed.processes.serving.epoch_feed import Idleness, Owners, Pass, Word
 from aiofeed.processes.serving.protocol import (
     MAX_BATCH_BYTES,
     Begins,
@@ -40,7 +38,7 @@ from aiofeed.processes.serving.protocol import (
     decode_from_server,
 )
 from aiofeed.processes.serving.receiver import Taker
-from aiofeed.runtime.items import Closed, Ended, Failed, drop_batches
+from aiofeed.runtime.queue import Closed, Ended, Failed, drop_batches
 
 log = logging.getLogger("aiofeed")
 

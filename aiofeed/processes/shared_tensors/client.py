@@ -26,8 +26,7 @@ from aiofeed.processes.shared_tensors.protocol import (
     decode_reply,
     encode,
 )
-from aiofeed.processes.shared_tensors.store import mapped, tensor_in
-from aiofeed.processes.shared_tensors.structure import assemble
+from aiofeed.processes.shared_tensors.store import assemble, mapped, tensor_in
 from aiofeed.runtime.buffers import Bytes
 
 log = logging.getLogger("aiofeed")

@@ -12,8 +12,8 @@ from typing import Any
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
+from aiofeed.engine.admission import Budget
 from aiofeed.engine.batch import Batch
-from aiofeed.engine.budget import Budget
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.tuner import Tuner
@@ -26,8 +26,7 @@ from aiofeed.processes.workers.handle import Work
 from aiofeed.processes.workers.pool import EngineProcesses
 from aiofeed.processes.workers.zero_copy import Loan
 from aiofeed.runtime.buffers import HostMemory, Lease, Memory
-from aiofeed.runtime.items import Item, Ready, release
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Handoff, Item, Ready, release
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 

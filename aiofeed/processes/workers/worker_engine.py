@@ -11,19 +11,18 @@ from typing import Any
 from aiofeed.core.errors import SampleError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.batch import Batch
-from aiofeed.engine.budget import Budget
+from aiofeed.engine.admission import Budget
+from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import Assembly, CollateAssembly, RowAssembly
 from aiofeed.engine.fetch.default_collate import Kept, TreeAssembly
 from aiofeed.engine.fetch.factory import Kinds, new_assembly, new_fetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
-from aiofeed.engine.reorder import ReorderBuffer
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import pack
 from aiofeed.processes.ipc.error_codec import describe
+from aiofeed.processes.ipc.ring import Slot, SlotMemory
 from aiofeed.processes.ipc.schema import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
-from aiofeed.processes.ipc.slots import Slot, SlotMemory
 from aiofeed.processes.workers.spawn import Cargo
 from aiofeed.runtime.buffers import Lease
 from aiofeed.runtime.queue import Handoff

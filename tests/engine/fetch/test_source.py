@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.engine.fetch import blocking_reads
-from aiofeed.engine.fetch.blocking_reads import BlockingReader
+from aiofeed.engine.fetch import source as fetch_source
 from aiofeed.engine.fetch.fetcher import Outcome
-from aiofeed.runtime.guard import StopFlag
+from aiofeed.engine.fetch.source import BlockingReader
+from aiofeed.runtime.time_limits import StopFlag
 
 if TYPE_CHECKING:
     import pytest
@@ -45,7 +45,7 @@ def read(reader: BlockingReader, indices: Sequence[int]) -> list[int]:
 
 def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is at it at a time, and each gets what it asked for."""
-    monkeypatch.setattr(blocking_reads, "TURN_S", 60.0)
+    monkeypatch.setattr(fetch_source, "TURN_S", 60.0)
     storage = Storage()
     reader = BlockingReader(storage.read_now, FailurePolicy())
     got: dict[int, list[int]] = {}

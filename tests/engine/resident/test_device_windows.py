@@ -14,8 +14,7 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.copy_thread import QUEUED_BATCHES, CopyThread
 from aiofeed.engine.resident import device_windows
-from aiofeed.runtime.items import Ready
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import Handoff, Ready
 from aiofeed.testing import SimulatedDevice
 from aiofeed.testing.simulated_streams import SimulatedEvent
 

@@ -13,8 +13,7 @@ import pytest
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc import shared_memory as segments
 from aiofeed.processes.ipc.framing import WireError
-from aiofeed.processes.ipc.ring import Ring
-from aiofeed.processes.ipc.slots import SlotMemory
+from aiofeed.processes.ipc.ring import Ring, SlotMemory
 from aiofeed.runtime import machine
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /dev/shm and memfd")

@@ -22,13 +22,11 @@ import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSlots, HandleError
 from aiofeed.processes.ipc.framing import WireError
-from aiofeed.processes.ipc.peers import exiting
-from aiofeed.processes.ipc.pulse import Pulse, died
+from aiofeed.processes.ipc.peers import Pulse, died, exiting
 from aiofeed.processes.ipc.schema import Handle, Leaf, Table
 from aiofeed.processes.serving import device_reader as device_blocks
-from aiofeed.processes.serving.device_block import Place
 from aiofeed.processes.serving.device_reader import Blocks, Taken
-from aiofeed.processes.serving.device_ring import DeviceRing
+from aiofeed.processes.serving.device_ring import DeviceRing, Place
 from aiofeed.processes.serving.protocol import Given
 from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice

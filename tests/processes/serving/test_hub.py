@@ -346,7 +346,7 @@ def test_who_ends_an_epoch_stays_and_reads_nothing_is_named_on_both_sides(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("aiofeed.processes.serving.hub.HELD_UP_S", 0.2)
-    monkeypatch.setattr("aiofeed.processes.serving.owners.IDLE_S", 0.2)
+    monkeypatch.setattr("aiofeed.processes.serving.epoch_feed.IDLE_S", 0.2)
     with numbers() as feeder, aiofeed.serve(feeder, address, min_consumers=2, lag=2):
         with aiofeed.attach(address) as idle, Started(serve_parts.for_ever, address, 0.0) as busy:
             assert len(list(idle)) == 10

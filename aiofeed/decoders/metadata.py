@@ -1,7 +1,7 @@
-"""Which way up a picture is, from directories of tags (EXIF, TIFF), and directories too large to be handed to Pillow.
+"""Image headers and EXIF: the orientation, and checks that metadata is in proportion to the file.
 
-Pillow copies the value of every tag. A few kilobytes can name the same kilobytes thousands of times, so what is only to
-be looked at is read here, and what Pillow must read is measured here first. Source: TIFF 6.0, section 2.
+Pillow copies the value of every tag, and a few kilobytes can name the same kilobytes thousands of times. Tags that are
+only looked at are read here, and tags that Pillow must read are measured here first. Source: TIFF 6.0, section 2.
 """
 
 from __future__ import annotations
@@ -15,18 +15,44 @@ from typing import Any, NamedTuple
 from PIL import ExifTags, Image, TiffImagePlugin
 
 _ORIENTATION = ExifTags.Base.Orientation.value
+
+
 _FURTHER = {ExifTags.IFD.Exif.value, ExifTags.IFD.GPSInfo.value, ExifTags.IFD.Interop.value}
+
+
 _STRIPS = {273: "strips", 324: "tiles"}
+
+
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
+
 
 # Pillow keeps some 400 bytes for each.
 MAX_STRIPS = 1 << 20
 
+
 _CLASSIC = {b"II*\0": "<", b"II\0*": "<", b"MM\0*": ">", b"MM*\0": ">"}
+
+
 _BIG = {b"II+\0": "<", b"MM\0+": ">"}
+
+
 _UNITS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
+
+
 _NUMBERS = {3: "H", 4: "L", 5: "LL", 6: "b", 8: "h", 9: "l", 10: "ll", 11: "f", 12: "d", 13: "L", 16: "Q"}
+
+
 _WHOLE = {3, 4, 13, 16}
+
+
+# How many full pictures a progressive JPEG's scans may come to. Each is a pass over all pixels for as little as ten
+# bytes, so that one small file could take hours; files in the wild have about ten scans.
+PASSES = 16
+# Metadata in front of the first pixel. Pillow joins the segments of a JPEG's EXIF, and the blocks of a GIF's comment,
+# one after the other, copying what it has each time: these take some seconds, ten times as much a hundred times that.
+# What cameras write is below 10 MiB in a JPEG, thumbnails and depth maps included.
+JPEG_METADATA = 32 << 20
+GIF_METADATA = 4 << 20
 
 
 class _Entry(NamedTuple):
@@ -184,3 +210,57 @@ def orientation_in_info(info: Mapping[Any, Any]) -> int:
 def _orientation_in_xmp(match: re.Match[str] | re.Match[bytes] | None) -> int:
     value = int(match[2]) if match else 1
     return value if 2 <= value <= 8 else 1
+
+
+def check_scans(data: bytes, size: tuple[int, int], max_pixels: int) -> None:
+    """``ValueError`` where a progressive JPEG of this size would be passed over too often."""
+    scans = data.count(b"\xff\xda")
+    pixels = size[0] * size[1]
+    if scans * pixels > PASSES * max_pixels:
+        raise ValueError(
+            f"the image has {pixels} pixels in {scans} scans, more than {PASSES} scans of max_pixels={max_pixels} "
+            f"pixels; raise max_pixels if such images are expected"
+        )
+
+
+def check_metadata(data: bytes) -> None:
+    """``ValueError`` for a JPEG or GIF with megabytes of metadata in front of its pixels; others pass."""
+    if len(data) > JPEG_METADATA and data.startswith(b"\xff\xd8"):
+        _check("JPEG", _jpeg_pixels(data), JPEG_METADATA)
+    elif len(data) > GIF_METADATA and data.startswith(b"GIF8"):
+        _check("GIF", _gif_pixels(data), GIF_METADATA)
+
+
+def _check(kind: str, start: int, most: int) -> None:
+    if start > most:
+        raise ValueError(f"this {kind} has more than {most >> 20} MiB of metadata in front of its pixels")
+
+
+def _jpeg_pixels(data: bytes) -> int:
+    """Where a JPEG's first scan begins, or more than ``JPEG_METADATA``. Source: ITU T.81, annex B."""
+    at = 2
+    while at <= JPEG_METADATA:
+        at = data.find(b"\xff", at)
+        if at < 0 or at + 4 > len(data):
+            return 0
+        marker = data[at + 1]
+        if marker == 0xDA:
+            break
+        at += 1 if marker == 0xFF else 2 if marker in (0, 1) or 0xD0 <= marker <= 0xD9 else 2 + _u16(data, at + 2)
+    return at
+
+
+def _u16(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 2], "big")
+
+
+def _gif_pixels(data: bytes) -> int:
+    """Where a GIF's first frame begins, or more than ``GIF_METADATA``. Source: GIF89a, sections 18 to 26."""
+    flags = data[10]
+    at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    while at <= GIF_METADATA and data[at : at + 1] == b"!":
+        at += 2
+        while at < len(data) and data[at] and at <= GIF_METADATA:
+            at += data[at] + 1
+        at += 1
+    return at
