@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from aiofeed.cache.layout import Layout
-from aiofeed.core.types import ArrayLeaf, Row, RowDecoder
+from aiofeed.core.types import HostTensor, Row, RowDecoder
 from aiofeed.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class UnfitError(Exception):
+class NotCacheableError(Exception):
     """A sample cannot be kept; the message says why."""
 
 
-class Form(Protocol):
+class SampleCodec(Protocol):
     """A decoder in two steps."""
 
     @property
@@ -55,7 +55,7 @@ class Form(Protocol):
         ...
 
 
-class RowForm:
+class RowCodec:
     """A decoder that fills rows. What is kept is the row, or what ``augment_into`` makes one of."""
 
     def __init__(self, decoder: Any) -> None:
@@ -87,10 +87,10 @@ class RowForm:
         seed = None if self.direct else int(torch.randint(2**63 - 1, (), generator=rng(), device="cpu"))
         out = np.empty(self._row.shape, self._row.dtype)
         self.fill(kept, out, seed)
-        return as_tensor(ArrayLeaf(out, self._row.axes))
+        return as_tensor(HostTensor(out, self._row.axes))
 
 
-class PlainForm:
+class PlainCodec:
     """A decoder that returns one array or tensor, without random numbers."""
 
     layout = None
@@ -104,11 +104,11 @@ class PlainForm:
         value = self._decode(data)
         kept, torch_dtype = as_array(value)
         if kept is None:
-            raise UnfitError(
+            raise NotCacheableError(
                 f"the decoder returned a {type(value).__name__}, where one plain CPU tensor or array can be kept"
             )
         if not kept.size:
-            raise UnfitError(f"it has no elements: its shape is {list(kept.shape)}")
+            raise NotCacheableError(f"it has no elements: its shape is {list(kept.shape)}")
         return kept, Layout(kept.shape, kept.dtype.name, torch_dtype, tensor=not isinstance(value, np.ndarray))
 
     def fill(self, kept: NDArray[Any], out: NDArray[Any], seed: int | None) -> None:
@@ -120,7 +120,7 @@ class PlainForm:
         return _as_it_was(kept.copy(), layout)
 
 
-class SplitForm(PlainForm):
+class SplitCodec(PlainCodec):
     """A decoder with ``decode_cached`` and ``augment``."""
 
     direct = False
@@ -136,7 +136,7 @@ class SplitForm(PlainForm):
 
 
 def _as_it_was(kept: NDArray[Any], layout: Layout) -> Any:
-    return as_tensor(ArrayLeaf(kept, torch_dtype=layout.torch_dtype)) if layout.tensor else kept
+    return as_tensor(HostTensor(kept, torch_dtype=layout.torch_dtype)) if layout.tensor else kept
 
 
 def is_split(decoder: object) -> bool:
@@ -144,7 +144,7 @@ def is_split(decoder: object) -> bool:
     return callable(getattr(decoder, "decode_cached", None)) and callable(getattr(decoder, "augment", None))
 
 
-def form_of(decoder: Any, *, rows: bool, random: bool) -> Form:
+def form_of(decoder: Any, *, rows: bool, random: bool) -> SampleCodec:
     """How a decoder is taken apart.
 
     Args:
@@ -158,11 +158,11 @@ def form_of(decoder: Any, *, rows: bool, random: bool) -> Form:
     if rows:
         row_decoder: RowDecoder = decoder
         if not row_decoder.takes_seed or hasattr(decoder, "augment_into"):
-            return RowForm(decoder)
+            return RowCodec(decoder)
     elif is_split(decoder):
-        return SplitForm(decoder)
+        return SplitCodec(decoder)
     elif not random:
-        return PlainForm(decoder)
+        return PlainCodec(decoder)
     raise TypeError(
         f"cache= with decode={decoder!r}: what it makes of a sample is random, so that keeping it would show the same "
         "in every epoch. Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape "

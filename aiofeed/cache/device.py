@@ -11,7 +11,7 @@ import numpy as np
 from aiofeed.cache.layout import Layout, told_bytes
 from aiofeed.cache.resident import WAY_OUT, ResidentStore, kind_of, target_bytes
 from aiofeed.core.errors import CacheError, DeviceCopyError
-from aiofeed.core.types import ArrayLeaf, DeviceLeaf
+from aiofeed.core.types import DeferredTensor, HostTensor
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ _CARRIERS: dict[int, np.dtype[Any]] = {
 }
 
 
-class DeviceRows(ResidentStore):
+class DeviceStore(ResidentStore):
     """Rows on a device. They get there with their batch, and are copied from it on the side stream.
 
     Args:
@@ -139,7 +139,7 @@ class Places:
     """
 
     def __init__(
-        self, indices: NDArray[np.int64], there: NDArray[np.bool_], store: DeviceRows, *, pinned: bool
+        self, indices: NDArray[np.int64], there: NDArray[np.bool_], store: DeviceStore, *, pinned: bool
     ) -> None:
         self.indices = indices
         self.store = store
@@ -157,14 +157,14 @@ class Places:
         _, first = np.unique(self.indices[missing], return_index=True)
         return missing if len(first) == len(missing) else missing[np.sort(first)]
 
-    def copied(self, name: str, numbers: NDArray[np.int64], copy: Callable[[ArrayLeaf], Any]) -> torch.Tensor:
+    def copied(self, name: str, numbers: NDArray[np.int64], copy: Callable[[HostTensor], Any]) -> torch.Tensor:
         """``numbers`` on the device, copied there for the first leaf that asks for them."""
         if name not in self._copies:
-            self._copies[name] = copy(ArrayLeaf(numbers, pinned=self._pinned and numbers is self.indices))
+            self._copies[name] = copy(HostTensor(numbers, pinned=self._pinned and numbers is self.indices))
         return self._copies[name]
 
 
-class HeldLeaf(DeviceLeaf):
+class CachedRows(DeferredTensor):
     """A batch's rows, some of which are on the device already: the others are copied there, and kept.
 
     Args:
@@ -173,12 +173,12 @@ class HeldLeaf(DeviceLeaf):
         column: in which of the store's columns they are.
     """
 
-    def __init__(self, rows: ArrayLeaf, places: Places, column: int = 0) -> None:
+    def __init__(self, rows: HostTensor, places: Places, column: int = 0) -> None:
         self._rows = rows
         self._places = places
         self._column = column
 
-    def arrive(self, copy: Callable[[ArrayLeaf], Any]) -> Any:
+    def arrive(self, copy: Callable[[HostTensor], Any]) -> Any:
         """The batch on the device, in memory of its own. On the side stream."""
         import torch
 
@@ -190,7 +190,7 @@ class HeldLeaf(DeviceLeaf):
                 rows = store.gather(places.copied("all", places.indices, copy), column)
             else:
                 memory = self._rows.memory
-                rows = copy(ArrayLeaf(memory.view(carrier(memory.dtype)), pinned=self._rows.pinned))
+                rows = copy(HostTensor(memory.view(carrier(memory.dtype)), pinned=self._rows.pinned))
                 self._keep(rows, copy)
                 if len(old := places.old):
                     held = store.gather(places.copied("held", places.indices[old], copy), column)
@@ -199,7 +199,7 @@ class HeldLeaf(DeviceLeaf):
         axes = self._rows.axes
         return rows if axes is None else rows.permute(axes)
 
-    def _keep(self, rows: torch.Tensor, copy: Callable[[ArrayLeaf], Any]) -> None:
+    def _keep(self, rows: torch.Tensor, copy: Callable[[HostTensor], Any]) -> None:
         places, new = self._places, self._places.new
         store, column = places.store, self._column
         if len(new) == len(places.indices):

@@ -12,7 +12,7 @@ import numpy as np
 
 from aiofeed.cache.host import check_max_bytes
 from aiofeed.cache.layout import ItemLayout, Layout
-from aiofeed.cache.store import Store
+from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class DiskCache:
         return tuple(index for index in kept if _whole(checksum, index, table[index], rows) is None)
 
 
-class DiskStore(Store):
+class DiskStore(SampleStore):
     """What one process knows of a file: the rows it has written, or compared with their checksums.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiofeed.cache.layout import Layout, told_bytes
-from aiofeed.cache.store import COMING, NONE, Store
+from aiofeed.cache.store import COMING, NONE, SampleStore
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +47,7 @@ def check_max_bytes(kind: str, value: object) -> None:
         raise ValueError(f"{kind}(max_bytes=...) must be at least 1, got {value}")
 
 
-class HostStore(Store):
+class HostStore(SampleStore):
     """Rows of one stretch of memory, given out as samples are met; memory is taken as it is filled.
 
     Args:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import UnfitError
+from aiofeed.cache.decoder_codec import NotCacheableError
 from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.core.pytree import is_namedtuple, map_leaves
-from aiofeed.core.types import ArrayLeaf
+from aiofeed.core.types import HostTensor
 from aiofeed.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _MAPPING_TYPES: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": 
 _MAIN = ("__main__", "__mp_main__")
 
 
-class Part:
+class ItemPart:
     """A number, an array or a tensor of an item. No dataclass, since those are nodes of an item and this is a leaf.
 
     Args:
@@ -83,7 +83,7 @@ class Part:
         copied = memory.copy()
         if not self.layout.tensor:
             return copied
-        return as_tensor(ArrayLeaf(copied, torch_dtype=self.layout.torch_dtype))
+        return as_tensor(HostTensor(copied, torch_dtype=self.layout.torch_dtype))
 
 
 def item_layout(item: Any) -> ItemLayout:
@@ -96,7 +96,7 @@ def item_layout(item: Any) -> ItemLayout:
     template = _template(item, "", parts)
     nbytes = sum(part.nbytes for part in parts)
     if not nbytes:
-        raise UnfitError(f"it has no elements: it is {told(item)}")
+        raise NotCacheableError(f"it has no elements: it is {describe(item)}")
     words = str(template)
     return ItemLayout((nbytes,), "uint8", form=words, told=words, parts=tuple(parts), template=template)
 
@@ -122,7 +122,7 @@ def batch_of(columns: Sequence[Any], layout: ItemLayout) -> Any:
     return _collated(layout.template, columns)
 
 
-def told(value: Any) -> str:
+def describe(value: Any) -> str:
     """What a part of an item is, in a few words."""
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"
@@ -155,11 +155,11 @@ def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     number = _number_type(value)
     layout = _array_layout(value) if number is None else _number_layout(value)
     if layout is None:
-        raise UnfitError(
-            f"item{path} is {told(value)}, where plain CPU tensors and arrays, numbers, and tuples, lists and dicts of "
-            f"these can be kept"
+        raise NotCacheableError(
+            f"item{path} is {describe(value)}; a cache can keep plain CPU tensors and arrays, numbers, and tuples, lists "
+            f"and dicts of these"
         )
-    found_part = Part(len(parts), number, layout)
+    found_part = ItemPart(len(parts), number, layout)
     parts.append(layout)
     return found_part
 
@@ -204,11 +204,11 @@ def _number_layout(value: Any) -> Layout | None:
 
 
 def _take(node: Any, value: Any, path: str, found: list[NDArray[Any]]) -> None:
-    if type(node) is Part:
+    if type(node) is ItemPart:
         try:
             memory = node.memory(value)
         except OverflowError as error:
-            raise UnfitError(f"item{path} is {told(value)}: {error}") from None
+            raise NotCacheableError(f"item{path} is {describe(value)}: {error}") from None
         if memory is None:
             raise _unlike(node, value, path)
         found.append(memory)
@@ -226,13 +226,13 @@ def _take(node: Any, value: Any, path: str, found: list[NDArray[Any]]) -> None:
             _take(part, value[at], f"{path}[{at}]", found)
 
 
-def _unlike(node: Any, value: Any, path: str) -> UnfitError:
-    others = repr(node) if type(node) is Part else told(node)
-    return UnfitError(f"item{path} is {told(value)}, and that of the others is {others}")
+def _unlike(node: Any, value: Any, path: str) -> NotCacheableError:
+    others = repr(node) if type(node) is ItemPart else describe(node)
+    return NotCacheableError(f"item{path} is {describe(value)}, and that of the others is {others}")
 
 
 def _collated(node: Any, columns: Sequence[Any]) -> Any:
-    if type(node) is Part:
+    if type(node) is ItemPart:
         return columns[node.place]
     if isinstance(node, dict):
         return type(node)([(name, _collated(part, columns)) for name, part in node.items()])
@@ -268,7 +268,7 @@ def restored(layout: ItemLayout) -> ItemLayout | None:
 
 
 def _write(node: Any, path: str, types: list[str]) -> list[Any]:
-    if type(node) is Part:
+    if type(node) is ItemPart:
         layout = node.layout
         if node.kind is not None:
             return ["number", node.kind.__name__] if node.kind in NUMBERS else ["scalar", layout.dtype]
@@ -294,7 +294,9 @@ def _name(key: Any, path: str) -> str:
     except (ValueError, SyntaxError, RecursionError):
         same = False
     if not same:
-        raise UnfitError(f"item{path} has the key {text}, where a file can name texts, numbers, and tuples of these")
+        raise NotCacheableError(
+            f"item{path} has the key {text}, where a file can name texts, numbers, and tuples of these"
+        )
     return text
 
 
@@ -318,7 +320,7 @@ def _read(node: list[Any], types: Any, parts: list[Layout]) -> Any:
         dtype, shape, *torch_dtype = rest
         layout = Layout(tuple(shape), dtype, torch_dtype[0] if torch_dtype else None, tensor=kind == "tensor")
     parts.append(layout)
-    return Part(len(parts) - 1, number, layout)
+    return ItemPart(len(parts) - 1, number, layout)
 
 
 def _loaded(name: str, kind: str, fields: list[str]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from aiofeed.cache.host import local_ranks
 from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
-from aiofeed.cache.store import COMING, NONE, Store
+from aiofeed.cache.store import COMING, NONE, SampleStore
 from aiofeed.core.errors import CacheError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WAY_OUT = 'cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
 
 
-class ResidentStore(Store):
+class ResidentStore(SampleStore):
     """Rows and targets of one process: row ``i`` is sample ``i``, so that epochs can be permuted out of them.
 
     Args:

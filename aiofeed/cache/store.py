@@ -19,7 +19,7 @@ NONE = -1
 COMING = -2
 
 
-class Store(ABC):
+class SampleStore(ABC):
     """The kept samples of one feeder.
 
     Any thread may ask and put. A row is believed once it is whole, and from then on it neither moves nor changes: so a

@@ -77,7 +77,7 @@ class FailurePolicy:
         # The product of 0.07 and 100 is a little above 7.
         return math.ceil(self.max_failures * length - 1e-9)
 
-    def can_pass(self, error: BaseException) -> bool:
+    def is_transient(self, error: BaseException) -> bool:
         """Whether the same read may succeed in a moment."""
         if isinstance(error, self.retry_on):
             return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from aiofeed.core.errors import SampleError, TooManyFailures
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 
 log = logging.getLogger("aiofeed")
 
@@ -40,7 +40,7 @@ class Failure:
     epoch: int
 
 
-class Tally:
+class FailureCounter:
     """The samples of one epoch that failed, each counted once however often it was met; kept on the engine's loop.
 
     Args:
@@ -133,7 +133,7 @@ class FailureLog:
         more = "; further ones are only counted and listed in feeder.failures" if self._logged == LOGGED_MOST else ""
         log.warning("%s%s%s", _DONE[self._policy.action], error, more)
 
-    def summarise(self, epoch: int, counters: Counters) -> None:
+    def summarise(self, epoch: int, counters: EpochStats) -> None:
         """Log what failed in a pass through ``epoch`` that has ended, where anything did."""
         if not self._seen:
             return

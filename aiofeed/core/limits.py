@@ -73,7 +73,7 @@ class ResolvedLimits:
         return self.prefetch_batches + math.ceil(self.read_concurrency / batch_size) + 1
 
 
-def resolve(
+def resolve_limits(
     limits: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int | None = None, engines: int = 0
 ) -> ResolvedLimits:
     """Settle what the user left open.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 
 @dataclass(eq=False)
-class Counters:
+class EpochStats:
     """Running totals of one epoch. Each field has one writer: the engine's loop, the copier or the consumer."""
 
     samples: int = 0
@@ -24,7 +24,7 @@ class Counters:
     retries: int = 0
     asked_at: float = field(default=0.0, metadata={"internal": True})
 
-    def add(self, other: Counters) -> None:
+    def add(self, other: EpochStats) -> None:
         """Add another epoch's totals; the time to the first batch stays that of the first epoch."""
         first = self.first_batch_s or other.first_batch_s
         for name, value in other.totals().items():

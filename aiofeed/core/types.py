@@ -117,7 +117,7 @@ class RowDecoder(Protocol):
         ...
 
 
-class ArrayLeaf:
+class HostTensor:
     """A tensor of a batch before it is one: host memory in numpy's hands, so that no torch is needed to fill it.
 
     No dataclass, since those are nodes of a batch and this is a leaf.
@@ -144,11 +144,11 @@ class ArrayLeaf:
         self.pinned = pinned
 
 
-class DeviceLeaf(ABC):
+class DeferredTensor(ABC):
     """A tensor of a batch that is completed on the device."""
 
     @abstractmethod
-    def arrive(self, copy: Callable[[ArrayLeaf], Any]) -> Any:
+    def arrive(self, copy: Callable[[HostTensor], Any]) -> Any:
         """The tensor, on the side stream; ``copy`` queues copies there, and keeps the host's memory until they ran."""
 
 

@@ -22,7 +22,7 @@ _NAMES = ("auto", "native", "pillow", "turbo")
 
 
 @dataclass(frozen=True)
-class Backends:
+class JpegDispatch:
     """The backends of a ``DecodeImage``, whose arguments these are.
 
     Raises:

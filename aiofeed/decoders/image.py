@@ -19,7 +19,7 @@ import numpy as np
 import PIL
 
 from aiofeed.core.types import Row
-from aiofeed.decoders.backends import Backends
+from aiofeed.decoders.backends import JpegDispatch
 from aiofeed.decoders.cached_picture import keep, larger_bytes, show
 from aiofeed.decoders.geometry import Box, SplitMix64, View, center_box, random_box
 from aiofeed.decoders.pillow import FORMATS, known_formats, render
@@ -99,7 +99,7 @@ class DecodeImage:
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
     cached_row: Row = field(init=False, repr=False, compare=False)
-    _backends: Backends = field(init=False, repr=False, compare=False)
+    _backends: JpegDispatch = field(init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         said = [field for field in fields(self) if field.repr and getattr(self, field.name) != field.default]
@@ -125,7 +125,7 @@ class DecodeImage:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         put(self, "max_pixels", positive("max_pixels", self.max_pixels))
         put(self, "formats", names_of(self.formats))
-        put(self, "_backends", Backends(self.backend, self.scaled, self.max_pixels, self.formats))
+        put(self, "_backends", JpegDispatch(self.backend, self.scaled, self.max_pixels, self.formats))
         put(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         put(self, "takes_seed", self.crop == "random" or self.flip)
         put(self, "cached_row", self.row)

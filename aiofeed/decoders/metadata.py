@@ -55,7 +55,7 @@ JPEG_METADATA = 32 << 20
 GIF_METADATA = 4 << 20
 
 
-class _Entry(NamedTuple):
+class _TiffEntry(NamedTuple):
     tag: int
     kind: int
     values: int
@@ -72,7 +72,7 @@ def _first_counts() -> bool:
     return hasattr(TiffImagePlugin.ImageFileDirectory_v2(), "_tag_data_limit")
 
 
-def _entries(data: bytes, at: int, order: str, big: bool = False, *, as_pillow: bool = False) -> Iterator[_Entry]:
+def _entries(data: bytes, at: int, order: str, big: bool = False, *, as_pillow: bool = False) -> Iterator[_TiffEntry]:
     """The tags of the directory at ``at`` whose values lie within ``data``; ``as_pillow``: those that it goes by."""
     head, entry, room = ("Q", "HHQ8x", 8) if big else ("H", "HHL4x", 4)
     head, entry, pointer = order + head, order + entry, order + ("Q" if big else "L")
@@ -101,7 +101,7 @@ def _entries(data: bytes, at: int, order: str, big: bool = False, *, as_pillow: 
                 continue
         if first_counts:
             seen.add(tag)
-        yield _Entry(tag, kind, values, size, value)
+        yield _TiffEntry(tag, kind, values, size, value)
 
 
 def check_directories(data: bytes, max_pixels: int) -> None:

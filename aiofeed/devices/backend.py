@@ -266,7 +266,7 @@ def _set_device_index(index: int) -> None:
     (getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx)(index)
 
 
-class _Done:
+class _CompletedEvent:
     """An event that is complete: nothing is ever queued on the host."""
 
     def query(self) -> bool:
@@ -277,7 +277,7 @@ class _Done:
         """Returns at once."""
 
 
-class HostBackend:
+class CpuBackend:
     """A device backend of the host: copies are made at once, there are no streams, and nothing is page-locked."""
 
     name = "cpu"
@@ -310,9 +310,9 @@ class HostBackend:
         """A copy, always: the memory it is read from is used again. Strides are kept where dense."""
         return tensor.clone()
 
-    def record(self, stream: object, /) -> _Done:
+    def record(self, stream: object, /) -> _CompletedEvent:
         """An event that is complete."""
-        return _Done()
+        return _CompletedEvent()
 
     def wait(self, stream: object, event: object, /) -> None:
         """Nothing to wait for."""

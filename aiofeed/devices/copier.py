@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.core.types import ArrayLeaf, DeviceLeaf
+from aiofeed.core.types import DeferredTensor, HostTensor
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ _orphans: deque[_Sources] = deque()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InFlight:
+class PendingCopy:
     """A batch on its way to the device.
 
     Args:
@@ -70,11 +70,11 @@ class Copier:
         backend = self.backend
         backend.wait(self._side, backend.record(backend.current_stream()))
 
-    def issue(self, batch: Any) -> InFlight:
+    def issue(self, batch: Any) -> PendingCopy:
         """Queue the copies of a batch, then ``transform``, on the side stream.
 
         Args:
-            batch: nested; ``ArrayLeaf`` and host tensors are copied, and everything else stays as it is. A tensor
+            batch: nested; ``HostTensor`` and host tensors are copied, and everything else stays as it is. A tensor
                 that is already on the device does too.
 
         Raises:
@@ -88,9 +88,9 @@ class Copier:
 
         def move(leaf: Any) -> Any:
             nonlocal there_before
-            if type(leaf) is ArrayLeaf:
+            if type(leaf) is HostTensor:
                 return self._copy_leaf(leaf, reading)
-            if isinstance(leaf, DeviceLeaf):
+            if isinstance(leaf, DeferredTensor):
                 return leaf.arrive(partial(self._copy_leaf, reading=reading))
             if not is_tensor(leaf):
                 return leaf
@@ -104,17 +104,17 @@ class Copier:
                 copied = backend.record(self._side)
                 self._reading.append((copied, reading))
                 if self.transform is None:
-                    return InFlight(moved, copied, copied)
+                    return PendingCopy(moved, copied, copied)
                 if there_before:
                     # Whoever made that tensor queued it elsewhere; the calling thread's stream is the best guess.
                     backend.wait(self._side, backend.record(caller))
                 moved = self._transformed(moved)
-                return InFlight(moved, copied, backend.record(self._side))
+                return PendingCopy(moved, copied, backend.record(self._side))
             except Exception:
                 self.settle()
                 raise
 
-    def deliver(self, in_flight: InFlight) -> Any:
+    def deliver(self, in_flight: PendingCopy) -> Any:
         """The batch, for work on the calling thread's current stream. Never blocks."""
         backend = self.backend
         stream = backend.current_stream()
@@ -144,7 +144,7 @@ class Copier:
                 _orphans.append(sources)
         _drop_copied(self._reading)
 
-    def _copy_leaf(self, leaf: ArrayLeaf, reading: list[torch.Tensor]) -> torch.Tensor:
+    def _copy_leaf(self, leaf: HostTensor, reading: list[torch.Tensor]) -> torch.Tensor:
         # Flat, as it lies: a permuted or converted copy would go through a temporary, and not by itself.
         import torch
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.runtime import trace
-from aiofeed.runtime.buffers import Lease
-from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready, drop_batches
+from aiofeed.runtime.buffers import BufferLease
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.threads import DaemonThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
     from aiofeed.devices.copier import Copier
-    from aiofeed.devices.group_copier import GroupCopier
+    from aiofeed.devices.group_copier import MultiDeviceCopier
 
 T = TypeVar("T")
 
@@ -56,12 +56,12 @@ class CopyThread:
 
     def __init__(
         self,
-        copier: Copier | GroupCopier,
-        incoming: Handoff[Item],
-        outgoing: Handoff[Item],
+        copier: Copier | MultiDeviceCopier,
+        incoming: BatchQueue[QueueItem],
+        outgoing: BatchQueue[QueueItem],
         *,
         room: int,
-        issued: Callable[[Ready], None],
+        issued: Callable[[ReadyBatch], None],
     ) -> None:
         self._copier = copier
         self._incoming = incoming
@@ -76,14 +76,14 @@ class CopyThread:
         self._room: SimpleQueue[object] = SimpleQueue()
         for _ in range(room):
             self._room.put(True)
-        self._copying: deque[tuple[Event, Lease | None]] = deque()
+        self._copying: deque[tuple[Event, BufferLease | None]] = deque()
         self._thread = DaemonThread(self._main, "aiofeed-copy")
 
     def launch(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy. Never blocks.
 
         There is room for one more then; an interrupted take that is repeated makes no more.
@@ -106,7 +106,7 @@ class CopyThread:
         """Signal the thread to end. Never blocks."""
         self._stopped = True
         self._room.put(False)
-        self._incoming.put(Closed())
+        self._incoming.put(Stopped())
         if not self._thread.is_alive():
             drop_batches(self._outgoing)
 
@@ -120,7 +120,7 @@ class CopyThread:
             while self._wait_for_room() and self._wait_for_device() and self._copy_next():
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it rather than wait
-            self._outgoing.put(Failed(_as_copy_error(error)))
+            self._outgoing.put(FeedFailure(_as_copy_error(error)))
         finally:
             self._settle()
             if self._unwanted:
@@ -180,20 +180,20 @@ class CopyThread:
     def _ends(self) -> bool:
         """Whether what comes next is no batch, and needs no memory of the device."""
         try:
-            return not isinstance(self._incoming.items[0], Ready)
+            return not isinstance(self._incoming.items[0], ReadyBatch)
         except IndexError:
             return False
 
     def _copy_next(self) -> bool:
         there = len(self._incoming) > 0
         item = self._get(self._incoming.get_nowait, self._incoming.get)
-        if isinstance(item, Ended):
+        if isinstance(item, EndOfEpoch):
             # Epochs may follow one another; the end of one takes no room.
             self._room.put(True)
             self._outgoing.put(item)
             return True
-        if not isinstance(item, Ready):
-            if not isinstance(item, Closed):
+        if not isinstance(item, ReadyBatch):
+            if not isinstance(item, Stopped):
                 self._outgoing.put(item)
             return False
         started = time.perf_counter()

@@ -10,13 +10,13 @@ from typing import Any
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.devices.backend import DeviceBackend, Event
-from aiofeed.devices.copier import Copier, InFlight
+from aiofeed.devices.copier import Copier, PendingCopy
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.devices.split import split
 from aiofeed.devices.static_copier import StaticBatch, StaticCopier
 
 
-class _All:
+class _AllEvents:
     """Complete once every one of several events is."""
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -32,7 +32,7 @@ class _All:
             event.synchronize()
 
 
-class GroupCopier:
+class MultiDeviceCopier:
     """A ``Copier`` of several devices: gives each batch as a tuple with one part per device.
 
     Args:
@@ -49,7 +49,7 @@ class GroupCopier:
         for copier in self._copiers:
             copier.follow()
 
-    def issue(self, batch: Any) -> InFlight:
+    def issue(self, batch: Any) -> PendingCopy:
         """Split a batch and queue the copies of its parts, each on its device's side stream.
 
         Raises:
@@ -59,7 +59,7 @@ class GroupCopier:
             parts = split(batch, len(self._copiers))
         except Exception as error:
             raise DeviceCopyError(f"a batch for {self.backend.name} cannot be split: {error}") from error
-        issued: list[InFlight] = []
+        issued: list[PendingCopy] = []
         try:
             for copier, part in zip(self._copiers, parts, strict=True):
                 issued.append(copier.issue(part))
@@ -68,15 +68,17 @@ class GroupCopier:
             for copier in self._copiers[: len(issued)]:
                 copier.settle()
             raise
-        return InFlight(tuple(issued), _All([part.copied for part in issued]), _All([part.ready for part in issued]))
+        return PendingCopy(
+            tuple(issued), _AllEvents([part.copied for part in issued]), _AllEvents([part.ready for part in issued])
+        )
 
-    def deliver(self, in_flight: InFlight) -> tuple[Any, ...]:
+    def deliver(self, in_flight: PendingCopy) -> tuple[Any, ...]:
         """The parts, each for work on the calling thread's current stream of its device. Never blocks."""
         return tuple([copier.deliver(part) for copier, part in zip(self._copiers, in_flight.batch, strict=True)])
 
     def used(self) -> Event:
         """An event after what has been queued by now on each device's stream of the last ``deliver``."""
-        return _All([copier.used() for copier in self._copiers])
+        return _AllEvents([copier.used() for copier in self._copiers])
 
     def release(self) -> None:
         """Let go of host memory whose copies are complete. Not for two threads at once."""
@@ -88,7 +90,7 @@ def copier_for(
     backend: DeviceBackend | DeviceGroup,
     transform: Callable[[Any], Any] | None = None,
     statics: Sequence[StaticBatch] = (),
-) -> Copier | GroupCopier:
+) -> Copier | MultiDeviceCopier:
     """What copies to a device, or to each of several.
 
     Args:
@@ -100,5 +102,5 @@ def copier_for(
         return StaticCopier(backend, transform, statics[0]) if statics else Copier(backend, transform)
     if statics:
         pairs = zip(backend.backends, statics, strict=True)
-        return GroupCopier(backend, [StaticCopier(each, transform, static) for each, static in pairs])
-    return GroupCopier(backend, [Copier(each, transform) for each in backend.backends])
+        return MultiDeviceCopier(backend, [StaticCopier(each, transform, static) for each, static in pairs])
+    return MultiDeviceCopier(backend, [Copier(each, transform) for each in backend.backends])

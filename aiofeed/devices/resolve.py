@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from aiofeed.devices.backend import DeviceBackend, HostBackend, TorchBackend, current_device_index
+from aiofeed.devices.backend import CpuBackend, DeviceBackend, TorchBackend, current_device_index
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
     if wanted_type == "cpu":
         return None
     if wanted_type is None or wanted_type != kind:
-        raise ValueError(f"device={device!r}: {why_absent(wanted_type, kind)}")
+        raise ValueError(f"device={device!r}: {explain_missing_device(wanted_type, kind)}")
     count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
     if index is None:
         index = _default_index(kind)
@@ -104,7 +104,7 @@ def resolve_devices(device: Any) -> DeviceBackend | DeviceGroup | None:
     backends = [resolve_device(entry) for entry in device]
     found = [backend for backend in backends if backend is not None]
     if not found:
-        return DeviceGroup([HostBackend() for _ in device])
+        return DeviceGroup([CpuBackend() for _ in device])
     if len(found) < len(backends):
         raise ValueError(f"device={device!r}: host and accelerators do not go together; leave 'cpu' out")
     kinds = {type(backend) for backend in found} | {backend.device.type for backend in found}
@@ -160,7 +160,7 @@ def _same(one: DeviceBackend, other: DeviceBackend) -> bool:
     return one is other or (one.device == other.device and one.device.type != "cpu")
 
 
-def why_absent(wanted: str | None, kind: str | None) -> str:
+def explain_missing_device(wanted: str | None, kind: str | None) -> str:
     """The reason, and the way out.
 
     Args:
@@ -173,7 +173,7 @@ def why_absent(wanted: str | None, kind: str | None) -> str:
         return f"{present(kind, torch.accelerator.device_count())}; {_WAY_OUT}"
     if wanted not in (None, "cuda"):
         return f"torch {torch.__version__} sees no such device; {_WAY_OUT}"
-    return f"{why_none()}; {_WAY_OUT}"
+    return f"{explain_no_accelerator()}; {_WAY_OUT}"
 
 
 def built_without_cuda() -> bool:
@@ -183,7 +183,7 @@ def built_without_cuda() -> bool:
     return torch.version.cuda is None and torch.version.hip is None
 
 
-def why_none() -> str:
+def explain_no_accelerator() -> str:
     """Why torch sees no accelerator at all."""
     import torch
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from aiofeed.core.pytree import is_namedtuple, leaves, like_list, map_leaves
-from aiofeed.core.types import ArrayLeaf
+from aiofeed.core.types import HostTensor
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -18,7 +18,7 @@ def split(batch: Any, parts: int) -> list[Any]:
     samples, tensors without dimensions among it, is in each part. Lists that hold lists of length N are cut within.
 
     Args:
-        batch: nested; ``ArrayLeaf`` and tensors.
+        batch: nested; ``HostTensor`` and tensors.
         parts: how many.
 
     Raises:
@@ -56,7 +56,7 @@ def _samples(batch: Any) -> int | None:
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     """The user's shape of what becomes a tensor; empty for everything else."""
-    if type(leaf) is ArrayLeaf:
+    if type(leaf) is HostTensor:
         shape = leaf.memory.shape
         return shape if leaf.axes is None else tuple(shape[axis] for axis in leaf.axes)
     return tuple(leaf.shape) if _is_tensor(leaf) else ()
@@ -72,16 +72,16 @@ def _is_rows(tree: Any, samples: int) -> bool:
         return False
     if tree and all(isinstance(item, list | tuple) and len(item) == samples for item in tree):
         return False
-    return not any(type(leaf) is ArrayLeaf or _is_tensor(leaf) for leaf in leaves(tree))
+    return not any(type(leaf) is HostTensor or _is_tensor(leaf) for leaf in leaves(tree))
 
 
 def _cut(leaf: Any, samples: int, start: int, stop: int) -> Any:
-    if type(leaf) is ArrayLeaf:
+    if type(leaf) is HostTensor:
         if leaf.memory.ndim == 0:
             return leaf
         axis = 0 if leaf.axes is None else leaf.axes[0]
         rows = leaf.memory[(slice(None),) * axis + (slice(start, stop),)]
-        return ArrayLeaf(rows, leaf.axes, leaf.torch_dtype, leaf.pinned)
+        return HostTensor(rows, leaf.axes, leaf.torch_dtype, leaf.pinned)
     if _is_tensor(leaf):
         return leaf.narrow(0, start, stop - start) if leaf.ndim else leaf
     if isinstance(leaf, list):

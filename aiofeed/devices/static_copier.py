@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.devices.copier import Copier, InFlight, is_tensor
+from aiofeed.devices.copier import Copier, PendingCopy, is_tensor
 from aiofeed.devices.resolve import DeviceGroup
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StaticCopier(Copier):
         super().__init__(backend, transform)
         self.static = static or StaticBatch()
 
-    def deliver(self, in_flight: InFlight) -> Any:
+    def deliver(self, in_flight: PendingCopy) -> Any:
         """The batch, in the tensors of all batches; valid until the next call. Never blocks.
 
         Raises:

@@ -1,12 +1,12 @@
 """What the machine has for feeding a training, and what is amiss. Reads only; no network."""
 
-from aiofeed.devices.resolve import why_none
+from aiofeed.devices.resolve import explain_no_accelerator
 from aiofeed.diagnostics.accelerators import accelerators
 from aiofeed.diagnostics.advice import advice
-from aiofeed.diagnostics.environment import surroundings
-from aiofeed.diagnostics.report import AcceleratorReport, DeviceReport, Surroundings
+from aiofeed.diagnostics.environment import environment
+from aiofeed.diagnostics.report import AcceleratorReport, DeviceReport, Environment
 
-__all__ = ["AcceleratorReport", "DeviceReport", "Surroundings", "device_report"]
+__all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
 
 
 def device_report(*, measure: bool = True) -> DeviceReport:
@@ -17,7 +17,7 @@ def device_report(*, measure: bool = True) -> DeviceReport:
     Args:
         measure: whether to measure how fast each accelerator copies, less than 0.5 s for each.
     """
-    found = surroundings()
+    found = environment()
     seen = accelerators(measure=measure) if not found.forked else ()
-    absent = None if seen else why_none()
+    absent = None if seen else explain_no_accelerator()
     return DeviceReport(seen, absent, found, advice(seen, absent, found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from aiofeed.diagnostics.report import AcceleratorReport, Surroundings, size
+from aiofeed.diagnostics.report import AcceleratorReport, Environment, size
 
 # A feeder has up to a few hundred files and sockets open, and so has a training.
 FEW_FILES = 1024
@@ -16,7 +16,7 @@ LITTLE_DEVICE_MEMORY = 0.1
 SLOW_COPIES = 6e9
 
 
-def advice(accelerators: Sequence[AcceleratorReport], absent: str | None, found: Surroundings) -> tuple[str, ...]:
+def advice(accelerators: Sequence[AcceleratorReport], absent: str | None, found: Environment) -> tuple[str, ...]:
     """One line for each thing that is amiss.
 
     Args:
@@ -32,7 +32,7 @@ def advice(accelerators: Sequence[AcceleratorReport], absent: str | None, found:
     return (*lines, *_about_packages(found), *_about_limits(found))
 
 
-def _about_absence(absent: str, found: Surroundings) -> Iterator[str]:
+def _about_absence(absent: str, found: Environment) -> Iterator[str]:
     driver = found.nvidia_driver is not None or found.nvidia_files
     if found.forked:
         yield (
@@ -86,7 +86,7 @@ def _about_accelerator(found: AcceleratorReport) -> Iterator[str]:
             )
 
 
-def _about_packages(found: Surroundings) -> Iterator[str]:
+def _about_packages(found: Environment) -> Iterator[str]:
     again = "pip install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd"
     if found.pillow is None:
         yield "there is no Pillow, so DecodeImage cannot be used: pip install 'aiofeed[simd]' or 'aiofeed[pillow]'"
@@ -98,7 +98,7 @@ def _about_packages(found: Surroundings) -> Iterator[str]:
         yield "uvloop is missing, so small reads cost more: pip install uvloop (there is none for Windows)"
 
 
-def _about_limits(found: Surroundings) -> Iterator[str]:
+def _about_limits(found: Environment) -> Iterator[str]:
     if found.torch_threads > found.cores:
         yield (
             f"torch uses {found.torch_threads} threads on {found.cores} core{'s' if found.cores > 1 else ''}: set "

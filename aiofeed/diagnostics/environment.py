@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aiofeed.diagnostics.report import Surroundings
+from aiofeed.diagnostics.report import Environment
 from aiofeed.runtime import machine
 from aiofeed.sources.native_files import group_reader
 
@@ -25,14 +25,14 @@ _DEV = Path("/dev")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def surroundings() -> Surroundings:
+def environment() -> Environment:
     """What is around torch."""
     import torch
 
     pillow = _pillow()
     files = _nvidia_files()
     untyped: Any = torch.cuda
-    return Surroundings(
+    return Environment(
         aiofeed=_version(("aiofeed",)),
         python=f"Python {platform.python_version()}, {sys.platform} {platform.machine()}",
         torch=f"{torch.__version__}, {_built_for()}",

@@ -36,7 +36,7 @@ class AcceleratorReport:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Environment:
     """What is around torch: packages, cores, memory, limits. ``None`` means that the system does not say.
 
     Args:
@@ -103,7 +103,7 @@ class DeviceReport:
 
     accelerators: tuple[AcceleratorReport, ...]
     absent: str | None
-    surroundings: Surroundings
+    surroundings: Environment
     advice: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ def _accelerator(found: AcceleratorReport) -> str:
     return "; ".join(parts)
 
 
-def _surroundings_rows(found: Surroundings) -> list[tuple[str, str]]:
+def _surroundings_rows(found: Environment) -> list[tuple[str, str]]:
     pillow = "none" if found.pillow is None else f"{'Pillow-SIMD' if found.pillow_simd else 'Pillow'} {found.pillow}"
     others = ", ".join(f"{name} {version}".rstrip() for name, version in found.decoders.items()) or "none"
     cores = f"{found.cores} (affinity {found.affinity}, "

@@ -24,7 +24,7 @@ class Admission:
         buffer: batches in flight.
     """
 
-    def __init__(self, limits: ResolvedLimits, *, batch_size: int, budget: Budget, buffer: ReorderBuffer) -> None:
+    def __init__(self, limits: ResolvedLimits, *, batch_size: int, budget: MemoryBudget, buffer: ReorderBuffer) -> None:
         self._batch_size = batch_size
         self._budget = budget
         self._buffer = buffer
@@ -81,7 +81,7 @@ class Admission:
             self.room.set()
 
 
-class Budget:
+class MemoryBudget:
     """Reservations of memory against a limit. Used on the engine's loop only.
 
     Args:

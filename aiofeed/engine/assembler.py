@@ -12,18 +12,25 @@ from typing import Any
 
 from aiofeed.core.errors import BatchFailedError, CollateError, FeedError, SampleError
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.failures import Tally
+from aiofeed.core.failures import FailureCounter
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.batch import Batch, Keys
-from aiofeed.engine.concurrency import JobMeter
-from aiofeed.engine.fetch.collate import Assembly
-from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
+from aiofeed.engine.batch import Batch, BatchKeys
+from aiofeed.engine.concurrency import JobTimer
+from aiofeed.engine.fetch.collate import BatchBuilder
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.threads import ThreadTuner
-from aiofeed.runtime.buffers import Lease, Memory
+from aiofeed.runtime.buffers import BufferLease, BufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.runtime.time_limits import AbandonedError, Guard, StopFlag, StuckError, Watch, run_within
+from aiofeed.runtime.time_limits import (
+    AbandonedError,
+    JobControl,
+    JobDeadline,
+    JobStuckError,
+    StopFlag,
+    run_with_sample_timeout,
+)
 
-AssemblyFactory = Callable[[int, Lease], Assembly]
+AssemblyFactory = Callable[[int, BufferLease], BatchBuilder]
 
 
 # Looking for a good sample among many that are known to be bad must not hold up the loop.
@@ -32,7 +39,7 @@ Try = Callable[[BatchPlan, int], Awaitable[FeedError | None]]
 """Read and decode the sample at a position of a batch, by a plan; the error it came to."""
 
 
-class Assembler:
+class DecodeStage:
     """Decodes chunks of batches.
 
     Args:
@@ -54,7 +61,7 @@ class Assembler:
         fetcher: Fetcher,
         new_assembly: AssemblyFactory,
         wrap: Callable[[Any], Any],
-        memory: Memory,
+        memory: BufferPool,
         executor: ThreadPool,
         policy: FailurePolicy,
         stop: StopFlag,
@@ -71,7 +78,7 @@ class Assembler:
         self._read_slot = read_slot
         self._tuner = tuner
 
-    async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
+    async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Decode samples ``start``, ``start + 1``, ...; with the last chunk of a batch it is put together."""
         if (limit_s := self._fetcher.limit_s) is not None:
             return await self._decode_within(limit_s, batch, start, encoded)
@@ -80,20 +87,20 @@ class Assembler:
         del encoded
         return await asyncio.wrap_future(job)
 
-    async def _decode_within(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> Outcome:
+    async def _decode_within(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """A sample that takes longer than ``limit_s`` has failed, and another thread goes on behind it."""
         while True:
-            guard = Guard()
+            guard = JobDeadline()
             work = partial(self._decode, batch, start, encoded, guard)
             try:
-                outcome, at = await run_within(limit_s, self._executor, work, guard)
-            except StuckError as error:
+                outcome, at = await run_with_sample_timeout(limit_s, self._executor, work, guard)
+            except JobStuckError as error:
                 raise FeedError(
-                    f"{error} (batch {batch.plan.number}, near {Keys(batch.plan, self._fetcher)[start]!r})"
+                    f"{error} (batch {batch.plan.number}, near {BatchKeys(batch.plan, self._fetcher)[start]!r})"
                 ) from None
             if at is None:
                 break
-            late: Outcome = guard.outcome
+            late: ChunkOutcome = guard.outcome
             late.errors.append((at, self._fetcher.overdue(batch.plan.indices[at])))
             encoded, start = encoded[at + 1 - start :], at + 1
             if not encoded or self._policy.action == "raise":
@@ -106,9 +113,9 @@ class Assembler:
         assert outcome is not None
         return outcome
 
-    def _decode(self, batch: Batch, start: int, encoded: list[Any], guard: Guard | None = None) -> Outcome:
+    def _decode(self, batch: Batch, start: int, encoded: list[Any], guard: JobDeadline | None = None) -> ChunkOutcome:
         """Decode a chunk, and put the batch together where it was the last; runs in a decode thread."""
-        meter = JobMeter(self._executor) if self._tuner is not None and self._tuner.listening else None
+        meter = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
         samples = len(encoded)
         # Memory is taken by the first chunk that is really decoded, not by those that wait for a thread.
         with batch.lock:
@@ -116,7 +123,7 @@ class Assembler:
                 batch.lease = self._memory.lease()
                 batch.assembly = self._new_assembly(len(batch.plan.indices), batch.lease)
             assembly = batch.assembly
-        outcome = self._fetcher.decode(batch.plan, start, encoded, assembly, Watch(self._stop, guard))
+        outcome = self._fetcher.decode(batch.plan, start, encoded, assembly, JobControl(self._stop, guard))
         if guard is not None and not guard.finish():
             raise AbandonedError
         if self._settle(batch, outcome) and not batch.errors and not self._stop.stopped:
@@ -126,7 +133,7 @@ class Assembler:
             outcome.job = meter.job(samples, outcome.nbytes + decoded)
         return outcome
 
-    def _settle(self, batch: Batch, outcome: Outcome) -> bool:
+    def _settle(self, batch: Batch, outcome: ChunkOutcome) -> bool:
         """Note what came of a chunk; whether it was the batch's last."""
         with batch.lock:
             batch.errors += outcome.errors
@@ -135,12 +142,12 @@ class Assembler:
             batch.undecoded -= 1
             return batch.undecoded == 0
 
-    def _finish(self, batch: Batch, outcome: Outcome) -> None:
+    def _finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Put the batch together; runs in a decode thread."""
         started = time.perf_counter()
         assert batch.assembly is not None
         try:
-            batch.result = self._wrap(batch.assembly.finish(Keys(batch.plan, self._fetcher), batch.kept))
+            batch.result = self._wrap(batch.assembly.finish(BatchKeys(batch.plan, self._fetcher), batch.kept))
         except CollateError as error:
             batch.error = error
         outcome.collate_s += time.perf_counter() - started
@@ -160,12 +167,12 @@ class Assembler:
             failed = [(position, batch.tally.know(error)) for position, error in failed]
             batch.errors.clear()
             if self._policy.action == "skip":
-                mended = shorten(batch.plan, failed)
+                mended = skip_failed(batch.plan, failed)
             else:
-                mended = await replenish(batch.plan, failed, batch.tally, partial(self._try, batch))
+                mended = await replace_failed(batch.plan, failed, batch.tally, partial(self._try, batch))
             batch.kept, batch.failures, batch.error = mended.kept, mended.failures, mended.error
             if batch.error is None:
-                outcome = Outcome()
+                outcome = ChunkOutcome()
                 await asyncio.get_running_loop().run_in_executor(self._executor, partial(self._finish, batch, outcome))
                 batch.count(outcome)
 
@@ -176,27 +183,27 @@ class Assembler:
         batch.count_read(read)
         assert batch.assembly is not None
         limit_s = self._fetcher.limit_s
-        guard = None if limit_s is None else Guard()
+        guard = None if limit_s is None else JobDeadline()
         decode = partial(self._decode_alone, plan, position, read.samples, batch.assembly, guard)
         if guard is None or limit_s is None:
             outcome = await asyncio.get_running_loop().run_in_executor(self._executor, decode)
         else:
-            found, _ = await run_within(limit_s, self._executor, decode, guard)
-            outcome = found or Outcome([(position, self._fetcher.overdue(plan.indices[position]))])
+            found, _ = await run_with_sample_timeout(limit_s, self._executor, decode, guard)
+            outcome = found or ChunkOutcome([(position, self._fetcher.overdue(plan.indices[position]))])
         batch.count(outcome)
         return outcome.errors[0][1] if outcome.errors else None
 
     def _decode_alone(
-        self, plan: BatchPlan, position: int, encoded: list[Any], assembly: Assembly, guard: Guard | None
-    ) -> Outcome:
-        outcome = self._fetcher.decode(plan, position, encoded, assembly, Watch(self._stop, guard))
+        self, plan: BatchPlan, position: int, encoded: list[Any], assembly: BatchBuilder, guard: JobDeadline | None
+    ) -> ChunkOutcome:
+        outcome = self._fetcher.decode(plan, position, encoded, assembly, JobControl(self._stop, guard))
         if guard is not None and not guard.finish():
             raise AbandonedError
         return outcome
 
 
 @dataclass(eq=False)
-class Mended:
+class Recovery:
     """What became of a batch's failures.
 
     Args:
@@ -210,20 +217,22 @@ class Mended:
     error: FeedError | None = None
 
 
-def shorten(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]]) -> Mended:
+def skip_failed(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]]) -> Recovery:
     """Leave out what failed; the others keep their places in the order."""
     failed = {position for position, _ in errors}
     kept = [position for position in range(len(plan.indices)) if position not in failed]
     failures = [error for _, error in errors]
-    return Mended(kept, failures) if kept else Mended([], failures, _nothing_left(plan, failures[-1]))
+    return Recovery(kept, failures) if kept else Recovery([], failures, _nothing_left(plan, failures[-1]))
 
 
-async def replenish(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]], tally: Tally, attempt: Try) -> Mended:
+async def replace_failed(
+    plan: BatchPlan, errors: Sequence[tuple[int, SampleError]], tally: FailureCounter, attempt: Try
+) -> Recovery:
     """Replace what failed, each by the next good sample behind it in the epoch's order.
 
     One after the other: neighbours that failed would otherwise all try the same samples at the same time.
     """
-    mended = Mended()
+    mended = Recovery()
     for position, error in errors:
         met, other = await _replace_one(plan, position, tally, attempt)
         mended.failures += [error, *met]
@@ -234,7 +243,7 @@ async def replenish(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]], 
 
 
 async def _replace_one(
-    plan: BatchPlan, position: int, tally: Tally, attempt: Try
+    plan: BatchPlan, position: int, tally: FailureCounter, attempt: Try
 ) -> tuple[list[SampleError], FeedError | None]:
     """Fill one place; what failed on the way, and the error where nothing was found."""
     order = plan.order

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
-from aiofeed.core.failures import Tally
-from aiofeed.core.statistics import Counters
+from aiofeed.core.failures import FailureCounter
+from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.fetch.async_reader import Encoded
-from aiofeed.engine.fetch.collate import Assembly
-from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
-from aiofeed.runtime.buffers import Lease
+from aiofeed.engine.fetch.async_reader import ReadResult
+from aiofeed.engine.fetch.collate import BatchBuilder
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
+from aiofeed.runtime.buffers import BufferLease
 from aiofeed.sampling.epochs import EpochEnds
 
 
@@ -45,16 +45,16 @@ class Batch:
     """
 
     plan: BatchPlan
-    counters: Counters
-    tally: Tally
+    counters: EpochStats
+    tally: FailureCounter
     reserved: int
     unread: int = 1
     unaccounted: int = 0
     undecoded: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     encoded_bytes: int = 0
-    lease: Lease | None = None
-    assembly: Assembly | None = None
+    lease: BufferLease | None = None
+    assembly: BatchBuilder | None = None
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     result: Any = None
@@ -63,13 +63,13 @@ class Batch:
     error: FeedError | None = None
     complete: bool = False
 
-    def count_read(self, read: Encoded) -> None:
+    def count_read(self, read: ReadResult) -> None:
         """Count what was read; on the loop."""
         self.counters.bytes_read += read.nbytes
         self.counters.retries += read.retries
         self.encoded_bytes += read.nbytes
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, outcome: ChunkOutcome) -> None:
         """Count what came of a job; on the loop."""
         counters = self.counters
         counters.read_s += outcome.read_s
@@ -85,7 +85,7 @@ class Batch:
         return self.encoded_bytes + (self.assembly.nbytes if self.assembly is not None else 0)
 
 
-class Keys(Sequence[str]):
+class BatchKeys(Sequence[str]):
     """The names of a batch's samples, asked for only where an error needs them."""
 
     def __init__(self, plan: BatchPlan, fetcher: Fetcher) -> None:

@@ -10,7 +10,7 @@ from time import perf_counter
 from aiofeed.engine.admission import Admission
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
-from aiofeed.engine.tuning.threads import Job
+from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -62,7 +62,7 @@ class Concurrency:
             self._admission.change(replace(limits, decode_threads=chosen[0], read_concurrency=chosen[1]))
             self.open_lanes()
 
-    def learn(self, tuner: Tuner, job: Job, *, wanted: bool) -> None:
+    def learn(self, tuner: Tuner, job: JobTiming, *, wanted: bool) -> None:
         """Let a job that was measured count, unless the consumer has enough: then it says nothing."""
         tuner.decoding.observe(job if wanted else replace(job, threads=0))
         self.follow(tuner)
@@ -77,7 +77,7 @@ class Concurrency:
         self.follow(tuner)
 
 
-class JobMeter:
+class JobTimer:
     """Begun and read in the job's own thread. It costs some ten microseconds, most of them for the wait for a core.
 
     Args:
@@ -92,12 +92,12 @@ class JobMeter:
         self._queued = machine.queued_s()
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
-    def job(self, samples: int, nbytes: int = 0) -> Job:
+    def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """What it took until now, for so many samples, of which it read and wrote so many bytes."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         queued = machine.queued_s() - self._queued
         threads = self._threads if self._threads == _at_work(self._pool) else 0
-        return Job(samples, wall, cpu, queued, threads, nbytes)
+        return JobTiming(samples, wall, cpu, queued, threads, nbytes)
 
 
 def _at_work(pool: ThreadPool) -> int:

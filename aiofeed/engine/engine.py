@@ -16,20 +16,20 @@ from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.failures import Tally
+from aiofeed.core.failures import FailureCounter
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.statistics import Counters
-from aiofeed.engine.admission import Admission, Budget
-from aiofeed.engine.assembler import Assembler, AssemblyFactory
+from aiofeed.core.statistics import EpochStats
+from aiofeed.engine.admission import Admission, MemoryBudget
+from aiofeed.engine.assembler import AssemblyFactory, DecodeStage
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
-from aiofeed.engine.fetch.fetcher import Fetcher, Outcome
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime import trace
-from aiofeed.runtime.buffers import Memory
+from aiofeed.runtime.buffers import BufferPool
 from aiofeed.runtime.cancellation import TaskScope, is_cancelled
-from aiofeed.runtime.queue import Ended, Failed, Handoff, Item, Ready
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.sampling.epochs import EpochBegins, EpochEnds, Step
@@ -65,11 +65,11 @@ class Engine:
         fetcher: Fetcher,
         new_assembly: AssemblyFactory,
         wrap: Callable[[Any], Any],
-        memory: Memory,
+        memory: BufferPool,
         executor: ThreadPool,
-        handoff: Handoff[Item],
+        handoff: BatchQueue[QueueItem],
         limits: ResolvedLimits,
-        budget: Budget,
+        budget: MemoryBudget,
         in_order: bool,
         policy: FailurePolicy | None = None,
         length: int = 0,
@@ -87,10 +87,10 @@ class Engine:
         self._concurrency = Concurrency(self._admission, fetcher=fetcher, executor=executor, tuner=tuner, tell=tell)
         self._policy = policy or FailurePolicy()
         self._length = length
-        self._tally = Tally(self._policy, length)
-        self._counters = Counters()
+        self._tally = FailureCounter(self._policy, length)
+        self._counters = EpochStats()
         self._stop = StopFlag()
-        self._assembler = Assembler(
+        self._assembler = DecodeStage(
             fetcher=fetcher,
             new_assembly=new_assembly,
             wrap=wrap,
@@ -102,8 +102,8 @@ class Engine:
             tuner=None if tuner is None else tuner.decoding,
         )
         self._full_since: float | None = None
-        # See ``Ready``.
-        self._note: Callable[[Ready], bool] | None = None
+        # See ``ReadyBatch``.
+        self._note: Callable[[ReadyBatch], bool] | None = None
         self.chunk_size = 0
 
     async def run(self) -> None:
@@ -126,7 +126,7 @@ class Engine:
     ) -> None:
         if not self._admission.closed:
             self._admission.closed = True
-            self._handoff.put(Failed(error, number, failures))
+            self._handoff.put(FeedFailure(error, number, failures))
 
     async def _plan(self) -> None:
         for step in self._steps:
@@ -137,7 +137,7 @@ class Engine:
     async def _plan_step(self, step: Step) -> None:
         if isinstance(step, EpochBegins):
             self._counters = step.counters
-            self._tally = Tally(self._policy, self._length)
+            self._tally = FailureCounter(self._policy, self._length)
         elif isinstance(step, EpochEnds):
             self._buffer.line.append(step)
             self._deliver()
@@ -202,7 +202,7 @@ class Engine:
         except asyncio.CancelledError:
             raise _cancelled(batch) from None
 
-    def _count(self, batch: Batch, outcome: Outcome) -> None:
+    def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
         batch.count(outcome)
         if outcome.job is not None and self._tuner is not None:
             self._concurrency.learn(self._tuner, outcome.job, wanted=not self._buffer.waiting)
@@ -229,7 +229,7 @@ class Engine:
         """Hand over what may leave: the batches whose turn it is, and the ends of epochs behind their last batch."""
         while not self._admission.closed and (entry := self._buffer.pop()) is not None:
             if isinstance(entry, EpochEnds):
-                self._handoff.put(Ended())
+                self._handoff.put(EndOfEpoch())
                 self._buffer.open_gates()
             else:
                 self._hand_over(entry)
@@ -251,7 +251,7 @@ class Engine:
         if self._tuner is not None:
             self._tuner.decoding.warm = True
         self._handoff.put(
-            Ready(
+            ReadyBatch(
                 batch.plan.number,
                 len(batch.plan.indices) if batch.kept is None else len(batch.kept),
                 batch.result,
@@ -264,7 +264,7 @@ class Engine:
             )
         )
 
-    def taken(self, item: Ready) -> None:
+    def taken(self, item: ReadyBatch) -> None:
         """A batch has left the queue; called on the loop."""
         self._buffer.waiting -= 1
         self._budget.release(item.reserved)

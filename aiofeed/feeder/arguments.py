@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.limits import Limits, ResolvedLimits, resolve, whole
+from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits, whole
 from aiofeed.core.types import Source
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.runtime import machine
@@ -19,8 +19,8 @@ from aiofeed.sources.dataset import FromDataset, check_part, is_iterable_dataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
-    from aiofeed.cache.decoder_codec import Form
-    from aiofeed.cache.store import Store
+    from aiofeed.cache.decoder_codec import SampleCodec
+    from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
 
 
@@ -167,7 +167,7 @@ def adopt_cache(
     backend: DeviceBackend | DeviceGroup | None = None,
     collate_fn: Callable[..., Any] | None = None,
     static_batches: bool = False,
-) -> Store | None:
+) -> SampleStore | None:
     """What keeps decoded samples, nothing in it yet.
 
     Raises:
@@ -175,7 +175,7 @@ def adopt_cache(
     """
     if cache is None:
         return None
-    from aiofeed.cache.device import DeviceRows
+    from aiofeed.cache.device import DeviceStore
     from aiofeed.cache.disk import DiskCache, DiskStore
     from aiofeed.cache.fingerprint import dataset_identity, identity
     from aiofeed.cache.host import HostCache, HostStore
@@ -196,7 +196,7 @@ def adopt_cache(
         _check_cache_on_device(form, decode, engines, backend, collate_fn, static_batches)
         if backend is None:
             return HostRows(len(source), batch_size, machine.free_memory)
-        return DeviceRows(len(source), batch_size)
+        return DeviceStore(len(source), batch_size)
     assert isinstance(cache, HostCache | DiskCache)
     if isinstance(cache, DiskCache):
         if decode is None:
@@ -218,7 +218,7 @@ def a_shuffle(value: object) -> Shuffle:
     raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
 
 
-def resolve_limits(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
+def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
     """What may be used, with every number settled for this machine and this source.
 
     Raises:
@@ -235,7 +235,7 @@ def resolve_limits(limits: Limits | None, batch_size: int, source: object, engin
                     f'Limits({name}={given}) with engine="process:{engines}": the processes share it, and each needs '
                     f'one; give it at least {engines}, or fewer processes, as engine="process:{given}"'
                 )
-    return resolve(
+    return resolve_limits(
         limits or Limits(),
         batch_size=batch_size,
         cpus=machine.cpus(),
@@ -246,7 +246,7 @@ def resolve_limits(limits: Limits | None, batch_size: int, source: object, engin
 
 
 def _check_cache_on_device(
-    form: Form | None,
+    form: SampleCodec | None,
     decode: object,
     engines: int,
     backend: DeviceBackend | DeviceGroup | None,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
-from aiofeed.core.statistics import Counters, FeedStatistics
+from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.arguments import a_callable
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.runtime import threads
-from aiofeed.runtime.buffers import HostMemory, PinnedMemory
-from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.queue import Failed, Ready
+from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.runtime.tensors import as_tensors
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.feeder.attached_passes import DevicePass, HostPass
-    from aiofeed.processes.serving.subscription import Attachment
+    from aiofeed.processes.serving.subscription import Subscription
 
 Transform = Callable[[Any], Any]
 
@@ -44,7 +44,7 @@ def attach(
     *,
     transform: Transform | None = None,
     wait_s: float = 10.0,
-) -> Attached:
+) -> AttachedFeed:
     """The batches of a feeder that another process of this host serves; see ``aiofeed.serve``.
 
     Args:
@@ -69,12 +69,12 @@ def attach(
 
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
-    attached = Attached(resolve(address, SERVER), resolve_device(device), a_callable("transform", transform))
+    attached = AttachedFeed(resolve(address, SERVER), resolve_device(device), a_callable("transform", transform))
     attached._connect(float(wait_s))
     return attached
 
 
-class Attached:
+class AttachedFeed:
     """What ``attach`` returns: the batches of a served feeder, with ``for`` or ``async for``.
 
     Each ``iter()`` is one epoch, which the server begins; one that is left early, by ``break``, leaves the server until
@@ -87,19 +87,19 @@ class Attached:
         self._backend = backend
         self._transform = transform
         self._pid = os.getpid()
-        self._runtime: Runtime | None = None
-        self._attachment: Attachment | None = None
+        self._runtime: EventLoopThread | None = None
+        self._attachment: Subscription | None = None
         self._iterator: weakref.ref[FeedIterator[Any]] | None = None
         self._delivery: HostPass | DevicePass | None = None
-        self._past, self._counters = Counters(), Counters()
+        self._past, self._counters = EpochStats(), EpochStats()
         self._said = _Said()
 
     def _connect(self, wait_s: float) -> None:
         from aiofeed.processes.serving.connect import join
 
         backend, said = self._backend, _Said()
-        memory = HostMemory(PREFETCH_BATCHES + 2) if backend is None else PinnedMemory(backend.pin, keep=16)
-        runtime = Runtime(read_threads=1, decode_threads=1)
+        memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
+        runtime = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._attachment is not None and self._attachment.host_only
         attachment, said.batches = join(
             self._path,
@@ -163,7 +163,7 @@ class Attached:
         """Take part in the next epoch; an iterator that is still open is closed."""
         return iter(self)
 
-    def _deliver(self, runtime: Runtime, attachment: Attachment) -> HostPass | DevicePass:
+    def _deliver(self, runtime: EventLoopThread, attachment: Subscription) -> HostPass | DevicePass:
         from aiofeed.feeder.attached_passes import deliver
 
         return deliver(runtime, attachment, self._backend, self._transform)
@@ -180,7 +180,7 @@ class Attached:
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Where this consumer's time went: its own counts, waits and copies; what the feeder did, the server knows."""
-        counters = Counters()
+        counters = EpochStats()
         if total:
             counters.add(self._past)
         counters.add(self._counters)
@@ -231,7 +231,7 @@ class Attached:
                 await delivery.stopped()
             _release_unused()
 
-    def _stop(self) -> Runtime | None:
+    def _stop(self) -> EventLoopThread | None:
         runtime, self._runtime = self._runtime, None
         if runtime is None or runtime.inherited:
             return None
@@ -239,13 +239,13 @@ class Attached:
         runtime.stop()
         return runtime
 
-    def __enter__(self) -> Attached:
+    def __enter__(self) -> AttachedFeed:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> Attached:
+    async def __aenter__(self) -> AttachedFeed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -269,16 +269,16 @@ class _Said:
 class _Keeper:
     """Keeps what is attached alive while one iterates it."""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: AttachedFeed) -> None:
         self._attached = attached
 
-    def handing_out(self, item: Ready) -> None:
+    def handing_out(self, item: ReadyBatch) -> None:
         pass
 
-    def handed_out(self, item: Ready) -> None:
+    def handed_out(self, item: ReadyBatch) -> None:
         pass
 
-    def failed(self, item: Failed) -> None:
+    def failed(self, item: FeedFailure) -> None:
         pass
 
     def ended(self) -> None:

@@ -12,10 +12,10 @@ from aiofeed.devices.backend import DeviceBackend
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.feeder.delivery import HostDelivery
-from aiofeed.processes.serving.epoch_feed import Pass
-from aiofeed.processes.serving.subscription import Attachment
-from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.queue import Handoff, Item, Ready
+from aiofeed.processes.serving.epoch_feed import EpochFeed
+from aiofeed.processes.serving.subscription import Subscription
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
 
 Transform = Callable[[Any], Any]
 
@@ -33,12 +33,14 @@ class HostPass(HostDelivery):
         transform: applied to each batch, in the consumer's thread.
     """
 
-    def __init__(self, runtime: Runtime, attachment: Attachment, pass_: Pass, transform: Transform | None) -> None:
+    def __init__(
+        self, runtime: EventLoopThread, attachment: Subscription, pass_: EpochFeed, transform: Transform | None
+    ) -> None:
         super().__init__(runtime, pass_.handoff, transform=transform)
         self.pass_ = pass_
         self._attachment = attachment
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch, transformed where there is a transform."""
         if not self.pass_.touched:
             self._runtime.call(self._attachment.touch, self.pass_)
@@ -69,8 +71,8 @@ class DevicePass:
         copier: of this pass alone.
     """
 
-    def __init__(self, runtime: Runtime, attachment: Attachment, pass_: Pass, copier: Copier) -> None:
-        self.handoff: Handoff[Item] = Handoff()
+    def __init__(self, runtime: EventLoopThread, attachment: Subscription, pass_: EpochFeed, copier: Copier) -> None:
+        self.handoff: BatchQueue[QueueItem] = BatchQueue()
         self.pass_ = pass_
         self._runtime = runtime
         self._attachment = attachment
@@ -89,7 +91,7 @@ class DevicePass:
         """Start the copy thread."""
         self._thread.launch()
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy."""
         if not self.pass_.touched:
             self._runtime.call(self._attachment.touch, self.pass_)
@@ -114,16 +116,16 @@ class DevicePass:
 
 
 def deliver(
-    runtime: Runtime, attachment: Attachment, backend: DeviceBackend | None, transform: Transform | None
+    runtime: EventLoopThread, attachment: Subscription, backend: DeviceBackend | None, transform: Transform | None
 ) -> HostPass | DevicePass:
     """The way of one epoch to one iterator."""
-    pass_ = Pass(room=PREFETCH_BATCHES)
+    pass_ = EpochFeed(room=PREFETCH_BATCHES)
     if backend is None:
         return HostPass(runtime, attachment, pass_, transform)
     return DevicePass(runtime, attachment, pass_, attachment.taker.copier(backend, transform))
 
 
-def _issued(runtime: Runtime, item: Ready) -> None:
+def _issued(runtime: EventLoopThread, item: ReadyBatch) -> None:
     """A batch has left the host's queue."""
     if item.release is not None:
         runtime.call(item.release, item)

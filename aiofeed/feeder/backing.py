@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Protocol, cast
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.source import decodes_in_place
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.feeder.config import Recipe
+from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import Delivery
-from aiofeed.feeder.pipeline import Pipeline
-from aiofeed.sampling.epochs import Stream
+from aiofeed.feeder.pipeline import StreamingPipeline
+from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
     from aiofeed.cache.resident import ResidentStore
     from aiofeed.core.types import Row
-    from aiofeed.engine.resident.cached_data import Held
+    from aiofeed.engine.resident.cached_data import CachedData
 
 
 class FeedDelivery(Delivery, Protocol):
@@ -29,7 +29,7 @@ class FeedDelivery(Delivery, Protocol):
         ...
 
 
-class Machinery(Protocol):
+class BatchPipeline(Protocol):
     """What can stand behind a feeder: it gives the batches of a stream, from one ``iter()`` to ``close``."""
 
     @property
@@ -57,7 +57,7 @@ class Machinery(Protocol):
         """What chooses threads and reads as they go; ``None`` where nothing does."""
         ...
 
-    def start(self, stream: Stream) -> None:
+    def start(self, stream: EpochStream) -> None:
         """Begin to give the batches of a stream."""
         ...
 
@@ -82,49 +82,54 @@ class Machinery(Protocol):
         ...
 
 
-def machinery(recipe: Recipe, stream: Stream, after: Machinery | None = None) -> Machinery:
+def new_pipeline(recipe: FeederConfig, stream: EpochStream, after: BatchPipeline | None = None) -> BatchPipeline:
     """What a recipe needs for a stream, to take the place of ``after``, which is of the same recipe."""
     if recipe.cache is None and not isinstance(recipe.source, Tensors):
-        return Pipeline(recipe, after=cast("Pipeline | None", after))
-    from aiofeed.engine.resident.cached_data import Held
-    from aiofeed.engine.resident.pipeline import Resident, Store
+        return StreamingPipeline(recipe, after=cast("StreamingPipeline | None", after))
+    from aiofeed.engine.resident.cached_data import CachedData
+    from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
 
     source = _resident_source(recipe, stream, after)
     if source is None:
-        return Pipeline(recipe, after=after.before if isinstance(after, Resident) else cast("Pipeline | None", after))
-    if isinstance(after, Resident) and not after.inherited and after.source is source:
+        return StreamingPipeline(
+            recipe,
+            after=after.before if isinstance(after, ResidentPipeline) else cast("StreamingPipeline | None", after),
+        )
+    if isinstance(after, ResidentPipeline) and not after.inherited and after.source is source:
         return after.successor()
     assert not isinstance(recipe.backend, DeviceGroup)
-    store = Store(source, batch_size=recipe.batch_size, backend=recipe.backend, memory_bytes=recipe.limits.memory_bytes)
-    found = Resident(store, recipe.transform, source.batch if isinstance(source, Held) else None)
-    found.before = after.before if isinstance(after, Resident) else cast("Pipeline | None", after)
+    store = ResidentData(
+        source, batch_size=recipe.batch_size, backend=recipe.backend, memory_bytes=recipe.limits.memory_bytes
+    )
+    found = ResidentPipeline(store, recipe.transform, source.batch if isinstance(source, CachedData) else None)
+    found.before = after.before if isinstance(after, ResidentPipeline) else cast("StreamingPipeline | None", after)
     return found
 
 
-def serves(recipe: Recipe, running: Machinery, stream: Stream) -> bool:
+def serves(recipe: FeederConfig, running: BatchPipeline, stream: EpochStream) -> bool:
     """Whether what runs can give another stream, and nothing would give it faster."""
     if (cache := _kept_in_place(recipe)) is None:
         return True
-    return not _holds(cache, stream) if isinstance(running, Pipeline) else cache.holds()
+    return not _holds(cache, stream) if isinstance(running, StreamingPipeline) else cache.holds()
 
 
-def tie_memory(owner: object, recipe: Recipe) -> None:
+def tie_memory(owner: object, recipe: FeederConfig) -> None:
     """Let what a cache keeps on a device go with ``owner``; nothing of it waits for the collector."""
     if recipe.cache is None:
         return
-    from aiofeed.cache.device import DeviceRows
+    from aiofeed.cache.device import DeviceStore
 
-    if isinstance(recipe.cache, DeviceRows):
+    if isinstance(recipe.cache, DeviceStore):
         weakref.finalize(owner, recipe.cache.memory.clear).atexit = False
 
 
-def goes_on(recipe: Recipe, running: Machinery | None) -> bool:
+def goes_on(recipe: FeederConfig, running: BatchPipeline | None) -> bool:
     """Whether an epoch may follow in the stream of the one before; not while a cache fills, for the next is faster."""
     cache = _kept_in_place(recipe)
-    return cache is None or (cache.holds() and not isinstance(running, Pipeline))
+    return cache is None or (cache.holds() and not isinstance(running, StreamingPipeline))
 
 
-def _kept_in_place(recipe: Recipe) -> ResidentStore | None:
+def _kept_in_place(recipe: FeederConfig) -> ResidentStore | None:
     """The cache, where it keeps samples where batches are wanted."""
     if recipe.cache is None:
         return None
@@ -133,24 +138,30 @@ def _kept_in_place(recipe: Recipe) -> ResidentStore | None:
     return recipe.cache if isinstance(recipe.cache, ResidentStore) else None
 
 
-def _resident_source(recipe: Recipe, stream: Stream, after: Machinery | None) -> Tensors | Held | None:
+def _resident_source(
+    recipe: FeederConfig, stream: EpochStream, after: BatchPipeline | None
+) -> Tensors | CachedData | None:
     """The data, where all that a stream asks for are in memory; those that ``after`` has, where there are no others."""
-    from aiofeed.engine.resident.cached_data import Held
-    from aiofeed.engine.resident.pipeline import Resident
+    from aiofeed.engine.resident.cached_data import CachedData
+    from aiofeed.engine.resident.pipeline import ResidentPipeline
 
     if isinstance(recipe.source, Tensors):
         return recipe.source
     cache = _kept_in_place(recipe)
     if cache is None or not _holds(cache, stream):
         return None
-    if isinstance(after, Resident) and isinstance(after.source, Held) and after.source.samples == cache.held:
+    if (
+        isinstance(after, ResidentPipeline)
+        and isinstance(after.source, CachedData)
+        and after.source.samples == cache.held
+    ):
         return after.source
     row: Row | None = recipe.decode.row if decodes_in_place(recipe.decode) else None  # type: ignore[union-attr]
     targets = getattr(recipe.source, "target", None) is not None
-    return Held(cache, None if row is None else row.axes, targets=targets)
+    return CachedData(cache, None if row is None else row.axes, targets=targets)
 
 
-def _holds(cache: ResidentStore, stream: Stream) -> bool:
+def _holds(cache: ResidentStore, stream: EpochStream) -> bool:
     if cache.holds():
         return True
     first = stream.first

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits
 from aiofeed.core.types import Collate, Source
-from aiofeed.devices.backend import HostBackend
+from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import (
     a_bool,
@@ -19,7 +19,7 @@ from aiofeed.feeder.arguments import (
     adopt_collate,
     adopt_decoder,
     an_engine,
-    resolve_limits,
+    limits_for,
 )
 from aiofeed.feeder.delivery import Transform
 from aiofeed.sampling.schedule import fingerprint
@@ -29,7 +29,7 @@ from aiofeed.sources.tensors import Tensors
 if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
-    from aiofeed.cache.store import Store as Cache
+    from aiofeed.cache.store import SampleStore as Cache
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.resolve import Device
     from aiofeed.devices.static_copier import StaticBatch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class FeederConfig:
     """What a feeder is made of; it does not change."""
 
     source: Source[Any] | FromDataset | Tensors
@@ -57,7 +57,7 @@ class Recipe:
     passable: Passable | None = None
 
 
-def new_recipe(
+def new_config(
     source: Source[Any] | FromDataset | Tensors,
     *,
     length: int,
@@ -74,21 +74,21 @@ def new_recipe(
     in_order: bool,
     engine: str,
     static_batches: bool,
-) -> Recipe:
+) -> FeederConfig:
     """A recipe of what a user hands over; arguments as of ``Feeder``, of which ``source`` is adopted.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range, or two do not go together.
     """
     static_batches = a_bool("static_batches", static_batches)
-    recipe = Recipe(
+    recipe = FeederConfig(
         source=source,
         decode=adopt_decoder(source, decode),
         batch_size=batch_size,
         collate_fn=adopt_collate(source, collate_fn),
         backend=resolve_devices(device),
         transform=a_callable("transform", transform),
-        limits=resolve_limits(limits, batch_size, source, an_engine(engine)),
+        limits=limits_for(limits, batch_size, source, an_engine(engine)),
         in_order=a_bool("in_order", in_order),
         length=length,
         policy=as_policy(on_error),
@@ -114,7 +114,7 @@ def new_recipe(
     return recipe
 
 
-def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:
+def with_statics(recipe: FeederConfig, *, drop_last: bool, sampled: bool) -> FeederConfig:
     """The recipe, with the tensors that every batch is to be handed out in.
 
     Raises:
@@ -131,15 +131,15 @@ def with_statics(recipe: Recipe, *, drop_last: bool, sampled: bool) -> Recipe:
     return renew_statics(recipe)
 
 
-def renew_statics(recipe: Recipe) -> Recipe:
+def renew_statics(recipe: FeederConfig) -> FeederConfig:
     """The same with no tensors made yet, in another process, say."""
     from aiofeed.devices.static_copier import statics_for
 
-    backend = recipe.backend or HostBackend()
+    backend = recipe.backend or CpuBackend()
     return replace(recipe, backend=backend, statics=statics_for(backend))
 
 
-def check_resident(recipe: Recipe) -> None:
+def check_resident(recipe: FeederConfig) -> None:
     """``ValueError`` where data that stay in memory are asked for what only batches on their way can have."""
     if not isinstance(recipe.source, Tensors):
         return
@@ -156,7 +156,7 @@ def check_resident(recipe: Recipe) -> None:
         raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
 
 
-def check_travels(recipe: Recipe) -> None:
+def check_travels(recipe: FeederConfig) -> None:
     """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
     if recipe.engines:
         from aiofeed.processes.workers import spawn

@@ -9,17 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.copy_thread import CopyThread
-from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.queue import Handoff, Item, Ready, release
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch, release
 
 if TYPE_CHECKING:
     from aiofeed.devices.copier import Copier
-    from aiofeed.devices.group_copier import GroupCopier
+    from aiofeed.devices.group_copier import MultiDeviceCopier
 
 Transform = Callable[[Any], Any]
 
 
-def _released(runtime: Runtime, item: Ready) -> None:
+def _released(runtime: EventLoopThread, item: ReadyBatch) -> None:
     """Tell the engine that a batch has left the host's queue."""
     item.left_at = time.perf_counter()
     if item.release is not None and (item.note is None or not item.note(item)):
@@ -37,8 +37,8 @@ class HostDelivery:
 
     def __init__(
         self,
-        runtime: Runtime,
-        handoff: Handoff[Item],
+        runtime: EventLoopThread,
+        handoff: BatchQueue[QueueItem],
         *,
         transform: Transform | None,
     ) -> None:
@@ -52,7 +52,7 @@ class HostDelivery:
     def begin(self) -> None:
         """A pass begins in the calling thread."""
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch, transformed where there is a transform."""
         batch = item.batch
         _released(self._runtime, item)
@@ -90,13 +90,13 @@ class DeviceDelivery:
 
     def __init__(
         self,
-        runtime: Runtime,
-        finished: Handoff[Item],
-        copier: Copier | GroupCopier,
+        runtime: EventLoopThread,
+        finished: BatchQueue[QueueItem],
+        copier: Copier | MultiDeviceCopier,
         *,
         room: int,
     ) -> None:
-        self.handoff: Handoff[Item] = Handoff()
+        self.handoff: BatchQueue[QueueItem] = BatchQueue()
         self._runtime = runtime
         self._copier = copier
 
@@ -112,7 +112,7 @@ class DeviceDelivery:
         """A pass begins in the calling thread: what it has queued, a transform's constants say, comes first."""
         self._copier.follow()
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy."""
         return self._thread.take(item)
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, TypeVar
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits, positive_int
-from aiofeed.core.statistics import Counters, FeedStatistics
+from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_foreign_arguments
-from aiofeed.feeder.config import Recipe, fingerprint_of, new_recipe, renew_statics
+from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, renew_statics
 from aiofeed.feeder.iterator import FeedIterator
-from aiofeed.feeder.session import Passes
+from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
-from aiofeed.sampling.feed_order import Order
+from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.schedule import Shuffle
-from aiofeed.sampling.state import Progress, SavedState
+from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 
@@ -120,7 +120,7 @@ class Feeder(Generic[BatchT]):
         self._source = adopt_source(source)
         self._length = len(self._source)
         batch_size = positive_int("batch_size", batch_size)
-        self._order = Order(
+        self._order = FeedOrder(
             length=self._length,
             batch_size=batch_size,
             shuffle=a_shuffle(shuffle),
@@ -130,7 +130,7 @@ class Feeder(Generic[BatchT]):
             sampler=sampler,
             shard=shard,
         )
-        recipe = new_recipe(
+        recipe = new_config(
             self._source,
             length=self._length,
             decode=decode,
@@ -148,17 +148,19 @@ class Feeder(Generic[BatchT]):
             static_batches=static_batches,
         )
         self._device = device
-        self._progress = Progress()
+        self._progress = Checkpoint()
         self._failures = FailureLog(recipe.policy)
-        self._past = Counters()
+        self._past = EpochStats()
         self._fingerprint: str | None = None
         self._passes = self._new_passes(recipe)
 
-    def _new_passes(self, recipe: Recipe) -> Passes[BatchT]:
-        return Passes(recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past)
+    def _new_passes(self, recipe: FeederConfig) -> FeederSession[BatchT]:
+        return FeederSession(
+            recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past
+        )
 
     @property
-    def _recipe(self) -> Recipe:
+    def _recipe(self) -> FeederConfig:
         return self._passes.recipe
 
     def _pass_on(self, passable: Passable) -> None:

@@ -8,9 +8,9 @@ from queue import Empty
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiofeed.core.errors import IteratorClosedError
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 from aiofeed.runtime import trace
-from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 
 # The end of an epoch follows its last batch within the time that a thread takes to be scheduled.
 END_S = 1.0
@@ -21,9 +21,9 @@ BatchT_co = TypeVar("BatchT_co", covariant=True)
 class Delivery(Protocol):
     """What stands behind an iterator: finished batches, and ways to answer."""
 
-    handoff: Handoff[Item]
+    handoff: BatchQueue[QueueItem]
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch as the user gets it, and word to the producer that there is room; in the consumer's thread.
 
         The word comes last: it wakes a thread that then wants the GIL.
@@ -42,15 +42,15 @@ class Delivery(Protocol):
 class Observer(Protocol):
     """Who keeps account of what an iterator has handed out."""
 
-    def handing_out(self, item: Ready) -> None:
+    def handing_out(self, item: ReadyBatch) -> None:
         """The user is about to get this batch. An interrupted ``next`` is repeated, so that it may be said twice."""
         ...
 
-    def handed_out(self, item: Ready) -> None:
+    def handed_out(self, item: ReadyBatch) -> None:
         """The user gets this batch. It takes note and calls no C function: nothing can interrupt it half-way."""
         ...
 
-    def failed(self, item: Failed) -> None:
+    def failed(self, item: FeedFailure) -> None:
         """The user is about to get this error."""
         ...
 
@@ -69,7 +69,7 @@ class FeedIterator(Generic[BatchT_co]):
     def __init__(
         self,
         delivery: Delivery,
-        counters: Counters,
+        counters: EpochStats,
         *,
         observer: Observer,
     ) -> None:
@@ -105,7 +105,7 @@ class FeedIterator(Generic[BatchT_co]):
             raise StopIteration
         asked = time.perf_counter()
         item = self._handoff.first()
-        if type(item) is not Ready:
+        if type(item) is not ReadyBatch:
             try:
                 self._settle(item, asked)
             finally:
@@ -125,7 +125,7 @@ class FeedIterator(Generic[BatchT_co]):
             raise StopAsyncIteration
         asked = time.perf_counter()
         item = await self._handoff.first_async()
-        if type(item) is not Ready:
+        if type(item) is not ReadyBatch:
             try:
                 self._settle(item, asked)
             finally:
@@ -147,12 +147,12 @@ class FeedIterator(Generic[BatchT_co]):
                 "call iter() on the feeder in the child"
             )
 
-    def _take(self, item: Ready, asked: float) -> Any:
+    def _take(self, item: ReadyBatch, asked: float) -> Any:
         try:
             batch = self._delivery.take(item)
         except Exception as error:
             self._finish()
-            self._observer.failed(Failed(error, item.number))
+            self._observer.failed(FeedFailure(error, item.number))
             raise
         self._observer.handing_out(item)
         now = time.perf_counter()
@@ -168,10 +168,10 @@ class FeedIterator(Generic[BatchT_co]):
             counters.first_batch_s = now - self._started
         return batch
 
-    def _settle(self, item: Item, asked: float) -> None:
+    def _settle(self, item: QueueItem, asked: float) -> None:
         """Take note of the end, or raise what came instead of a batch."""
         counters = self._counters
-        if isinstance(item, Ended):
+        if isinstance(item, EndOfEpoch):
             now = time.perf_counter()
             counters.stall_s += now - asked
             counters.wall_s = now - self._started
@@ -179,7 +179,7 @@ class FeedIterator(Generic[BatchT_co]):
             self._finished = True
             del self._handoff.items[0]
             return
-        if isinstance(item, Failed):
+        if isinstance(item, FeedFailure):
             self._observer.failed(item)
             self._finish()
             try:
@@ -189,7 +189,7 @@ class FeedIterator(Generic[BatchT_co]):
                 # Nor may the queue, while the iterator is kept.
                 self._handoff.items.clear()
                 del item
-        assert isinstance(item, Closed)
+        assert isinstance(item, Stopped)
         raise IteratorClosedError(self._closed or "this iterator was closed")
 
     def _finish(self) -> None:
@@ -212,7 +212,7 @@ class FeedIterator(Generic[BatchT_co]):
         if not self._finished:
             # Also where it was closed before: that may have been interrupted half-way.
             self._closed = self._closed or reason
-            self._handoff.put(Closed())
+            self._handoff.put(Stopped())
             self._delivery.stop()
 
     async def aclose(self) -> None:
@@ -226,9 +226,9 @@ def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> fl
     return 0.0 if span is None else max(min(span[1], end) - max(span[0], start), 0.0)
 
 
-def see_end(handoff: Handoff[Item]) -> bool:
+def see_end(handoff: BatchQueue[QueueItem]) -> bool:
     """Take the end of an epoch whose last batch was handed out; whether it stood right behind that."""
     try:
-        return isinstance(handoff.get(END_S), Ended)
+        return isinstance(handoff.get(END_S), EndOfEpoch)
     except Empty:
         return False

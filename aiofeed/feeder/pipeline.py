@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import as_exception
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.engine.admission import Budget
+from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.collate import Assembly
+from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.factory import new_assembly, new_fetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.feeder.config import Recipe
+from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.delivery import DeviceDelivery, HostDelivery
 from aiofeed.runtime import threads
-from aiofeed.runtime.buffers import HostMemory, Lease, PinnedMemory
+from aiofeed.runtime.buffers import BufferLease, HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
-from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.queue import Failed, Handoff, Item, drop_batches
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, drop_batches
 from aiofeed.runtime.tensors import as_tensors
-from aiofeed.sampling.epochs import Stream
+from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
-    from aiofeed.processes.workers.pool import EngineProcesses
+    from aiofeed.processes.workers.pool import WorkerPool
 
 log = logging.getLogger("aiofeed")
 
@@ -40,7 +40,7 @@ log = logging.getLogger("aiofeed")
 MOST_READ_THREADS = 64
 
 
-class Pipeline:
+class StreamingPipeline:
     """Threads that live from one ``iter()`` to ``close``, and what they work with. ``start`` starts them.
 
     Args:
@@ -48,11 +48,11 @@ class Pipeline:
         after: a pipeline that has to be gone before the source is opened again.
     """
 
-    def __init__(self, recipe: Recipe, after: Pipeline | None = None) -> None:
+    def __init__(self, recipe: FeederConfig, after: StreamingPipeline | None = None) -> None:
         self._recipe = recipe
         limits = recipe.limits
         self._processes = _processes(recipe)
-        self.runtime: Runtime = Runtime(
+        self.runtime: EventLoopThread = EventLoopThread(
             read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
             decode_threads=limits.decode_threads,
             after=None if after is None or after.runtime.inherited else after.runtime,
@@ -65,18 +65,18 @@ class Pipeline:
         self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(recipe)
         # One more than may wait or be decoded: the consumer's.
         keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
-        self._memory: HostMemory | PinnedMemory
+        self._memory: HostBufferPool | PinnedBufferPool
         if recipe.backend is None:
-            self._memory = HostMemory(keep)
+            self._memory = HostBufferPool(keep)
         else:
-            self._memory = PinnedMemory(recipe.backend.pin, keep * 4)
+            self._memory = PinnedBufferPool(recipe.backend.pin, keep * 4)
         self._launched = self._opened = False
-        self._budget = Budget(limits.memory_bytes, self._known_bytes_per_sample())
-        finished: Handoff[Item] = Handoff()
+        self._budget = MemoryBudget(limits.memory_bytes, self._known_bytes_per_sample())
+        finished: BatchQueue[QueueItem] = BatchQueue()
         self._finished = finished
         # A feeder that was left or closed may live on for long; what was read ahead does not.
         self.runtime.at_exit(partial(drop_batches, self._finished))
-        self.runtime.at_death(lambda error: finished.put(Failed(error)))
+        self.runtime.at_death(lambda error: finished.put(FeedFailure(error)))
         self.runtime.at_exit(self._memory.close)
         self._engine: Engine | None = None
         try:
@@ -85,7 +85,7 @@ class Pipeline:
             self.runtime.stop()
             raise
 
-    def start(self, stream: Stream) -> None:
+    def start(self, stream: EpochStream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
         recipe = self._recipe
         make: Callable[..., Engine] = partial(
@@ -96,9 +96,9 @@ class Pipeline:
         )
         limits = recipe.limits
         if self._processes is not None:
-            from aiofeed.processes.workers.parent_engine import RemoteEngine
+            from aiofeed.processes.workers.parent_engine import MultiprocessEngine
 
-            make = partial(RemoteEngine, processes=self._processes, tuner=self.tuner)
+            make = partial(MultiprocessEngine, processes=self._processes, tuner=self.tuner)
             # Each process beyond the first is to have a batch to decode while the others do.
             limits = replace(limits, prefetch_batches=limits.prefetch_batches + recipe.engines - 1)
         self._engine = make(
@@ -154,7 +154,7 @@ class Pipeline:
                 raise
             if not opened and self._processes is None:
                 error.add_note(f"in {type(self._recipe.source).__name__}.open()")
-            self._finished.put(Failed(as_exception(error)))
+            self._finished.put(FeedFailure(as_exception(error)))
             return False
         return True
 
@@ -231,17 +231,17 @@ class Pipeline:
         await self.delivery.stopped()
 
 
-def _attach_cache(recipe: Recipe) -> None:
+def _attach_cache(recipe: FeederConfig) -> None:
     """Tell a cache that keeps samples on the device which one it is."""
     if recipe.cache is None:
         return
-    from aiofeed.cache.device import DeviceRows
+    from aiofeed.cache.device import DeviceStore
 
-    if isinstance(recipe.cache, DeviceRows) and not isinstance(recipe.backend, DeviceGroup | None):
+    if isinstance(recipe.cache, DeviceStore) and not isinstance(recipe.backend, DeviceGroup | None):
         recipe.cache.attach(recipe.backend)
 
 
-def _new_assembly(recipe: Recipe, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+def _new_assembly(recipe: FeederConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
     # No method: the engine would refer to its pipeline, and what that keeps on a device would wait for the collector.
     return new_assembly(
         fetcher,
@@ -254,15 +254,15 @@ def _new_assembly(recipe: Recipe, fetcher: Fetcher, samples: int, lease: Lease) 
     )
 
 
-def _processes(recipe: Recipe) -> EngineProcesses | None:
+def _processes(recipe: FeederConfig) -> WorkerPool | None:
     if not recipe.engines:
         return None
-    from aiofeed.processes.workers.pool import EngineProcesses
-    from aiofeed.processes.workers.spawn import Cargo, check_not_starting
+    from aiofeed.processes.workers.pool import WorkerPool
+    from aiofeed.processes.workers.spawn import WorkerConfig, check_not_starting
 
     check_not_starting()
     limits, source = recipe.limits, recipe.source
-    cargo = Cargo(
+    cargo = WorkerConfig(
         source=source,
         decode=recipe.decode,
         collate_fn=recipe.collate_fn,
@@ -280,10 +280,10 @@ def _processes(recipe: Recipe) -> EngineProcesses | None:
     )
     backend = recipe.backend
     # What one device's driver has locked, all of its kind copy from.
-    return EngineProcesses(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
+    return WorkerPool(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
 
 
-def _tuner(recipe: Recipe) -> Tuner | None:
+def _tuner(recipe: FeederConfig) -> Tuner | None:
     """What is left to be found out; engine processes do that themselves, and tell how many samples they read."""
     if recipe.said is None:
         return None
@@ -298,11 +298,11 @@ def _tuner(recipe: Recipe) -> Tuner | None:
     )
 
 
-def _reads_given(recipe: Recipe) -> bool:
+def _reads_given(recipe: FeederConfig) -> bool:
     return recipe.said is None or recipe.said.read_concurrency is not None
 
 
-def _tell_limit(recipe: Recipe, limit: GilLimit) -> None:
+def _tell_limit(recipe: FeederConfig, limit: GilLimit) -> None:
     from aiofeed.decoders.native_jpeg import native_decoder
 
     backend = getattr(recipe.decode, "backend", None)
@@ -315,7 +315,7 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _fetcher(recipe: Recipe) -> Fetcher:
+def _fetcher(recipe: FeederConfig) -> Fetcher:
     assert not isinstance(recipe.source, Tensors)
     return new_fetcher(
         recipe.source,

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, positive_int
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import a_callable
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.runtime import threads
-from aiofeed.runtime.buffers import Memory, PinnedMemory
+from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
-from aiofeed.runtime.event_loop import Runtime
-from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.runtime.tensors import stage
 from aiofeed.runtime.threads import DaemonThread
 
@@ -101,8 +101,8 @@ class Prefetch(Generic[BatchT]):
     def _begin(self) -> FeedIterator[BatchT]:
         memory = None
         if self._backend is not None:
-            memory = PinnedMemory(self._backend.pin, keep=8 * (self._prefetch_batches + 1))
-        finished: Handoff[Item] = Handoff()
+            memory = PinnedBufferPool(self._backend.pin, keep=8 * (self._prefetch_batches + 1))
+        finished: BatchQueue[QueueItem] = BatchQueue()
         producer: ThreadPull | _LoopProducer
         if isinstance(self._batches, AsyncIterable):
             producer = _LoopProducer(self._batches, finished, room=self._prefetch_batches, memory=memory)
@@ -114,7 +114,7 @@ class Prefetch(Generic[BatchT]):
         except BaseException:  # nobody else knows of the producer
             producer.stop()
             raise
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, Counters(), observer=_Nobody(delivery))
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, EpochStats(), observer=_Nobody(delivery))
         delivery.watch(iterator)
         try:
             delivery.launch()
@@ -123,7 +123,7 @@ class Prefetch(Generic[BatchT]):
             raise
         return iterator
 
-    def _deliver(self, producer: ThreadPull | _LoopProducer, finished: Handoff[Item]) -> _PullDelivery:
+    def _deliver(self, producer: ThreadPull | _LoopProducer, finished: BatchQueue[QueueItem]) -> _PullDelivery:
         if self._backend is None:
             return _PullDelivery(producer, finished, self._transform)
         return _CopiedDelivery(producer, finished, self._backend, self._transform, self._device_batches)
@@ -133,9 +133,9 @@ class _LoopProducer:
     """A ``LoopPull`` and the runtime that it lives on."""
 
     def __init__(
-        self, batches: AsyncIterable[Any], handoff: Handoff[Item], *, room: int, memory: PinnedMemory | None
+        self, batches: AsyncIterable[Any], handoff: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
-        self._runtime = Runtime(read_threads=1, decode_threads=1)
+        self._runtime = EventLoopThread(read_threads=1, decode_threads=1)
         self._pull = LoopPull(batches, handoff, room=room, memory=memory)
 
     def launch(self) -> None:
@@ -158,7 +158,7 @@ class _LoopProducer:
         return self._runtime.join(timeout_s)
 
 
-async def _run(runtime: Runtime, pull: LoopPull) -> None:
+async def _run(runtime: EventLoopThread, pull: LoopPull) -> None:
     with EndedBy(lambda: runtime.stopping):
         await pull.run()
 
@@ -167,13 +167,13 @@ class _PullDelivery:
     """Batches as they came, transformed in the consumer's thread."""
 
     def __init__(
-        self, producer: ThreadPull | _LoopProducer, handoff: Handoff[Item], transform: Transform | None
+        self, producer: ThreadPull | _LoopProducer, handoff: BatchQueue[QueueItem], transform: Transform | None
     ) -> None:
         self.handoff = handoff
         self._producer = producer
         self._transform = transform
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         self._producer.taken()
         return item.batch if self._transform is None else self._transform(item.batch)
 
@@ -196,18 +196,18 @@ class _CopiedDelivery(_PullDelivery):
     def __init__(
         self,
         producer: ThreadPull | _LoopProducer,
-        finished: Handoff[Item],
+        finished: BatchQueue[QueueItem],
         backend: DeviceBackend | DeviceGroup,
         transform: Transform | None,
         room: int,
     ) -> None:
         from aiofeed.devices.group_copier import copier_for
 
-        super().__init__(producer, Handoff(), None)
+        super().__init__(producer, BatchQueue(), None)
         self._copier = copier_for(backend, transform)
         self._copier.follow()
 
-        def issued(item: Ready) -> None:
+        def issued(item: ReadyBatch) -> None:
             producer.taken()
 
         self._thread = CopyThread(self._copier, finished, self.handoff, room=room, issued=issued)
@@ -215,7 +215,7 @@ class _CopiedDelivery(_PullDelivery):
             # It says nothing when it is stopped in the middle; the copy thread would wait for its next batch for ever.
             producer.at_exit(self._thread.stop)
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         return self._thread.take(item)
 
     def launch(self) -> None:
@@ -237,25 +237,25 @@ class _Nobody:
     def __init__(self, delivery: _PullDelivery) -> None:
         self._delivery = delivery
 
-    def handing_out(self, item: Ready) -> None:
+    def handing_out(self, item: ReadyBatch) -> None:
         pass
 
-    def handed_out(self, item: Ready) -> None:
+    def handed_out(self, item: ReadyBatch) -> None:
         pass
 
-    def failed(self, item: Failed) -> None:
+    def failed(self, item: FeedFailure) -> None:
         pass
 
     def ended(self) -> None:
         self._delivery.stop()
 
 
-def _ready(batch: Any, number: int, memory: Memory | None) -> Ready:
+def _ready(batch: Any, number: int, memory: BufferPool | None) -> ReadyBatch:
     if memory is None:
-        return Ready(number, 0, batch)
+        return ReadyBatch(number, 0, batch)
     lease = memory.lease()
     staged, _ = stage(batch, lease)
-    return Ready(number, 0, staged, lease)
+    return ReadyBatch(number, 0, staged, lease)
 
 
 class ThreadPull:
@@ -268,7 +268,9 @@ class ThreadPull:
         memory: pinned memory that tensors are moved to; ``None`` leaves them where they are.
     """
 
-    def __init__(self, batches: Iterable[Any], handoff: Handoff[Item], *, room: int, memory: Memory | None) -> None:
+    def __init__(
+        self, batches: Iterable[Any], handoff: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+    ) -> None:
         self._batches: Iterable[Any] | None = batches
         self.pid = os.getpid()
         self._handoff = handoff
@@ -318,9 +320,9 @@ class ThreadPull:
                 if close is not None:
                     close()
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; it is raised at the `for` line
-            self._handoff.put(Failed(error))
+            self._handoff.put(FeedFailure(error))
         else:
-            self._handoff.put(Closed())  # where it has not ended: a copy thread behind this one ends too
+            self._handoff.put(Stopped())  # where it has not ended: a copy thread behind this one ends too
 
     def _over(self) -> bool:
         return self._stopped or (self._watched is not None and self._watched() is None)
@@ -332,7 +334,7 @@ class ThreadPull:
             try:
                 batch = next(iterator)
             except StopIteration:
-                self._handoff.put(Ended())
+                self._handoff.put(EndOfEpoch())
                 return
             self._handoff.put(_ready(batch, number, self._memory))
             del batch
@@ -350,7 +352,7 @@ class LoopPull:
     """
 
     def __init__(
-        self, batches: AsyncIterable[Any], handoff: Handoff[Item], *, room: int, memory: Memory | None
+        self, batches: AsyncIterable[Any], handoff: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
     ) -> None:
         self._batches = batches
         self._handoff = handoff
@@ -372,11 +374,11 @@ class LoopPull:
                 try:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
-                    self._handoff.put(Ended())
+                    self._handoff.put(EndOfEpoch())
                     return
                 await clear_cancellation()  # the iterable may have swallowed ours, or left one of its own
                 if self._memory is None:
-                    item = Ready(number, 0, batch)
+                    item = ReadyBatch(number, 0, batch)
                 else:
                     item = await asyncio.to_thread(_ready, batch, number, self._memory)
                 self._handoff.put(item)
@@ -388,7 +390,7 @@ class LoopPull:
                 if isinstance(error, asyncio.CancelledError):
                     raise
                 return  # it failed as it was stopped, and nobody asks any more
-            self._handoff.put(Failed(as_exception(error)))
+            self._handoff.put(FeedFailure(as_exception(error)))
         finally:
             close = getattr(iterator, "aclose", None)
             if close is not None:

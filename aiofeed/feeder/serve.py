@@ -15,14 +15,14 @@ from aiofeed.core.errors import WorkerDiedError, as_exception
 from aiofeed.core.limits import positive_int
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import threads
-from aiofeed.runtime.event_loop import Runtime
+from aiofeed.runtime.event_loop import EventLoopThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.resolve import DeviceGroup
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice
     from aiofeed.processes.serving.device_ring import DeviceRing
-    from aiofeed.processes.serving.hub import Hub, Mode, Slow, Terms, When
+    from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 
 log = logging.getLogger("aiofeed")
 
@@ -101,20 +101,20 @@ def serve(
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     from aiofeed.processes.ipc.address import SERVER, resolve
-    from aiofeed.processes.serving.hub import Terms
+    from aiofeed.processes.serving.hub import ServeOptions
 
-    terms = Terms(mode, positive_int("lag", lag), slow, join, positive_int("min_consumers", min_consumers))
+    terms = ServeOptions(mode, positive_int("lag", lag), slow, join, positive_int("min_consumers", min_consumers))
     return Server(feeder, resolve(address, SERVER), terms)
 
 
 class Server:
     """What ``serve`` returns. It can be entered, started or run once it is closed, again."""
 
-    def __init__(self, feeder: Feeder[Any], path: Path, terms: Terms) -> None:
+    def __init__(self, feeder: Feeder[Any], path: Path, terms: ServeOptions) -> None:
         self._feeder = feeder
         self._path = path
         self._terms = terms
-        self._runtime: Runtime | None = None
+        self._runtime: EventLoopThread | None = None
         self._hub: Hub | None = None
         self._done: Future[None] = Future()
 
@@ -187,7 +187,7 @@ class Server:
         # Of engine processes that are still to be started, the memory is handed on as it is.
         passable = self._feeder._recipe.passable or Passable(self._terms.lag)
         self._feeder._pass_on(passable)
-        runtime = Runtime(read_threads=1, decode_threads=1)
+        runtime = EventLoopThread(read_threads=1, decode_threads=1)
         try:
             hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable, ring)
             self._hub = hub

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from aiofeed.core.failures import FailureLog
-from aiofeed.core.statistics import Counters, FeedStatistics
-from aiofeed.feeder.backing import Machinery, goes_on, machinery, serves, tie_memory
-from aiofeed.feeder.config import Recipe
+from aiofeed.core.statistics import EpochStats, FeedStatistics
+from aiofeed.feeder.backing import BatchPipeline, goes_on, new_pipeline, serves, tie_memory
+from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import FeedIterator, see_end
-from aiofeed.runtime.queue import Failed, Ready
-from aiofeed.sampling.epochs import Stream
-from aiofeed.sampling.feed_order import Order
-from aiofeed.sampling.state import Account, Progress
+from aiofeed.runtime.queue import FeedFailure, ReadyBatch
+from aiofeed.sampling.epochs import EpochStream
+from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import refuse_within_itself
 
@@ -25,7 +25,7 @@ BatchT = TypeVar("BatchT")
 log = logging.getLogger("aiofeed")
 
 
-class Passes(Generic[BatchT]):
+class FeederSession(Generic[BatchT]):
     """The passes of one feeder. What stands behind them is begun at the first, and used again while it can be.
 
     It is kept alive by its feeder and by the open iterator; once both are gone, the threads end.
@@ -39,18 +39,18 @@ class Passes(Generic[BatchT]):
     """
 
     def __init__(
-        self, recipe: Recipe, *, order: Order, progress: Progress, failures: FailureLog, past: Counters
+        self, recipe: FeederConfig, *, order: FeedOrder, progress: Checkpoint, failures: FailureLog, past: EpochStats
     ) -> None:
         self.recipe = recipe
         self._order = order
         self._progress = progress
         self._failures = failures
         self._past = past
-        self.pipeline: Machinery | None = None
-        self._stream: Stream | None = None
+        self.pipeline: BatchPipeline | None = None
+        self._stream: EpochStream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
-        self._account: Account | None = None
-        self.counters = Counters()
+        self._account: EpochProgress | None = None
+        self.counters = EpochStats()
         # Epochs that were finished one after the other, and the last one that is sure to be asked for.
         self._in_a_row = 0
         self._last_epoch: int | None = None
@@ -63,7 +63,7 @@ class Passes(Generic[BatchT]):
 
     def statistics(self, total: bool) -> FeedStatistics:
         """Of the current or last pass, or with ``total`` of all of them."""
-        counters = Counters()
+        counters = EpochStats()
         if total:
             counters.add(self._past)
         counters.add(self.counters)
@@ -112,8 +112,8 @@ class Passes(Generic[BatchT]):
             follows = begun.permutation is None and goes_on(self.recipe, self.pipeline)
             claimed = stream.claim(begun.schedule, start) if follows else None
         if claimed is None or stream is None:
-            claimed = Counters()
-            stream = Stream(begun.schedule, start, claimed, begun.permutation)
+            claimed = EpochStats()
+            stream = EpochStream(begun.schedule, start, claimed, begun.permutation)
         if begun.permutation is None and goes_on(self.recipe, None):
             # Before it starts: a short epoch is planned at once, and then it is too late.
             self._look_ahead(stream, start.epoch)
@@ -125,9 +125,9 @@ class Passes(Generic[BatchT]):
         self.counters = claimed
         self._progress.begin(start.epoch)
         self._failures.begin()
-        self._account = Account(begun.schedule, start, self.recipe.in_order)
+        self._account = EpochProgress(begun.schedule, start, self.recipe.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(
-            self.pipeline.delivery, claimed, observer=_Pass(self, self._account)
+            self.pipeline.delivery, claimed, observer=_SessionObserver(self, self._account)
         )
         self._iterator = weakref.ref(iterator)
         self.pipeline.watch(iterator)
@@ -149,7 +149,7 @@ class Passes(Generic[BatchT]):
             self._ended(account)
         return ended
 
-    def _ended(self, account: Account) -> None:
+    def _ended(self, account: EpochProgress) -> None:
         """The end of a pass was seen."""
         account.ended = True
         self._failures.summarise(account.start.epoch, self.counters)
@@ -157,7 +157,7 @@ class Passes(Generic[BatchT]):
         self._iterator = None
         self._in_a_row += 1
 
-    def _start_stream(self, stream: Stream) -> None:
+    def _start_stream(self, stream: EpochStream) -> None:
         old = self.pipeline
         drained = self._stream is not None and self._stream.drained()
         if old is not None and old.reusable() and drained and serves(self.recipe, old, stream):
@@ -166,12 +166,12 @@ class Passes(Generic[BatchT]):
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
             if old is not None and not old.inherited:
                 old.stop()
-            self.pipeline = machinery(self.recipe, stream, after=old)
+            self.pipeline = new_pipeline(self.recipe, stream, after=old)
             self.pipeline.watch(self)
         self._stream = stream
         self.pipeline.start(stream)
 
-    def _look_ahead(self, stream: Stream, epoch: int) -> None:
+    def _look_ahead(self, stream: EpochStream, epoch: int) -> None:
         """Allow the next epochs to be begun while this one is consumed, where they are sure or likely to come."""
         if not stream.schedule.stripe().batches:
             return  # planning epochs without a batch waits for nothing: all of them would be, at once
@@ -180,7 +180,7 @@ class Passes(Generic[BatchT]):
         elif self._in_a_row:
             stream.allow(epoch + 1)
 
-    def stop(self, reason: str) -> Machinery | None:
+    def stop(self, reason: str) -> BatchPipeline | None:
         """Close the open iterator and signal the threads to end; never blocks. Returns what is to be waited for."""
         self._close_iterator(reason)
         pipeline = self.pipeline
@@ -216,14 +216,14 @@ class Passes(Generic[BatchT]):
         return iterator if iterator is not None and iterator.live else None
 
 
-class _Pass:
+class _SessionObserver:
     """What is learnt from an iterator. Keeps the passes alive while one iterates."""
 
-    def __init__(self, passes: Passes[Any], account: Account) -> None:
+    def __init__(self, passes: FeederSession[Any], account: EpochProgress) -> None:
         self._passes = passes
         self._account = account
 
-    def handing_out(self, item: Ready) -> None:
+    def handing_out(self, item: ReadyBatch) -> None:
         passes = self._passes
         if item.failures:
             passes.counters.failures += passes._failures.add(item.failures, self._account.start.epoch)
@@ -234,10 +234,10 @@ class _Pass:
             # The iterator may be dropped then: all it could still give is the end.
             passes.pipeline.watch(passes)
 
-    def handed_out(self, item: Ready) -> None:
+    def handed_out(self, item: ReadyBatch) -> None:
         self._account.handed_out(item.number)
 
-    def failed(self, item: Failed) -> None:
+    def failed(self, item: FeedFailure) -> None:
         self._passes.counters.failures += self._passes._failures.add(item.failures, self._account.start.epoch)
         self._passes._progress.failed(self._account)
         self._passes._in_a_row = 0

@@ -38,7 +38,7 @@ def _anonymous(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class Lease(Protocol):
+class BufferLease(Protocol):
     """Where a batch's memory comes from while it is assembled."""
 
     @property
@@ -55,15 +55,15 @@ class Lease(Protocol):
         ...
 
 
-class Memory(Protocol):
+class BufferPool(Protocol):
     """Where the memory of batches comes from."""
 
-    def lease(self) -> Lease:
+    def lease(self) -> BufferLease:
         """The memory of one batch."""
         ...
 
 
-class HostMemory:
+class HostBufferPool:
     """Pageable memory for batches that the user gets; recycled when the user has let go of it.
 
     Args:
@@ -87,7 +87,7 @@ class HostMemory:
             self._collect()
             return len(self._lent)
 
-    def lease(self) -> HostMemory:
+    def lease(self) -> HostBufferPool:
         """The pool itself: nothing has to be given back."""
         return self
 
@@ -146,7 +146,7 @@ class HostMemory:
         self.clear()
 
 
-class PinnedMemory:
+class PinnedBufferPool:
     """Page-locked memory that copies read from, given back explicitly once they have.
 
     Args:
@@ -162,9 +162,9 @@ class PinnedMemory:
         self._refused = False
         self.lent = 0
 
-    def lease(self) -> PinnedLease:
+    def lease(self) -> PinnedBufferLease:
         """The memory of one batch."""
-        return PinnedLease(self)
+        return PinnedBufferLease(self)
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of page-locked memory, or of pageable memory where the machine has no more."""
@@ -210,10 +210,10 @@ class PinnedMemory:
         self.clear()
 
 
-class PinnedLease:
+class PinnedBufferLease:
     """The blocks of one batch; all of them go back at once."""
 
-    def __init__(self, memory: PinnedMemory) -> None:
+    def __init__(self, memory: PinnedBufferPool) -> None:
         self._memory = memory
         self._blocks: list[Bytes] = []
         self._lock = threading.Lock()
@@ -238,7 +238,7 @@ class PinnedLease:
             self._memory.put(blocks)
 
 
-def array(lease: Lease, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+def array(lease: BufferLease, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """A C-contiguous array in memory of the lease, contents undefined."""
     count = 1
     for size in shape:

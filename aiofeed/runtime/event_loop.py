@@ -54,7 +54,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class Runtime:
+class EventLoopThread:
     """The engine's thread: its loop, the threads that read and the threads that decode.
 
     Args:
@@ -63,7 +63,7 @@ class Runtime:
         after: a runtime that has to be gone first, so that a source is never opened twice at a time.
     """
 
-    def __init__(self, *, read_threads: int, decode_threads: int, after: Runtime | None = None) -> None:
+    def __init__(self, *, read_threads: int, decode_threads: int, after: EventLoopThread | None = None) -> None:
         self.pid = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.read_pool = ThreadPool("read", read_threads, lanes=1)

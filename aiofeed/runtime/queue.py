@@ -19,14 +19,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from aiofeed.core.errors import SampleError
-from aiofeed.core.statistics import Counters
-from aiofeed.runtime.buffers import Lease
+from aiofeed.core.statistics import EpochStats
+from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.threads import LOOK_S
 
 T = TypeVar("T")
 
 
-class Handoff(Generic[T]):
+class BatchQueue(Generic[T]):
     """Items in the order in which they were put, from any thread to one consumer.
 
     Attributes:
@@ -131,7 +131,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 @dataclass(eq=False)
-class Ready:
+class ReadyBatch:
     """A finished batch.
 
     Args:
@@ -154,19 +154,19 @@ class Ready:
     number: int
     samples: int
     batch: Any
-    lease: Lease | None = None
+    lease: BufferLease | None = None
     reserved: int = 0
-    release: Callable[[Ready], None] | None = None
-    counters: Counters = field(default_factory=Counters)
+    release: Callable[[ReadyBatch], None] | None = None
+    counters: EpochStats = field(default_factory=EpochStats)
     failures: tuple[SampleError, ...] = ()
     taken: bool = False
     left_at: float = 0.0
-    note: Callable[[Ready], bool] | None = None
+    note: Callable[[ReadyBatch], bool] | None = None
     behind: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Failed:
+class FeedFailure:
     """An error to raise at the consumer's line; nothing comes after it."""
 
     error: BaseException
@@ -175,19 +175,19 @@ class Failed:
 
 
 @dataclass(frozen=True, eq=False)
-class Ended:
+class EndOfEpoch:
     """There are no more batches of this epoch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Closed:
+class Stopped:
     """The iterator was closed while somebody waited at it."""
 
 
-Item: TypeAlias = Ready | Failed | Ended | Closed
+QueueItem: TypeAlias = ReadyBatch | FeedFailure | EndOfEpoch | Stopped
 
 
-def release(item: Ready) -> None:
+def release(item: ReadyBatch) -> None:
     """Say that a batch has left the queue; on the engine's loop, where no signal handler runs."""
     # A take that was interrupted and is repeated says it twice.
     said, item.release = item.release, None
@@ -195,13 +195,13 @@ def release(item: Ready) -> None:
         said(item)
 
 
-def drop_batches(handoff: Handoff[Item]) -> None:
+def drop_batches(handoff: BatchQueue[QueueItem]) -> None:
     """Let go of finished batches that nobody is going to take; what else is there stays."""
     others = []
     try:
         while True:
             item = handoff.get_nowait()
-            if not isinstance(item, Ready):
+            if not isinstance(item, ReadyBatch):
                 others.append(item)
     except Empty:
         pass

@@ -28,7 +28,7 @@ def retry_blocking(
         stop: ends it early, with the error.
     """
     made = 0
-    while made < policy.retries and policy.can_pass(failed):
+    while made < policy.retries and policy.is_transient(failed):
         made += 1
         if not _pause(backoff_s(made, _jitter), stop):
             break

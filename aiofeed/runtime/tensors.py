@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.core.pytree import map_leaves
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.runtime.buffers import Lease, array
+from aiofeed.core.types import HostTensor
+from aiofeed.runtime.buffers import BufferLease, array
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
 
-def as_tensor(leaf: ArrayLeaf) -> torch.Tensor:
+def as_tensor(leaf: HostTensor) -> torch.Tensor:
     """The tensor over a leaf's memory, as the user sees it; nothing is copied."""
     import torch
 
@@ -27,7 +27,7 @@ def as_tensor(leaf: ArrayLeaf) -> torch.Tensor:
 
 def as_tensors(batch: Any) -> Any:
     """A batch with every leaf of ours turned into a tensor; containers keep their types."""
-    return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is ArrayLeaf else leaf, batch)
+    return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch)
 
 
 def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
@@ -51,7 +51,7 @@ def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
         return None, None
 
 
-def stage(batch: Any, lease: Lease) -> tuple[Any, int]:
+def stage(batch: Any, lease: BufferLease) -> tuple[Any, int]:
     """A batch with its plain host tensors copied into the slot's memory, and the bytes that took.
 
     Tensors that are pinned already stay where they are: a copy can run from there.
@@ -74,7 +74,7 @@ def stage(batch: Any, lease: Lease) -> tuple[Any, int]:
         np.copyto(rows, flat)
         total += rows.nbytes
         back = tuple(int(axis) for axis in np.argsort(axes))
-        return ArrayLeaf(
+        return HostTensor(
             rows, axes=None if back == tuple(range(len(back))) else back, torch_dtype=torch_dtype, pinned=lease.pinned
         )
 

@@ -32,7 +32,7 @@ class AbandonedError(Exception):
     """Raised in the thread of a job whose result nobody wants any more."""
 
 
-class Guard:
+class JobDeadline:
     """Between a job in a decode thread and the loop that watches it.
 
     The job says which sample it is at and when it began; what a sample came to is stored inside ``commit``. Abandoning
@@ -100,19 +100,19 @@ class Guard:
 
 
 @dataclass(frozen=True, eq=False)
-class Watch:
+class JobControl:
     """Who watches a job: ``stop`` ends it after its sample; ``guard``, where there is a time limit, may abandon it."""
 
     stop: StopFlag
-    guard: Guard | None = None
+    guard: JobDeadline | None = None
 
 
-class StuckError(Exception):
+class JobStuckError(Exception):
     """Too many jobs were abandoned and still run."""
 
 
-async def run_within(
-    limit_s: float, executor: ThreadPool, work: Callable[[], T], guard: Guard
+async def run_with_sample_timeout(
+    limit_s: float, executor: ThreadPool, work: Callable[[], T], guard: JobDeadline
 ) -> tuple[T | None, int | None]:
     """What ``work`` returned; or, where a sample ran over, the position of that sample.
 
@@ -143,7 +143,7 @@ async def run_within(
         job.cancel()
         raise
     if not executor.abandon(job):
-        raise StuckError(
+        raise JobStuckError(
             f"{ABANDONED_MOST} samples took longer than {limit_s:g} s to decode and still run: the decoder hangs, "
             f"or the limit is too low for it"
         )

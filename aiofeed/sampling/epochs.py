@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
 from aiofeed.sampling.order import Permutation
 from aiofeed.sampling.schedule import Position, Schedule
@@ -17,7 +17,7 @@ from aiofeed.sampling.schedule import Position, Schedule
 class EpochBegins:
     """What follows belongs to another epoch, and is counted there."""
 
-    counters: Counters
+    counters: EpochStats
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +37,13 @@ class EpochStart:
 
     position: Position
     permutation: Permutation | None
-    counters: Counters
+    counters: EpochStats
 
 
 Step: TypeAlias = BatchPlan | EpochBegins | EpochEnds
 
 
-class Stream:
+class EpochStream:
     """The steps of an engine: an epoch, and those after it that were allowed or claimed by then.
 
     The engine's thread iterates; the consumer's thread allows and claims. Whether another epoch follows is decided
@@ -58,7 +58,7 @@ class Stream:
     """
 
     def __init__(
-        self, schedule: Schedule, start: Position, counters: Counters, permutation: Permutation | None = None
+        self, schedule: Schedule, start: Position, counters: EpochStats, permutation: Permutation | None = None
     ) -> None:
         self.schedule = schedule
         self._start = start
@@ -100,9 +100,9 @@ class Stream:
             self._begun = max(self._begun, position.epoch)
         return EpochStart(position, None, self._counters_of(position.epoch))
 
-    def _counters_of(self, epoch: int) -> Counters:
+    def _counters_of(self, epoch: int) -> EpochStats:
         with self._lock:
-            counters = self._counters.setdefault(epoch, Counters())
+            counters = self._counters.setdefault(epoch, EpochStats())
         return counters
 
     def allow(self, epoch: int) -> None:
@@ -110,7 +110,7 @@ class Stream:
         with self._lock:
             self._allowed = max(self._allowed, epoch)
 
-    def claim(self, schedule: Schedule, position: Position) -> Counters | None:
+    def claim(self, schedule: Schedule, position: Position) -> EpochStats | None:
         """Take the next epoch of this stream, if it is the one that is wanted; its counters."""
         with self._lock:
             follows = position.fresh and position.epoch == self._claimed + 1 and schedule == self.schedule
@@ -119,7 +119,7 @@ class Stream:
             self._claimed = position.epoch
             self._allowed = max(self._allowed, position.epoch)
             self._counters.pop(position.epoch - 1, None)
-            return self._counters.setdefault(position.epoch, Counters())
+            return self._counters.setdefault(position.epoch, EpochStats())
 
     def drained(self) -> bool:
         """Whether all that it gave was claimed, and no more comes."""

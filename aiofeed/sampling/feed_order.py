@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aiofeed.sampling.order import Listed
-from aiofeed.sampling.sampler import Sampling
+from aiofeed.sampling.order import ListPermutation
+from aiofeed.sampling.sampler import SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule, Shuffle
 from aiofeed.sampling.sharding import check_shard, find_shard
 
@@ -19,7 +19,7 @@ LISTED_MOST = 10_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class EpochPlan:
     """An epoch about to be iterated.
 
     Args:
@@ -30,10 +30,10 @@ class Begun:
 
     schedule: Schedule
     start: Position
-    permutation: Listed | None = None
+    permutation: ListPermutation | None = None
 
 
-class Order:
+class FeedOrder:
     """Arguments about order, checked, and what becomes of them.
 
     Raises:
@@ -58,7 +58,7 @@ class Order:
         self._base = Schedule(
             length=length, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, pad=pad
         )
-        self._sampling = None if sampler is None else Sampling(sampler, length)
+        self._sampling = None if sampler is None else SamplerAdapter(sampler, length)
         self._shard: tuple[int, int] | None = None
         if sampler is not None or shard is None:
             self._shard = (0, 1)
@@ -81,13 +81,13 @@ class Order:
             length = self._base.length if self._sampling is None else len(self._sampling)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])
 
-    def begin(self, position: Position) -> Begun:
+    def begin(self, position: Position) -> EpochPlan:
         """What the next ``iter()`` goes through, from ``position``, or the next epoch where nothing is left there."""
         if self._sampling is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
             self._warn_of_nothing(schedule)
-            return Begun(schedule, schedule.begin(position))
+            return EpochPlan(schedule, schedule.begin(position))
         if not self._began:
             self._sampling.again()
         while True:
@@ -97,7 +97,7 @@ class Order:
             if start.epoch == position.epoch:
                 self._began = False
                 self._warn_of_nothing(schedule)
-                return Begun(schedule, start, permutation)
+                return EpochPlan(schedule, start, permutation)
             position = start
 
     def settle(self, position: Position) -> Position:

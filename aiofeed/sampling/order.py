@@ -63,7 +63,7 @@ class Sequential:
         return positions
 
 
-class Listed:
+class ListPermutation:
     """A stored list of indices: a shuffled epoch, or what a sampler gave."""
 
     def __init__(self, indices: Int64) -> None:
@@ -74,16 +74,16 @@ class Listed:
         return self.indices[positions]
 
 
-def shuffled(n: int, seed: int, epoch: int) -> Listed:
+def shuffled(n: int, seed: int, epoch: int) -> ListPermutation:
     """``torch.randperm(n)`` from a generator seeded with ``seed + epoch``, as ``DistributedSampler`` shuffles."""
     import torch
 
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    return Listed(torch.randperm(n, generator=generator, device="cpu").numpy())
+    return ListPermutation(torch.randperm(n, generator=generator, device="cpu").numpy())
 
 
-class Keyed:
+class FeistelPermutation:
     """A permutation computed per position, nothing stored: a Feistel network, walked until it lands below n.
 
     Six rounds over the smallest even number of bits that holds n - 1; cycle walking (Black and Rogaway 2002) needs
@@ -122,7 +122,7 @@ def _mix_array(value: UInt64) -> UInt64:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stripe:
+class Shard:
     """One rank's part of what is left of an epoch, in batches.
 
     Args:
@@ -192,7 +192,7 @@ class PermutedOrder:
 
 
 def plans(
-    stripe: Stripe, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
+    stripe: Shard, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
 ) -> Iterator[BatchPlan]:
     """The batches of a stripe, in order, computed as they are asked for; those numbered in ``skip`` are left out.
 
@@ -216,7 +216,7 @@ def plans(
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class BatchRange:
     """Some batches at once.
 
     Args:
@@ -231,13 +231,13 @@ class Stretch:
     batch_size: int
     run: bool
 
-    def head(self, batches: int) -> Stretch:
+    def head(self, batches: int) -> BatchRange:
         """The first of them, so many at most."""
         indices = self.indices[: batches * self.batch_size]
-        return Stretch(self.numbers[:batches], indices, self.batch_size, self.run)
+        return BatchRange(self.numbers[:batches], indices, self.batch_size, self.run)
 
 
-class Stretches:
+class BatchRanges:
     """The batches of a stripe as ``plans`` gives them, but several at once, from wherever they are asked for.
 
     Args:
@@ -246,7 +246,7 @@ class Stretches:
         skip: numbers that are left out.
     """
 
-    def __init__(self, stripe: Stripe, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
+    def __init__(self, stripe: Shard, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
         self._stripe = stripe
         self._permute = permute
         self._permutation: Permutation | None = None
@@ -255,7 +255,7 @@ class Stretches:
         self._block: Int64 = np.empty(0, np.int64)
         self._of = range(0)
 
-    def at(self, first: int, most: int) -> Stretch | None:
+    def at(self, first: int, most: int) -> BatchRange | None:
         """Up to ``most`` batches, the first of them number ``first`` or the next that is not left out."""
         stripe, skip = self._stripe, self._skip
         while first in skip:
@@ -271,7 +271,7 @@ class Stretches:
             indices = self._indices(first, count)
         # With one rank there is no padding, so that positions that follow one another are a run.
         run = isinstance(self._permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
-        return Stretch(numbers, indices, stripe.batch_size, run)
+        return BatchRange(numbers, indices, stripe.batch_size, run)
 
     def _indices(self, first: int, count: int) -> Int64:
         """Of ``count`` batches from ``first`` on. A view of memory that is not written to again."""

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from aiofeed.core.errors import StateError
-from aiofeed.sampling.order import Listed
+from aiofeed.sampling.order import ListPermutation
 from aiofeed.sampling.schedule import digest, listed
 
 
-class Sampling:
+class SamplerAdapter:
     """A sampler, and what is needed to list the same epoch again.
 
     What decides an epoch's list is its ``set_epoch``, its ``state_dict`` or its ``generator``, whichever it has; what
@@ -48,7 +48,7 @@ class Sampling:
         except TypeError:
             raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none") from None
 
-    def list_epoch(self, epoch: int, *, resumed: bool) -> Listed:
+    def list_epoch(self, epoch: int, *, resumed: bool) -> ListPermutation:
         """The indices of an epoch, in order.
 
         Args:
@@ -80,7 +80,7 @@ class Sampling:
         self._last = (epoch, before)
         return indices
 
-    def _list(self) -> tuple[Listed, dict[str, Any]]:
+    def _list(self) -> tuple[ListPermutation, dict[str, Any]]:
         before = self._before()
         indices = listed(list(self._sampler), self._length)
         return indices, before | {"digest": digest(indices)}

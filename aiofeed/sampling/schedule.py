@@ -17,12 +17,12 @@ import numpy as np
 
 from aiofeed.core.types import BatchPlan
 from aiofeed.sampling.order import (
-    Keyed,
-    Listed,
+    BatchRanges,
+    FeistelPermutation,
+    ListPermutation,
     Permutation,
     Sequential,
-    Stretches,
-    Stripe,
+    Shard,
     epoch_seed,
     plans,
     shuffled,
@@ -79,9 +79,9 @@ class Schedule:
     rank: int = 0
     world_size: int = 1
 
-    def stripe(self, consumed: int = 0) -> Stripe:
+    def stripe(self, consumed: int = 0) -> Shard:
         """What is left for this rank after ``consumed`` positions."""
-        return Stripe(
+        return Shard(
             length=self.length,
             batch_size=self.batch_size,
             rank=self.rank,
@@ -96,16 +96,16 @@ class Schedule:
         permute = self._permute(start, listed)
         return plans(self.stripe(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
 
-    def stretches(self, start: Position, listed: Permutation | None = None) -> Stretches:
+    def stretches(self, start: Position, listed: Permutation | None = None) -> BatchRanges:
         """The same batches, to be had several at once."""
-        return Stretches(self.stripe(start.consumed), self._permute(start, listed), start.ahead)
+        return BatchRanges(self.stripe(start.consumed), self._permute(start, listed), start.ahead)
 
     def _permute(self, start: Position, listed: Permutation | None) -> Callable[[], Permutation]:
         return partial(self._permutation, start.epoch) if listed is None else partial(_given, listed)
 
     def _permutation(self, epoch: int) -> Permutation:
         if self.shuffle == "keyed":
-            return Keyed(self.length, self.seed, epoch)
+            return FeistelPermutation(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else Sequential()
 
     def after(self, start: Position, number: int, others: Set[int] | None = None) -> Position:
@@ -137,7 +137,7 @@ def _given(permutation: Permutation) -> Permutation:
     return permutation
 
 
-def listed(indices: Sequence[int], length: int) -> Listed:
+def listed(indices: Sequence[int], length: int) -> ListPermutation:
     """A sampler's indices; ``ValueError`` where one is outside the source, ``TypeError`` where one is no index."""
     try:
         array = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
@@ -146,10 +146,10 @@ def listed(indices: Sequence[int], length: int) -> Listed:
     if array.size and (array.min() < 0 or array.max() >= length):
         wrong = int(array[(array < 0) | (array >= length)][0])
         raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} samples")
-    return Listed(array)
+    return ListPermutation(array)
 
 
-def digest(permutation: Listed) -> str:
+def digest(permutation: ListPermutation) -> str:
     """What identifies a sampler's list."""
     return hashlib.sha256(permutation.indices.tobytes()).hexdigest()[:32]
 

@@ -135,7 +135,7 @@ def _shuffle(value: Any) -> Shuffle:
     raise ValueError(f"shuffle is {value!r}")
 
 
-class Account:
+class EpochProgress:
     """What one pass has handed out. Told of every batch, so it only takes note; where it stands is worked out if asked.
 
     Args:
@@ -187,7 +187,7 @@ class Account:
 
 
 @dataclass(eq=False)
-class Progress:
+class Checkpoint:
     """Where a feeder stands, what the next ``iter()`` begins with, and what a state says meanwhile.
 
     Args:
@@ -200,7 +200,7 @@ class Progress:
     """
 
     start: Position = field(default_factory=Position)
-    account: Account | None = None
+    account: EpochProgress | None = None
     loaded: Position | None = None
     coming: int = 0
     current: int = 0
@@ -243,7 +243,7 @@ class Progress:
             if discarded or self.reported.fresh:
                 self._report(Position(epoch))
 
-    def follow(self, account: Account) -> None:
+    def follow(self, account: EpochProgress) -> None:
         """A pass hands out its first batch: from now on it says where the feeder stands.
 
         A position that was loaded, or an epoch that was chosen, after the pass was begun counts at the next one.
@@ -254,7 +254,7 @@ class Progress:
         if self.loaded is None:
             self.account = account
 
-    def failed(self, account: Account) -> None:
+    def failed(self, account: EpochProgress) -> None:
         """A pass ends with an error: it stands at the batch that failed, be it the first."""
         if not account.began and not self.chosen:
             self._report(account.start)

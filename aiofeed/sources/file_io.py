@@ -47,7 +47,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Rules:
+class ReadRules:
     """What a source's files have to keep to.
 
     Args:
@@ -61,7 +61,7 @@ class Rules:
     root: str | None = None
 
 
-_ANY = Rules()
+_ANY = ReadRules()
 
 
 def settled_by(now: float) -> float:
@@ -69,7 +69,7 @@ def settled_by(now: float) -> float:
     return now - SETTLED_S if _TELLS_CHANGES else 0.0
 
 
-def read_settled(path: str, rules: Rules, since: float) -> bytes | None:
+def read_settled(path: str, rules: ReadRules, since: float) -> bytes | None:
     """What ``read_file`` gives, sooner, of a tiny file that has not changed since ``since``; ``None`` of any other.
 
     Raises:
@@ -92,7 +92,7 @@ def read_settled(path: str, rules: Rules, since: float) -> bytes | None:
     return data if settled and len(data) == size == seen.st_size else None
 
 
-def read_file(path: str, rules: Rules = _ANY) -> bytes:
+def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
     """The contents of a regular file, to its end: sizes are only hints (files of /proc, short reads).
 
     Raises:
@@ -123,7 +123,7 @@ def read_file(path: str, rules: Rules = _ANY) -> bytes:
         os.close(descriptor)
 
 
-def read_group(reader: GroupReader, paths: Sequence[str], rules: Rules) -> Sequence[bytes | None] | None:
+def read_group(reader: GroupReader, paths: Sequence[str], rules: ReadRules) -> Sequence[bytes | None] | None:
     """What ``read_file`` gives, of all small files at once; ``None`` of one that it has to be asked for, or of all."""
     if rules.follow_symlinks:
         return reader.read(paths, _FLAGS, rules.max_bytes)

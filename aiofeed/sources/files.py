@@ -14,7 +14,7 @@ from aiofeed.core.limits import positive_int
 from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
-    Rules,
+    ReadRules,
     beneath,
     read_file,
     read_group,
@@ -72,7 +72,7 @@ class Files:
         if not isinstance(follow_symlinks, bool):
             raise TypeError(f"follow_symlinks must be True or False, got {follow_symlinks!r}")
         self.root = None if root is None else os.fspath(root)
-        self._rules = Rules(positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
+        self._rules = ReadRules(positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
         self.paths = [_path(path, position) for position, path in enumerate(paths)]
         if self.root is not None:
             self.paths = [beneath(self.root, path) for path in self.paths]
@@ -179,7 +179,7 @@ def _path(value: object, position: int) -> str:
 
 
 def _read_files_blocking(
-    paths: Sequence[str], rules: Rules, reader: GroupReader | None
+    paths: Sequence[str], rules: ReadRules, reader: GroupReader | None
 ) -> tuple[list[bytes | OSError], float]:
     started = time.perf_counter()
     contents: list[bytes | OSError] = []
@@ -201,6 +201,6 @@ def _read_files_blocking(
     return contents, time.perf_counter() - started
 
 
-_read_files: Callable[[Sequence[str], Rules, GroupReader | None], Awaitable[tuple[list[bytes | OSError], float]]] = (
-    wrap(_read_files_blocking)
-)
+_read_files: Callable[
+    [Sequence[str], ReadRules, GroupReader | None], Awaitable[tuple[list[bytes | OSError], float]]
+] = wrap(_read_files_blocking)

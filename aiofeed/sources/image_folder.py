@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from aiofeed.sources.file_io import MAX_BYTES, Rules
+from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
 
 # torchvision's list, so that both give a sample the same index.
@@ -66,7 +66,7 @@ class ImageFolder(Files):
         super().__init__(paths, targets, follow_symlinks=follow_symlinks, max_bytes=max_bytes)
         # The paths were found below the root: there is nothing to join, nor to look at twice.
         self.root = root
-        self._rules = Rules(max_bytes, follow_symlinks, root)
+        self._rules = ReadRules(max_bytes, follow_symlinks, root)
 
     def __repr__(self) -> str:
         return f"ImageFolder({self.root!r}: {len(self)} files, {len(self.classes)} classes)"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.devices.copier import Copier, InFlight
+from aiofeed.core.types import HostTensor
+from aiofeed.devices.copier import Copier, PendingCopy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -75,10 +75,10 @@ def check_copier(
         WrongBytesError: a checksum differs.
     """
     rng = np.random.default_rng(seed)
-    consumer = _Consumer(backend, streams, slow, batches, shape)
+    consumer = _CopyConsumer(backend, streams, slow, batches, shape)
     mover = copier(backend, consumer.transform)
     free = deque(_Slot(_memory(backend, consumer.slot_bytes)) for _ in range(_SLOTS))
-    flying: deque[InFlight] = deque()
+    flying: deque[PendingCopy] = deque()
     expected: list[list[int]] = []
     for _ in range(batches):
         slot = free.popleft()
@@ -99,7 +99,7 @@ def check_copier(
         raise WrongBytesError(wrong, batches)
 
 
-class _Consumer:
+class _CopyConsumer:
     """What the training code does: take a batch, launch work on it, drop it."""
 
     def __init__(
@@ -136,10 +136,10 @@ class _Consumer:
         weighted = ((torch.from_numpy(images).to(torch.int64) * 2 + 1) * self.host_weights).sum()
         sums = [int(weighted), int(labels.sum()), int(others.sum())]
         batch = (
-            {"images": ArrayLeaf(images, axes=(0, 3, 1, 2), pinned=True)},
+            {"images": HostTensor(images, axes=(0, 3, 1, 2), pinned=True)},
             [
-                ArrayLeaf(labels, pinned=True),
-                torch.from_numpy(others.copy()) if plain else ArrayLeaf(others, pinned=True),
+                HostTensor(labels, pinned=True),
+                torch.from_numpy(others.copy()) if plain else HostTensor(others, pinned=True),
             ],
             "a key",
         )
@@ -153,7 +153,7 @@ class _Consumer:
         # Whole numbers below 2**24: float32 holds them exactly.
         return {"images": named["images"].to(torch.float32) * 2 + 1}, rest, key
 
-    def take(self, mover: Copier, in_flight: InFlight) -> None:
+    def take(self, mover: Copier, in_flight: PendingCopy) -> None:
         number, self.taken = self.taken, self.taken + 1
         with self.backend.on(self.streams[number // _SWITCH % len(self.streams)]):
             if number // _PHASE % 2:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.devices.backend import HostBackend
+from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.testing.copier_check import WrongBytesError
@@ -79,9 +79,9 @@ def check_feeder(
     """
     found = resolve_devices(device)
     backends: list[DeviceBackend]
-    backends = list(found.backends) if isinstance(found, DeviceGroup) else [found or HostBackend()]
+    backends = list(found.backends) if isinstance(found, DeviceGroup) else [found or CpuBackend()]
     consumers = [
-        _Consumer(backend, streams(backend) if streams else [backend.current_stream()], slow, batches)
+        _FeedConsumer(backend, streams(backend) if streams else [backend.current_stream()], slow, batches)
         for backend in backends
     ]
     source = Checked(batches // 2 * batch_size)
@@ -102,7 +102,7 @@ def check_feeder(
     return feeder
 
 
-def _train(feeder: Feeder[Any], consumers: Sequence[_Consumer], *, several: bool) -> int:
+def _train(feeder: Feeder[Any], consumers: Sequence[_FeedConsumer], *, several: bool) -> int:
     """Two epochs; how many batches they had. With ``several`` devices a batch has a part for each."""
     number = 0
     for _ in feeder.epochs(2):
@@ -123,7 +123,7 @@ def _train(feeder: Feeder[Any], consumers: Sequence[_Consumer], *, several: bool
 class _streams:  # noqa: N801 - used as a function
     """Every consumer's stream of the moment, as the current one of its device."""
 
-    def __init__(self, consumers: Sequence[_Consumer], number: int) -> None:
+    def __init__(self, consumers: Sequence[_FeedConsumer], number: int) -> None:
         self._contexts = [consumer.backend.on(consumer.stream(number)) for consumer in consumers]
 
     def __enter__(self) -> None:
@@ -151,7 +151,7 @@ class _Transform:
         return {"rows": rows.to(torch.float32) * 2 + 1, "labels": labels}
 
 
-class _Consumer:
+class _FeedConsumer:
     """The training of one device: launches work on a part, and keeps nothing of it."""
 
     def __init__(
@@ -187,7 +187,7 @@ class _Consumer:
         return found
 
 
-def _compare(source: Checked, consumers: Sequence[_Consumer], batches: int) -> None:
+def _compare(source: Checked, consumers: Sequence[_FeedConsumer], batches: int) -> None:
     seen = sum(consumer.seen() for consumer in consumers)
     assert isinstance(seen, np.ndarray)
     size = len(source) // (batches // 2)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from aiofeed.testing.simulated_memory import POISON, Allocator
-from aiofeed.testing.simulated_streams import Latency, Queued, Schedule, SimulatedEvent, SimulatedStream
+from aiofeed.testing.simulated_streams import Latency, Queued, SimulatedEvent, SimulatedStream, StreamSchedule
 from aiofeed.testing.simulated_tensor import SimulatedTensor
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SimulatedDevice:
     ) -> None:
         self.name = f"simulated:{index}"
         self.device = torch.device("cpu")
-        self._schedule = Schedule(seed, latency)
+        self._schedule = StreamSchedule(seed, latency)
         self._memory = Allocator(memory_bytes, self._schedule)
         self._local = threading.local()
         self._pin_fails = pin_fails

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from aiofeed.testing.simulated_streams import Schedule, SimulatedEvent, SimulatedStream
+from aiofeed.testing.simulated_streams import SimulatedEvent, SimulatedStream, StreamSchedule
 
 POISON = 0xDB
 """What fresh and freed memory reads as, byte by byte."""
@@ -14,7 +14,7 @@ POISON = 0xDB
 _GRAIN = 512  # bytes; CUDA's allocator rounds to this, so that blocks of about the same size serve each other
 
 
-class Block:
+class MemoryBlock:
     """A piece of device memory. Belongs to the stream on which it was first allocated."""
 
     __slots__ = ("bytes", "held", "stream", "users")
@@ -30,12 +30,12 @@ class Block:
         self.bytes.fill_(POISON)
 
 
-class Handle:
+class BlockHandle:
     """One allocation: the tensors that share it hold it, and it reports when the last of them is gone."""
 
     __slots__ = ("_dropped", "block")
 
-    def __init__(self, block: Block, dropped: deque[Block]) -> None:
+    def __init__(self, block: MemoryBlock, dropped: deque[MemoryBlock]) -> None:
         self.block = block
         self._dropped = dropped
 
@@ -52,22 +52,22 @@ class Allocator:
         schedule: where poisoning is queued, and what knows how far the streams are.
     """
 
-    def __init__(self, limit_bytes: int | None, schedule: Schedule) -> None:
+    def __init__(self, limit_bytes: int | None, schedule: StreamSchedule) -> None:
         self.limit_bytes = limit_bytes
         self._schedule = schedule
-        self._free: dict[tuple[SimulatedStream, int], list[Block]] = {}
-        self._waiting: dict[SimulatedStream, deque[tuple[SimulatedEvent, Block]]] = {}
-        self._dropped: deque[Block] = deque()
+        self._free: dict[tuple[SimulatedStream, int], list[MemoryBlock]] = {}
+        self._waiting: dict[SimulatedStream, deque[tuple[SimulatedEvent, MemoryBlock]]] = {}
+        self._dropped: deque[MemoryBlock] = deque()
         self.allocated_bytes = 0
         self.reserved_bytes = 0
 
-    def allocate(self, nbytes: int, stream: SimulatedStream) -> Handle:
+    def allocate(self, nbytes: int, stream: SimulatedStream) -> BlockHandle:
         """Memory for work on ``stream``; its contents are poison, or what the last owner left."""
         nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self.collect()
         block = self._take(nbytes, stream) or self._reserve(nbytes, stream)
         self.allocated_bytes += nbytes
-        return Handle(block, self._dropped)
+        return BlockHandle(block, self._dropped)
 
     def collect(self) -> None:
         """Take back what was dropped, and what other streams have finished with."""
@@ -87,16 +87,16 @@ class Allocator:
                 if block.users == 0:
                     self._give_back(block)
 
-    def _give_back(self, block: Block) -> None:
+    def _give_back(self, block: MemoryBlock) -> None:
         # Work that the owning stream still has in its queue may use the memory, so the poison queues behind it.
         self._schedule.append(block.stream, block.poison)
         self._free.setdefault((block.stream, len(block.bytes)), []).append(block)
 
-    def _take(self, nbytes: int, stream: SimulatedStream) -> Block | None:
+    def _take(self, nbytes: int, stream: SimulatedStream) -> MemoryBlock | None:
         blocks = self._free.get((stream, nbytes))
         return blocks.pop() if blocks else None
 
-    def _reserve(self, nbytes: int, stream: SimulatedStream) -> Block:
+    def _reserve(self, nbytes: int, stream: SimulatedStream) -> MemoryBlock:
         if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
             # As CUDA does: wait for what other streams hold, then return the cache to the system.
             for waiting in self._waiting.values():
@@ -113,4 +113,4 @@ class Allocator:
                     f"{self.limit_bytes} in use"
                 )
         self.reserved_bytes += nbytes
-        return Block(nbytes, stream)
+        return MemoryBlock(nbytes, stream)

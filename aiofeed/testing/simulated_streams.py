@@ -24,7 +24,7 @@ _WEATHER_TURNS = 400
 class SimulatedEvent:
     """A mark in a stream of a ``SimulatedDevice``."""
 
-    def __init__(self, schedule: Schedule, stream: SimulatedStream) -> None:
+    def __init__(self, schedule: StreamSchedule, stream: SimulatedStream) -> None:
         self._schedule = schedule
         self.stream = stream
         self.done = False
@@ -68,7 +68,7 @@ class Queued:
         self.turns = turns
 
 
-class Schedule:
+class StreamSchedule:
     """The streams of a device, and who gets on with its work while the host does something.
 
     Args:

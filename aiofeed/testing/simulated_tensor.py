@@ -11,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from aiofeed.testing.simulated_device import SimulatedDevice
-    from aiofeed.testing.simulated_memory import Handle
+    from aiofeed.testing.simulated_memory import BlockHandle
 
 
 class SimulatedTensor(torch.Tensor):
@@ -25,10 +25,10 @@ class SimulatedTensor(torch.Tensor):
 
     simulated: SimulatedDevice
     raw: torch.Tensor
-    handle: Handle
+    handle: BlockHandle
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor, handle: Handle, simulated: SimulatedDevice) -> SimulatedTensor:
+    def __new__(cls, raw: torch.Tensor, handle: BlockHandle, simulated: SimulatedDevice) -> SimulatedTensor:
         """A tensor over ``raw``, plain memory that ``handle`` keeps from being used again."""
         make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
         tensor = make(

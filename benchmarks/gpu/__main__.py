@@ -72,9 +72,9 @@ def why_not() -> str:
     """Why there is no CUDA device; empty where there is one."""
     import torch
 
-    from aiofeed.devices.resolve import why_none
+    from aiofeed.devices.resolve import explain_no_accelerator
 
-    return "" if torch.cuda.is_available() else why_none()
+    return "" if torch.cuda.is_available() else explain_no_accelerator()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -43,9 +43,9 @@ def versions() -> list[str]:
 
 def driver() -> str:
     """The driver's version."""
-    from aiofeed.diagnostics.environment import surroundings
+    from aiofeed.diagnostics.environment import environment
 
-    return surroundings().nvidia_driver or asked("driver_version") or f"unknown ({platform.system()})"
+    return environment().nvidia_driver or asked("driver_version") or f"unknown ({platform.system()})"
 
 
 def bus(backend: DeviceBackend) -> str:
@@ -69,9 +69,9 @@ def asked(fields: str, index: int = 0) -> str:
 
 def decoder() -> str:
     """What decodes plain JPEGs: aiofeed's own library, simplejpeg, or Pillow."""
-    from aiofeed.diagnostics.environment import surroundings
+    from aiofeed.diagnostics.environment import environment
 
-    around = surroundings()
+    around = environment()
     if around.pillow is None:
         return "nobody"
     found = around.decoders

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from aiofeed.devices.backend import DeviceBackend, HostBackend
+from aiofeed.devices.backend import CpuBackend, DeviceBackend
 from aiofeed.devices.resolve import resolve_devices
 from benchmarks.figures import turns
 
@@ -44,7 +44,7 @@ class Setup:
     @property
     def backend(self) -> DeviceBackend:
         """The device's backend; the host's where there is no other."""
-        return cast("DeviceBackend", resolve_devices(self.device) or HostBackend())
+        return cast("DeviceBackend", resolve_devices(self.device) or CpuBackend())
 
     @property
     def on_cuda(self) -> bool:

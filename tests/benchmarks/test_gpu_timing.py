@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from aiofeed.devices.backend import HostBackend
+from aiofeed.devices.backend import CpuBackend
 from aiofeed.testing import SimulatedDevice
 from benchmarks.gpu import apart, clock, memory, timeline, trace
 from benchmarks.gpu.part import Task
@@ -84,7 +84,7 @@ class TestDrive:
         clock.drive(device.mark, device.batches(0.0), step, settle=1, steps=5)
         assert device.waited == [1.0, 2.0, 3.0, 4.0, 6.0]
 
-    @pytest.mark.parametrize("backend", [HostBackend(), SimulatedDevice(latency="late")])
+    @pytest.mark.parametrize("backend", [CpuBackend(), SimulatedDevice(latency="late")])
     def test_where_events_have_no_times_the_host_waits(self, backend: Any) -> None:
         """What is queued has run before its end is noted."""
         mark = clock.marker(backend)

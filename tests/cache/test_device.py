@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import CacheError, DecodeImage, DeviceCopyError, FailurePolicy, Feeder, Files, Limits, Tensors
-from aiofeed.engine.resident.pipeline import Resident
-from aiofeed.feeder.pipeline import Pipeline
+from aiofeed.engine.resident.pipeline import ResidentPipeline
+from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.epochs_beside import same_after
 
@@ -128,7 +128,7 @@ def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, targ
     with plain, feeder:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._passes.pipeline, Resident) == (epoch > 0)
+            assert isinstance(feeder._passes.pipeline, ResidentPipeline) == (epoch > 0)
         assert feeder.statistics().bytes_read == 0
     probes = 0 if isinstance(decode, Planar) else 1
     assert sum(source.reads.values()) == 22 + probes
@@ -195,7 +195,7 @@ def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
     with feeder:
         for epoch in feeder.epochs(4):
             assert len([flat(batch) for batch in feeder]) == 6
-            assert isinstance(feeder._passes.pipeline, Resident if epoch else Pipeline)
+            assert isinstance(feeder._passes.pipeline, ResidentPipeline if epoch else StreamingPipeline)
         assert source.reads == Counter([*range(22), 0])
 
 
@@ -225,7 +225,7 @@ def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
     with cached, plain:
         for _ in range(12):
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
-        assert isinstance(cached._passes.pipeline, Resident)
+        assert isinstance(cached._passes.pipeline, ResidentPipeline)
     assert source.reads - Counter([0]) == Counter(range(40)) - (Counter([0]) if source.reads[0] == 1 else Counter())
 
 
@@ -236,7 +236,7 @@ def test_a_shard_that_never_changes_is_resident_from_the_second_epoch() -> None:
     with feeder:
         first = [flat(batch) for batch in feeder]
         assert [flat(batch) for batch in feeder] == first
-        assert isinstance(feeder._passes.pipeline, Resident)
+        assert isinstance(feeder._passes.pipeline, ResidentPipeline)
     assert set(source.reads) == {0, *range(1, 40, 2)}
 
 
@@ -493,9 +493,9 @@ def test_a_pickled_feeder_begins_without() -> None:
         other = pickle.loads(pickle.dumps(feeder))
     with other:
         assert [flat(batch) for batch in other] == first
-        assert isinstance(other._passes.pipeline, Pipeline)
+        assert isinstance(other._passes.pipeline, StreamingPipeline)
         assert [flat(batch) for batch in other] == first
-        assert isinstance(other._passes.pipeline, Resident)
+        assert isinstance(other._passes.pipeline, ResidentPipeline)
 
 
 @DEVICES
@@ -509,7 +509,7 @@ def test_a_sampler_is_respected(kind: str | None) -> None:
     with feeder, plain:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._passes.pipeline, Resident) == (epoch > 0)
+            assert isinstance(feeder._passes.pipeline, ResidentPipeline) == (epoch > 0)
 
 
 @pytest.mark.parametrize("latency", LATENCIES)

@@ -80,7 +80,7 @@ def test_max_failures_is_a_count_or_a_part(most: float, length: int, allowed: in
 )
 def test_what_can_pass(error: BaseException, passes: bool) -> None:
     """Input/output and network errors may be gone in a moment; a missing file and a broken image may not."""
-    assert FailurePolicy(retries=1, retry_on=(KeyError,)).can_pass(error) is passes
+    assert FailurePolicy(retries=1, retry_on=(KeyError,)).is_transient(error) is passes
 
 
 def test_pauses_double_up_to_a_limit_with_jitter() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed.core.limits import MIB, Limits, resolve
+from aiofeed.core.limits import MIB, Limits, resolve_limits
 
 
 @pytest.mark.parametrize("name", ["read_concurrency", "decode_threads", "prefetch_batches", "memory_bytes"])
@@ -28,21 +28,21 @@ def test_numpys_ints_are_ints() -> None:
 
 def test_what_is_left_open_is_chosen() -> None:
     """Threads by cores, reads by batch, memory by what is free."""
-    chosen = resolve(Limits(), batch_size=128, cpus=6, free_memory=1024 * MIB)
+    chosen = resolve_limits(Limits(), batch_size=128, cpus=6, free_memory=1024 * MIB)
     assert (chosen.decode_threads, chosen.read_concurrency, chosen.memory_bytes) == (6, 128, 256 * MIB)
 
 
 def test_what_is_said_is_kept() -> None:
     """A limit of the user's is never changed."""
     said = Limits(read_concurrency=3, decode_threads=5, prefetch_batches=7, memory_bytes=11, device_batches=13)
-    chosen = resolve(said, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
+    chosen = resolve_limits(said, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
     assert vars(chosen) == {**vars(said), "decode_threads": 5}
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 256, 1000])
 def test_defaults_stay_within_five_slots(batch_size: int) -> None:
     """Two wait, one is read, one more; with the user's that is five, however large the batch is."""
-    chosen = resolve(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30)
+    chosen = resolve_limits(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30)
     if batch_size >= 64:
         assert chosen.batches_in_flight(batch_size) + 1 <= 5
     # Slots are taken by batches that may be decoded, which are those that may wait.
@@ -51,7 +51,7 @@ def test_defaults_stay_within_five_slots(batch_size: int) -> None:
 
 def test_a_dataset_gets_the_threads_it_allows() -> None:
     """One thread unless the dataset says more, and never more than it says."""
-    assert resolve(Limits(), batch_size=1, cpus=8, free_memory=1, most_threads=1).decode_threads == 1
-    assert resolve(Limits(), batch_size=1, cpus=2, free_memory=1, most_threads=4).decode_threads == 4
+    assert resolve_limits(Limits(), batch_size=1, cpus=8, free_memory=1, most_threads=1).decode_threads == 1
+    assert resolve_limits(Limits(), batch_size=1, cpus=2, free_memory=1, most_threads=4).decode_threads == 4
     limits = Limits(decode_threads=8)
-    assert resolve(limits, batch_size=1, cpus=2, free_memory=1, most_threads=4).decode_threads == 4
+    assert resolve_limits(limits, batch_size=1, cpus=2, free_memory=1, most_threads=4).decode_threads == 4

@@ -9,7 +9,7 @@ import torch
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves
-from aiofeed.core.types import ArrayLeaf
+from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import TorchBackend
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.resolve import resolve_device
@@ -105,11 +105,11 @@ class TestBackend:
         memory[:] = 7
         copier = Copier(backend)
         # The device's memory is there from now on: to get it from the driver may take until the device idles.
-        copier.deliver(copier.issue(ArrayLeaf(memory, pinned=True)))
+        copier.deliver(copier.issue(HostTensor(memory, pinned=True)))
         torch.cuda.synchronize()
         with backend.on(backend.side_stream()):
             torch.cuda._sleep(500_000_000)
-        in_flight = copier.issue(ArrayLeaf(memory, pinned=True))
+        in_flight = copier.issue(HostTensor(memory, pinned=True))
         batch = copier.deliver(in_flight)
         assert not in_flight.copied.query()
         assert bool((batch == 7).all())
@@ -174,7 +174,7 @@ class TestCopier:
             return images.to(torch.bfloat16) / 255
 
         copier = Copier(backend, normalise)
-        leaf = ArrayLeaf(memory.reshape(2, 4, 5, 3), axes=(0, 3, 1, 2), pinned=True)
+        leaf = HostTensor(memory.reshape(2, 4, 5, 3), axes=(0, 3, 1, 2), pinned=True)
         found = copier.deliver(copier.issue(leaf))
         assert seen == [((2, 3, 4, 5), torch.uint8, True)]
         expected = torch.from_numpy(memory.reshape(2, 4, 5, 3)).permute(0, 3, 1, 2).to(backend.device)

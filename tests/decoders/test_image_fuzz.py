@@ -31,8 +31,8 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.decoders.native_jpeg import native_decoder
 from aiofeed.decoders.pillow import FORMATS
 from aiofeed.decoders.simplejpeg import jpeg_decoder
-from aiofeed.engine.fetch.source import BytesFetcher
-from aiofeed.runtime.time_limits import StopFlag, Watch
+from aiofeed.engine.fetch.source import SourceFetcher
+from aiofeed.runtime.time_limits import JobControl, StopFlag
 from tests.support.paths import ROOT
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX: a look at peak memory")
@@ -322,10 +322,10 @@ class Sink:
 
 
 def through_fetcher(decoder: DecodeImage, data: bytes) -> np.ndarray[Any, Any] | DecodeError:
-    """What ``BytesFetcher`` makes of it: a picture, or an error by name. Anything else is raised here."""
-    fetcher = BytesFetcher(OneImage(), decoder, in_place=False)
+    """What ``SourceFetcher`` makes of it: a picture, or an error by name. Anything else is raised here."""
+    fetcher = SourceFetcher(OneImage(), decoder, in_place=False)
     plan, sink = BatchPlan(0, [0], [0], 1), Sink()
-    outcome = fetcher.decode(plan, 0, [data], sink, Watch(StopFlag()))  # type: ignore[arg-type]
+    outcome = fetcher.decode(plan, 0, [data], sink, JobControl(StopFlag()))  # type: ignore[arg-type]
     if outcome.errors:
         [(_, error)] = outcome.errors
         if not isinstance(error, DecodeError) or "the damaged image" not in str(error) or not str(error.__cause__):

@@ -12,8 +12,8 @@ import torch
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.devices.copier import Copier, InFlight
+from aiofeed.core.types import HostTensor
+from aiofeed.devices.copier import Copier, PendingCopy
 from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier
 
 
@@ -227,7 +227,7 @@ class TestBatches:
         """Tuples, lists, dicts, named tuples and dataclasses keep their types; what is no tensor passes through."""
         marker = object()
         batch = (
-            [torch.arange(3), {"a": ArrayLeaf(np.arange(4))}],
+            [torch.arange(3), {"a": HostTensor(np.arange(4))}],
             Pair(torch.tensor(1.5), marker),
             Sample(torch.ones(2, 2), "key"),
             None,
@@ -247,7 +247,7 @@ class TestBatches:
     def test_memory_is_copied_as_it_lies(self):
         """Axes make an [N, 3, H, W] view in channels_last memory of a flat copy, and nothing is transposed."""
         memory = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
-        images = fetch(Copier(SimulatedDevice()), ArrayLeaf(memory, axes=(0, 3, 1, 2)))
+        images = fetch(Copier(SimulatedDevice()), HostTensor(memory, axes=(0, 3, 1, 2)))
         assert images.shape == (2, 3, 4, 5)
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(images.cpu(), torch.from_numpy(memory).permute(0, 3, 1, 2))
@@ -255,7 +255,7 @@ class TestBatches:
     def test_dtypes_that_numpy_lacks(self):
         """Memory may hold elements of a torch dtype."""
         values = torch.tensor([[1.0, -2.5], [3.0, 0.125]], dtype=torch.bfloat16)
-        leaf = ArrayLeaf(values.view(torch.int16).numpy(), axes=(1, 0), torch_dtype="bfloat16")
+        leaf = HostTensor(values.view(torch.int16).numpy(), axes=(1, 0), torch_dtype="bfloat16")
         found = fetch(Copier(SimulatedDevice()), leaf)
         assert found.dtype is torch.bfloat16
         assert torch.equal(found.cpu(), values.t())
@@ -283,7 +283,7 @@ class TestBatches:
         simulated = SimulatedDevice()
         copier = Copier(simulated, lambda batch: {"x": (batch[0].float() / 255 - 0.5, batch[1])})
         images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
-        found = fetch(copier, (ArrayLeaf(images, axes=(0, 3, 1, 2)), "key"))
+        found = fetch(copier, (HostTensor(images, axes=(0, 3, 1, 2)), "key"))
         assert found["x"][1] == "key"
         assert found["x"][0].is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(found["x"][0].cpu(), torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - 0.5)
@@ -320,7 +320,7 @@ class TestErrors:
     def test_a_failing_copy_is_named(self):
         """The error gives device, shape and dtype, and chains the cause."""
         copier = Copier(SimulatedDevice(copy_fails_at=2))
-        leaf = ArrayLeaf(np.zeros((2, 3), np.float32))
+        leaf = HostTensor(np.zeros((2, 3), np.float32))
         with pytest.raises(DeviceCopyError, match=r"shape \[2, 3\] and dtype torch.float32 to simulated:0") as caught:
             copier.issue([torch.ones(1), leaf])
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -365,6 +365,6 @@ def test_in_flight_says_when_host_memory_is_free():
     """``copied`` is a separate event, complete before a slow transform is."""
     simulated = SimulatedDevice(latency="late")
     in_flight = Copier(simulated, lambda batch: (simulated.sleep(), batch)[1]).issue(torch.ones(2))
-    assert isinstance(in_flight, InFlight)
+    assert isinstance(in_flight, PendingCopy)
     in_flight.copied.synchronize()
     assert not in_flight.ready.done

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.devices.backend import HostBackend
+from aiofeed.core.types import HostTensor
+from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.group_copier import copier_for
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.devices.split import split
@@ -102,7 +102,7 @@ class TestSplit:
     def test_memory_of_ours(self):
         """Memory under a permutation is cut along the dimension that the user sees first."""
         memory = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
-        first, second = split([ArrayLeaf(memory, axes=(2, 0, 1), pinned=True), ArrayLeaf(np.array(7))], 2)
+        first, second = split([HostTensor(memory, axes=(2, 0, 1), pinned=True), HostTensor(np.array(7))], 2)
         assert (first[0].axes, first[0].pinned) == ((2, 0, 1), True)
         assert second[0].memory.tolist() == memory[:, :, 2:].tolist()
         assert second[1].memory.tolist() == 7
@@ -130,7 +130,7 @@ class TestResolve:
 
     def test_host(self):
         """Several CPUs, to try things out, are as many parts."""
-        assert [type(backend) for backend in resolve_devices(["cpu", "cpu"]).backends] == [HostBackend] * 2
+        assert [type(backend) for backend in resolve_devices(["cpu", "cpu"]).backends] == [CpuBackend] * 2
 
     @pytest.mark.parametrize(
         ("given", "error", "match"),
@@ -138,7 +138,7 @@ class TestResolve:
             ([], ValueError, "needs at least one"),
             ([None], TypeError, "None is no device in a list"),
             (["cpu", SimulatedDevice()], ValueError, "leave 'cpu' out"),
-            ([SimulatedDevice(), HostBackend()], ValueError, "of one kind"),
+            ([SimulatedDevice(), CpuBackend()], ValueError, "of one kind"),
             ([["cpu"]], TypeError, "one device is wanted here"),
         ],
     )

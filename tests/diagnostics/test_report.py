@@ -13,7 +13,7 @@ import torch
 
 import aiofeed
 from aiofeed import diagnostics
-from aiofeed.diagnostics import AcceleratorReport, Surroundings, accelerators
+from aiofeed.diagnostics import AcceleratorReport, Environment, accelerators
 from aiofeed.diagnostics import environment as around
 from aiofeed.diagnostics.advice import advice
 from aiofeed.diagnostics.cli import main
@@ -21,7 +21,7 @@ from aiofeed.diagnostics.report import DeviceReport, size
 from aiofeed.testing import SimulatedDevice
 
 GIB = 1 << 30
-SOUND = Surroundings(
+SOUND = Environment(
     aiofeed="0.1.0",
     python="Python 3.11.7, Linux x86_64",
     torch="2.9.0, CUDA 12.8",
@@ -194,7 +194,7 @@ class TestText:
 class TestFacts:
     def test_of_this_machine(self):
         """The facts are those that the system gives."""
-        found = around.surroundings()
+        found = around.environment()
         assert torch.__version__ in found.torch
         assert found.cores >= 1
         assert found.free_memory_bytes > 0
@@ -206,23 +206,23 @@ class TestFacts:
         monkeypatch.setattr(around, "_installed", installed.get)
         for version, simd, hidden in (("12.1.1", False, True), ("12.1.1.post0", True, False)):
             monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(__version__=version))
-            found = around.surroundings()
+            found = around.environment()
             assert (found.pillow, found.pillow_simd, found.pillow_simd_hidden) == (version, simd, hidden)
         monkeypatch.setitem(sys.modules, "PIL", None)
-        assert around.surroundings().pillow is None
+        assert around.environment().pillow is None
 
     def test_packages_are_not_imported(self, monkeypatch, tmp_path):
         """Decoders are looked for and not imported."""
         (tmp_path / "simplejpeg.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setattr(around, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
-        assert around.surroundings().decoders["simplejpeg"] == "9.9"
+        assert around.environment().decoders["simplejpeg"] == "9.9"
 
     def test_the_library_of_ones_own(self, monkeypatch):
         """It is named with its libjpeg-turbo where it was built, and not where it was not."""
         for library, expected in ((SimpleNamespace(version="3.1.2"), "3.1.2"), (None, None)):
             monkeypatch.setattr("aiofeed.decoders.native_jpeg.native_decoder", lambda library=library: library)
-            assert around.surroundings().decoders.get("aiofeed's own over libjpeg-turbo") == expected
+            assert around.environment().decoders.get("aiofeed's own over libjpeg-turbo") == expected
 
     def test_driver_and_device_files(self, monkeypatch, tmp_path):
         """The driver's version is read, and device files that may not be opened are named."""
@@ -234,7 +234,7 @@ class TestFacts:
         monkeypatch.setattr(around, "_DRIVER", version)
         monkeypatch.setattr(around, "_DEV", tmp_path)
         monkeypatch.setattr(around.os, "access", lambda path, mode: Path(path).name != "nvidiactl")
-        found = around.surroundings()
+        found = around.environment()
         assert found.nvidia_driver == "570.86.15"
         assert found.nvidia_files
         assert found.nvidia_refused == (str(tmp_path / "nvidiactl"),)
@@ -245,7 +245,7 @@ class TestFacts:
         monkeypatch.setitem(sys.modules, "resource", None)
         monkeypatch.delattr(around.os, "statvfs", raising=False)
         monkeypatch.setattr(around.machine, "_CGROUP", Path("/nowhere"))
-        found = around.surroundings()
+        found = around.environment()
         assert (found.open_files, found.locked_bytes, found.shm_bytes) == (None, None, None)
         assert (found.cpu_quota, found.memory_limit_bytes) == (None, None)
         str(DeviceReport((), "x", found, ()))
@@ -254,7 +254,7 @@ class TestFacts:
         """The system's word for no limit is -1 here."""
         limits = SimpleNamespace(RLIM_INFINITY=2**63 - 1, RLIMIT_NOFILE=7, getrlimit=lambda which: (1024, 2**63 - 1))
         monkeypatch.setitem(sys.modules, "resource", limits)
-        found = around.surroundings()
+        found = around.environment()
         assert found.open_files == (1024, -1)
         assert found.locked_bytes is None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiofeed.engine.admission import Budget
+from aiofeed.engine.admission import MemoryBudget
 
 
 def test_the_first_batch_goes_alone_where_nothing_is_known() -> None:
     """Without an estimate there is one batch in flight, whatever the limit."""
-    budget = Budget(1 << 40)
+    budget = MemoryBudget(1 << 40)
     assert budget.admits(8)
     taken = budget.reserve(8)
     assert not budget.admits(8)
@@ -20,7 +20,7 @@ def test_the_first_batch_goes_alone_where_nothing_is_known() -> None:
 
 def test_one_batch_may_always_proceed() -> None:
     """A batch above the whole limit goes when nothing else is in flight."""
-    budget = Budget(100, bytes_per_sample=1000)
+    budget = MemoryBudget(100, bytes_per_sample=1000)
     assert budget.admits(1)
     taken = budget.reserve(1)
     assert not budget.admits(1)
@@ -31,7 +31,7 @@ def test_one_batch_may_always_proceed() -> None:
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 10_000)), max_size=60), st.integers(1, 20_000))
 def test_what_is_reserved_comes_back(batches: list[tuple[int, int]], limit: int) -> None:
     """However estimates were corrected, nothing is left reserved at the end."""
-    budget = Budget(limit)
+    budget = MemoryBudget(limit)
     held: list[int] = []
     for samples, actual in batches:
         while not budget.admits(samples):
@@ -44,7 +44,7 @@ def test_what_is_reserved_comes_back(batches: list[tuple[int, int]], limit: int)
 
 def test_what_was_read_counts_before_it_is_decoded() -> None:
     """A batch that turns out larger than estimated keeps others out from the moment its bytes are known."""
-    budget = Budget(100, bytes_per_sample=1.0)
+    budget = MemoryBudget(100, bytes_per_sample=1.0)
     taken = budget.reserve(10)
     assert budget.at_least(taken, 4) == 10
     assert budget.admits(10)

@@ -14,10 +14,10 @@ import torch
 from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.core.types import Row
 from aiofeed.engine import assembler
-from aiofeed.engine.concurrency import JobMeter
-from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, Pace
+from aiofeed.engine.concurrency import JobTimer
+from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, ChunkSizer
 from aiofeed.engine.tuning import reads
-from aiofeed.engine.tuning.threads import Job
+from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -45,7 +45,7 @@ def decode(data: bytes) -> torch.Tensor:
     return torch.tensor(int.from_bytes(data, "big"))
 
 
-class FakeMeter(JobMeter):
+class FakeMeter(JobTimer):
     """Jobs that take turns, as under the GIL."""
 
     made = 0
@@ -54,8 +54,8 @@ class FakeMeter(JobMeter):
         type(self).made += 1
         self._lanes = pool.lanes
 
-    def job(self, samples: int, nbytes: int) -> Job:
-        return Job(samples, self._lanes * samples * 1e-4, samples * 0.9e-4, 0.0, self._lanes)
+    def job(self, samples: int, nbytes: int) -> JobTiming:
+        return JobTiming(samples, self._lanes * samples * 1e-4, samples * 0.9e-4, 0.0, self._lanes)
 
 
 @pytest.fixture
@@ -246,8 +246,8 @@ def test_a_meter_tells_work_from_waiting() -> None:
     """Wall-clock time, the thread's own, and all threads at work."""
     pool = ThreadPool("test", 1)
 
-    def wait_and_work() -> Job:
-        meter = JobMeter(pool)
+    def wait_and_work() -> JobTiming:
+        meter = JobTimer(pool)
         threading.Event().wait(0.02)
         until = time.thread_time() + 0.005
         while time.thread_time() < until:
@@ -267,7 +267,7 @@ def test_a_meter_tells_work_from_waiting() -> None:
 def test_a_job_beside_an_idle_thread_says_so() -> None:
     """Threads is 0 where one of them has nothing to do."""
     pool = ThreadPool("test", 2)
-    assert pool.submit(lambda: JobMeter(pool).job(1)).result(5).threads == 0
+    assert pool.submit(lambda: JobTimer(pool).job(1)).result(5).threads == 0
     pool.stop()
     assert pool.join(5)
 
@@ -287,7 +287,7 @@ def test_a_system_without_the_counter_has_no_queue(monkeypatch: pytest.MonkeyPat
 
 def test_waiting_for_the_gil_makes_no_chunk_smaller() -> None:
     """What counts is the time on the processor, where that is a good part of it."""
-    pace = Pace()
+    pace = ChunkSizer()
     pace.observe(0.064 * 4, 64, 0.064)
     assert pace.seconds == pytest.approx(0.001)
     assert pace.chunk_size(64, 2) == 32
@@ -295,14 +295,14 @@ def test_waiting_for_the_gil_makes_no_chunk_smaller() -> None:
 
 def test_waiting_for_something_of_its_own_does() -> None:
     """A decoder that sleeps has hardly any time on the processor, and its chunks are small."""
-    pace = Pace()
+    pace = ChunkSizer()
     pace.observe(1.0, 10, 0.001)
     assert pace.chunk_size(64, 2) == 1
 
 
 def test_a_chunk_of_large_samples_is_small() -> None:
     """What is read is decoded before it has left every cache: 16 MiB of it, or one sample."""
-    pace = Pace()
+    pace = ChunkSizer()
     pace.observe(0.001, 1, 0.001)
     pace.weigh(8 * 100_000, 8)
     assert pace.chunk_size(64, 2) == 32
@@ -316,4 +316,4 @@ def test_a_chunk_of_large_samples_is_small() -> None:
 
 def test_nothing_known_makes_a_first_chunk() -> None:
     """Before anything was decoded."""
-    assert Pace().chunk_size(64, 2) == FIRST_CHUNK
+    assert ChunkSizer().chunk_size(64, 2) == FIRST_CHUNK

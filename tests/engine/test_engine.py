@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiofeed import Feeder, Limits
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 from aiofeed.testing import SimulatedDevice
 
 
@@ -161,6 +161,6 @@ def test_a_slow_read_does_not_stop_other_reads() -> None:
 
 def test_counters_add() -> None:
     """Totals are sums; the time to the first batch is the first epoch's."""
-    one, other = Counters(samples=2, first_batch_s=0.5), Counters(samples=3, first_batch_s=0.1)
+    one, other = EpochStats(samples=2, first_batch_s=0.5), EpochStats(samples=3, first_batch_s=0.1)
     one.add(other)
     assert (one.samples, one.first_batch_s) == (5, 0.5)

@@ -29,7 +29,7 @@ from aiofeed import (
 )
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import Row
-from aiofeed.engine.fetch.fetcher import Outcome
+from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
 from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.testing import SimulatedDevice
@@ -391,6 +391,6 @@ def test_files_read_where_they_are_decoded_fail_by_name(tmp_path: Path) -> None:
     for index in range(8):
         (tmp_path / f"{index}").write_bytes(b"%d" % index)
     source = Files([*sorted(tmp_path.iterdir()), "no\0path"])
-    read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), Outcome(), StopFlag())
+    read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), ChunkOutcome(), StopFlag())
     assert read[:8] == [b"%d" % index for index in range(8)]
     assert isinstance(read[8], ValueError)

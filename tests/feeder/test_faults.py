@@ -32,7 +32,7 @@ from aiofeed import (
     ReadError,
     prefetch,
 )
-from aiofeed.runtime.buffers import SMALL_BYTES, HostMemory
+from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.testing import SimulatedDevice
 from aiofeed.testing.simulated_streams import SimulatedEvent
@@ -256,7 +256,7 @@ def mappings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_a_mapping_that_fails_is_tried_again_without_the_blocks_kept(mappings: list[int]) -> None:
     """What is kept for later batches goes back to the system first."""
-    memory = HostMemory(keep=4)
+    memory = HostBufferPool(keep=4)
     kept = [memory.take(4 * SMALL_BYTES) for _ in range(3)]
     del kept
     mappings[:] = [1]
@@ -268,7 +268,7 @@ def test_memory_that_cannot_be_had_is_a_memory_error(mappings: list[int]) -> Non
     """It says how many bytes, and the epoch after it is whole."""
     mappings[:] = [10_000]
     with pytest.raises(MemoryError, match=f"{WIDE} bytes"):
-        HostMemory(keep=4).take(WIDE)
+        HostBufferPool(keep=4).take(WIDE)
     feeder = Feeder(Numbers(), decode=wide, batch_size=4)
     with pytest.raises((MemoryError, FeedError)) as caught:
         list(feeder)

@@ -19,7 +19,7 @@ import torch
 
 from aiofeed import Feeder, Limits, Tensors, prefetch
 from aiofeed.runtime import threads
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
 
@@ -231,7 +231,7 @@ def test_a_signal_that_comes_just_before_the_wait_is_heard() -> None:
     """The operating system does not wake a thread for a signal that came before it slept; it looks by itself."""
     thread = interrupt_when(waits_in("_wait"))
     with pytest.raises(KeyboardInterrupt):
-        Handoff[int]().get(20)
+        BatchQueue[int]().get(20)
     thread.join()
 
 

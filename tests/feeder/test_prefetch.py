@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from aiofeed import DeviceCopyError, FeedError, IteratorClosedError, prefetch
 from aiofeed.feeder.prefetch import LoopPull
 from aiofeed.runtime.cancellation import EndedBy
-from aiofeed.runtime.queue import Failed, Handoff, Item, Ready
+from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.testing import SimulatedDevice
 
 
@@ -242,8 +242,8 @@ async def test_an_iterable_that_fails_as_it_is_stopped_fails_for_nobody(ending: 
         yield 0
         raise KeyError(1)
 
-    handoff: Handoff[Item] = Handoff()
+    handoff: BatchQueue[QueueItem] = BatchQueue()
     pull = LoopPull(failing(), handoff, room=2, memory=None)
     with EndedBy(lambda: ending and bool(handoff.items)):
         await pull.run()
-    assert [type(item) for item in handoff.items] == ([Ready] if ending else [Ready, Failed])
+    assert [type(item) for item in handoff.items] == ([ReadyBatch] if ending else [ReadyBatch, FeedFailure])

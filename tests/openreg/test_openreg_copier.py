@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aiofeed.core.errors import DeviceCopyError
-from aiofeed.core.types import ArrayLeaf
+from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import TorchBackend
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.resolve import resolve_device, resolve_devices
@@ -138,7 +138,7 @@ class TestCopier:
         memory = backend.pin(2 * 4 * 5 * 3)
         memory[:] = np.arange(len(memory)) % 256
         copier = Copier(backend, lambda images: [images, images.to(torch.bfloat16)])
-        leaf = ArrayLeaf(memory.reshape(2, 4, 5, 3), axes=(0, 3, 1, 2), pinned=True)
+        leaf = HostTensor(memory.reshape(2, 4, 5, 3), axes=(0, 3, 1, 2), pinned=True)
         images, found = copier.deliver(copier.issue(leaf))
         expected = torch.from_numpy(memory.reshape(2, 4, 5, 3)).permute(0, 3, 1, 2)
         assert images.is_contiguous(memory_format=torch.channels_last)

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed.runtime.buffers import SMALL_BYTES, HostMemory, PinnedMemory, array
+from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool, PinnedBufferPool, array
 
 LARGE = 4 * SMALL_BYTES
 
 
 def test_dropped_memory_is_used_again() -> None:
     """Once nothing refers to a block, the next batch gets the same one."""
-    memory = HostMemory(keep=2)
+    memory = HostBufferPool(keep=2)
     first = memory.take(LARGE)
     address = first.ctypes.data
     del first
@@ -40,7 +40,7 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("derive", DERIVED)
 def test_memory_with_any_derived_object_alive_is_left_alone(derive: str) -> None:
     """A tensor, a view of one, an array of one: whatever is alive keeps the block."""
-    memory = HostMemory(keep=2)
+    memory = HostBufferPool(keep=2)
     owner = memory.take(LARGE)
     owner[:] = 7
     kept = DERIVED[derive](owner)
@@ -56,7 +56,7 @@ def test_memory_with_any_derived_object_alive_is_left_alone(derive: str) -> None
 
 def test_small_memory_does_not_keep_a_block() -> None:
     """Labels are memory of their own, so that keeping them keeps nothing else."""
-    memory = HostMemory(keep=2)
+    memory = HostBufferPool(keep=2)
     labels = array(memory, (64,), np.dtype(np.int64))
     assert memory.lent == 0
     assert labels.shape == (64,)
@@ -64,7 +64,7 @@ def test_small_memory_does_not_keep_a_block() -> None:
 
 def test_free_blocks_are_bounded() -> None:
     """What comes back beyond `keep` goes to the system."""
-    memory = HostMemory(keep=2)
+    memory = HostBufferPool(keep=2)
     blocks = [memory.take(LARGE) for _ in range(5)]
     assert memory.lent == 5
     del blocks
@@ -76,7 +76,7 @@ def test_free_blocks_are_bounded() -> None:
 
 def test_a_much_larger_block_is_not_spent_on_a_small_request() -> None:
     """A block is used again for requests of at least half its size."""
-    memory = HostMemory(keep=4)
+    memory = HostBufferPool(keep=4)
     large = memory.take(10 * LARGE)
     address = large.ctypes.data
     del large
@@ -91,7 +91,7 @@ def test_pinned_memory_comes_back_when_given_back() -> None:
         pinned.append(np.empty(nbytes, np.uint8))
         return pinned[-1]
 
-    memory = PinnedMemory(pin, keep=4)
+    memory = PinnedBufferPool(pin, keep=4)
     lease = memory.lease()
     lease.take(1000)
     other = memory.lease()
@@ -112,7 +112,7 @@ def test_memory_that_cannot_be_pinned_falls_back_with_one_warning(caplog: pytest
     def refuse(nbytes: int) -> np.ndarray:
         raise RuntimeError("no locked memory left")
 
-    memory = PinnedMemory(refuse, keep=4)
+    memory = PinnedBufferPool(refuse, keep=4)
     with caplog.at_level(logging.WARNING, "aiofeed"):
         lease = memory.lease()
         assert lease.take(100).nbytes == lease.take(100).nbytes == 100
@@ -132,7 +132,7 @@ def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: py
 
     def work() -> weakref.ref[Batch]:
         batch = Batch()
-        PinnedMemory(refuse, keep=4).take(100)
+        PinnedBufferPool(refuse, keep=4).take(100)
         return weakref.ref(batch)
 
     with caplog.at_level(logging.WARNING, "aiofeed"):
@@ -145,7 +145,7 @@ def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: py
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_keeps_its_batches() -> None:
     """What the parent writes into a block afterwards is not seen by a child that was forked while it was lent."""
-    memory = HostMemory(keep=2)
+    memory = HostBufferPool(keep=2)
     block = memory.take(200_000)
     block[:] = 1
     told, tell = os.pipe()

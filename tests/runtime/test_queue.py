@@ -9,12 +9,12 @@ from queue import Empty
 
 import pytest
 
-from aiofeed.runtime.queue import Handoff
+from aiofeed.runtime.queue import BatchQueue
 
 
 def test_items_come_out_in_order() -> None:
     """First in, first out, across threads."""
-    handoff: Handoff[int] = Handoff()
+    handoff: BatchQueue[int] = BatchQueue()
     thread = threading.Thread(target=lambda: [handoff.put(number) for number in range(1000)])
     thread.start()
     assert [handoff.get() for _ in range(1000)] == list(range(1000))
@@ -25,7 +25,7 @@ def test_items_come_out_in_order() -> None:
 
 async def test_a_coroutine_is_woken_from_another_thread() -> None:
     """Every item put by a thread reaches the awaiting task, in order."""
-    handoff: Handoff[int] = Handoff()
+    handoff: BatchQueue[int] = BatchQueue()
     thread = threading.Thread(target=lambda: [handoff.put(number) for number in range(2000)])
     thread.start()
     assert [await handoff.get_async() for _ in range(2000)] == list(range(2000))
@@ -34,7 +34,7 @@ async def test_a_coroutine_is_woken_from_another_thread() -> None:
 
 async def test_cancelling_a_waiting_coroutine_loses_nothing() -> None:
     """An item that arrives after a cancelled get is there for the next."""
-    handoff: Handoff[str] = Handoff()
+    handoff: BatchQueue[str] = BatchQueue()
     waiting = asyncio.create_task(handoff.get_async())
     await asyncio.sleep(0)
     waiting.cancel()
@@ -46,7 +46,7 @@ async def test_cancelling_a_waiting_coroutine_loses_nothing() -> None:
 
 async def test_an_item_put_while_the_get_is_cancelled_is_kept() -> None:
     """Put and cancel in the same turn of the loop: the item stays in the queue."""
-    handoff: Handoff[str] = Handoff()
+    handoff: BatchQueue[str] = BatchQueue()
     waiting = asyncio.create_task(handoff.get_async())
     await asyncio.sleep(0)
     handoff.put("kept")
@@ -58,7 +58,7 @@ async def test_an_item_put_while_the_get_is_cancelled_is_kept() -> None:
 
 def test_put_survives_a_consumer_whose_loop_is_closed() -> None:
     """A consumer that is gone does not make the producer fail."""
-    handoff: Handoff[int] = Handoff()
+    handoff: BatchQueue[int] = BatchQueue()
 
     async def abandoned() -> None:
         task = asyncio.ensure_future(handoff.get_async())
@@ -86,14 +86,14 @@ def test_a_signal_breaks_a_blocked_get() -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Rung):
-            Handoff[int]().get()
+            BatchQueue[int]().get()
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
 async def test_a_second_task_that_waits_is_refused() -> None:
     """One task at a time may wait; the first goes on undisturbed."""
-    handoff: Handoff[str] = Handoff()
+    handoff: BatchQueue[str] = BatchQueue()
     waiting = asyncio.create_task(handoff.get_async())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="another task waits"):

@@ -8,10 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from aiofeed.sampling.order import Keyed, Listed, Sequential, Stripe, epoch_seed, mix64, plans, sample_seed, shuffled
+from aiofeed.sampling.order import (
+    FeistelPermutation,
+    ListPermutation,
+    Sequential,
+    Shard,
+    epoch_seed,
+    mix64,
+    plans,
+    sample_seed,
+    shuffled,
+)
 
 
-def indices_of(stripe: Stripe, permutation: object, of_epoch: int = 0) -> list[int]:
+def indices_of(stripe: Shard, permutation: object, of_epoch: int = 0) -> list[int]:
     return [index for plan in plans(stripe, lambda: permutation, of_epoch) for index in plan.indices]
 
 
@@ -28,7 +38,7 @@ def test_every_rank_gets_what_distributed_sampler_gives_it(n, world, seed, epoch
     for rank in range(world):
         sampler = DistributedSampler(range(n), world, rank, shuffle=shuffle, seed=seed, drop_last=drop)
         sampler.set_epoch(epoch)
-        stripe = Stripe(length=n, batch_size=1, rank=rank, world_size=world, drop_last=drop)
+        stripe = Shard(length=n, batch_size=1, rank=rank, world_size=world, drop_last=drop)
         permutation = shuffled(n, seed, epoch) if shuffle else Sequential()
         # With fewer samples than ranks, DistributedSampler(drop_last=True) is empty, as here.
         assert indices_of(stripe, permutation) == list(sampler)
@@ -39,7 +49,7 @@ def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
     """Batches are full but for the last, and all ranks together see each sample, unless something is dropped."""
     seen: list[int] = []
     for rank in range(world):
-        stripe = Stripe(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
+        stripe = Shard(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
         sizes = [len(plan.indices) for plan in plans(stripe, Sequential, 0)]
         assert len(sizes) == stripe.batches
         assert sum(sizes) == stripe.samples
@@ -54,21 +64,21 @@ def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
 
 def test_without_padding_lengths_differ_by_one_at_most() -> None:
     """pad=False gives each sample once; the ranks' lengths are uneven."""
-    lengths = [Stripe(length=10, batch_size=1, rank=r, world_size=4, pad=False).samples for r in range(4)]
+    lengths = [Shard(length=10, batch_size=1, rank=r, world_size=4, pad=False).samples for r in range(4)]
     assert lengths == [3, 3, 2, 2]
 
 
 @given(n=st.integers(1, 5000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 3))
 def test_keyed_is_a_permutation(n, seed, epoch) -> None:
     """The keyed order visits every index once."""
-    found = Keyed(n, seed, epoch)(np.arange(n, dtype=np.int64))
+    found = FeistelPermutation(n, seed, epoch)(np.arange(n, dtype=np.int64))
     assert sorted(found.tolist()) == list(range(n))
 
 
 def test_keyed_differs_by_epoch_and_seed_and_from_the_identity() -> None:
     """Another seed or epoch is another order."""
     positions = np.arange(1000, dtype=np.int64)
-    orders = {tuple(Keyed(1000, seed, epoch)(positions).tolist()) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {tuple(FeistelPermutation(1000, seed, epoch)(positions).tolist()) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     assert tuple(range(1000)) not in orders
 
@@ -76,7 +86,7 @@ def test_keyed_differs_by_epoch_and_seed_and_from_the_identity() -> None:
 def test_keyed_spreads_like_a_random_permutation() -> None:
     """Where each index lands does not depend on it: rank correlation with the identity and neighbours' distance."""
     n = 20_000
-    order = Keyed(n, 3, 0)(np.arange(n, dtype=np.int64))
+    order = FeistelPermutation(n, 3, 0)(np.arange(n, dtype=np.int64))
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.03
     assert abs(np.abs(np.diff(order)).mean() / (n / 3) - 1) < 0.03
 
@@ -85,7 +95,7 @@ def test_shuffled_is_torch_randperm() -> None:
     """shuffle=True is torch.randperm from a generator seeded with seed + epoch, nothing drawn from the global one."""
     state = torch.get_rng_state()
     order = shuffled(50, 7, 2)
-    assert isinstance(order, Listed)
+    assert isinstance(order, ListPermutation)
     assert order.indices.tolist() == torch.randperm(50, generator=torch.Generator().manual_seed(9)).tolist()
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -108,13 +118,13 @@ def test_sample_seeds_are_distinct_and_of_63_bits() -> None:
 )
 def test_restriped_rest_is_exact(n, world, batch, done, new_world, new_batch) -> None:
     """After a resume with other ranks and batches, what was consumed is not seen again and the rest is, once."""
-    first = [Stripe(length=n, batch_size=batch, rank=r, world_size=world) for r in range(world)]
+    first = [Shard(length=n, batch_size=batch, rank=r, world_size=world) for r in range(world)]
     done = min(done, first[0].batches)
     before = [i for s in first for plan in list(plans(s, Sequential, 0))[:done] for i in plan.indices]
     consumed = first[0].consumed_after(done)
     after: list[int] = []
     for rank in range(new_world):
-        rest = Stripe(length=n, batch_size=new_batch, rank=rank, world_size=new_world, consumed=consumed)
+        rest = Shard(length=n, batch_size=new_batch, rank=rank, world_size=new_world, consumed=consumed)
         for plan in plans(rest, Sequential, 0):
             after += [i for i, position in zip(plan.indices, plan.positions, strict=True) if position < n]
     assert sorted(set(before)) == list(range(min(consumed, n)))
@@ -125,7 +135,7 @@ def test_batches_are_planned_alike_wherever_blocks_of_them_meet() -> None:
     """Plans are computed in blocks; each is what its own positions say, left-out ones and a short last one included."""
     order = shuffled(5000, seed=1, epoch=2)
     for batch_size in (1, 7, 64, 1024, 3000):
-        stripe = Stripe(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)
+        stripe = Shard(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)
         skip = frozenset(range(0, stripe.batches, 3))
         planned = {plan.number: plan for plan in plans(stripe, lambda: order, 0, skip)}
         assert list(planned) == [number for number in range(stripe.batches) if number not in skip]

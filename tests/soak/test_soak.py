@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiofeed.runtime.queue import Handoff, Ready
+from aiofeed.runtime.queue import BatchQueue, ReadyBatch
 from tests.soak.runner import KINDS, Soak
 
 EPISODES = 70
@@ -47,23 +47,23 @@ def test_an_episode_is_drawn_from_its_seed_alone(soak: Soak, tmp_path: Path) -> 
 
 def test_what_is_lost_and_doubled_is_seen(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks fail where a batch is dropped on its way, comes twice, or has a wrong sample."""
-    put = Handoff.put
+    put = BatchQueue.put
 
-    def lossy(handoff: Handoff[object], item: object) -> None:
-        if not (isinstance(item, Ready) and item.number == 1):
+    def lossy(handoff: BatchQueue[object], item: object) -> None:
+        if not (isinstance(item, ReadyBatch) and item.number == 1):
             put(handoff, item)
 
-    def doubling(handoff: Handoff[object], item: object) -> None:
+    def doubling(handoff: BatchQueue[object], item: object) -> None:
         again = copy.copy(item)  # before it is handed out: of a batch that was nothing is left in its item
         put(handoff, item)
-        if isinstance(item, Ready) and item.number == 1 and item.release is not None:
+        if isinstance(item, ReadyBatch) and item.number == 1 and item.release is not None:
             put(handoff, again)
 
     number = next(
         number for number in range(1000) if soak.run(number) and soak.tally["kind: epochs in a row"] and number
     )
     for wrong, kind in ((lossy, "lost"), (doubling, "doubled")):
-        monkeypatch.setattr(Handoff, "put", wrong)
+        monkeypatch.setattr(BatchQueue, "put", wrong)
         assert not soak.run(number)
         assert soak.tally[kind] == 1, soak.broken
         soak.error = None

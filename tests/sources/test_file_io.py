@@ -24,7 +24,7 @@ from PIL import Image, ImageFile, features
 
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError, SampleError
 from aiofeed.sources import file_io as reading
-from aiofeed.sources.file_io import Rules, read_file, read_settled, settled_by
+from aiofeed.sources.file_io import ReadRules, read_file, read_settled, settled_by
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
@@ -207,9 +207,9 @@ def test_max_bytes_is_the_largest_that_is_read(tmp_path: Path, over: bool) -> No
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_max_bytes_holds_for_files_that_do_not_know_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of /proc says that it is empty; it is read to its end or to max_bytes."""
-    assert b"Name:" in read_file("/proc/self/status", Rules(max_bytes=100_000))
+    assert b"Name:" in read_file("/proc/self/status", ReadRules(max_bytes=100_000))
     with pytest.raises(OSError, match="more than max_bytes=100 allows"):
-        read_file("/proc/self/status", Rules(max_bytes=100))
+        read_file("/proc/self/status", ReadRules(max_bytes=100))
 
 
 # --- files that change while they are read
@@ -292,7 +292,7 @@ def test_files_under_a_writer_are_whole_or_errors(tmp_path: Path) -> None:
 # --- files that were left alone long before
 
 
-def settled(path: Path, rules: Rules = Rules()) -> bytes | None:  # noqa: B008 - frozen
+def settled(path: Path, rules: ReadRules = ReadRules()) -> bytes | None:  # noqa: B008 - frozen
     """What one look gives where the last change of ``path`` up to now is long past."""
     return read_settled(str(path), rules, (path.stat().st_ctime_ns + 1000) / 1e9)
 
@@ -302,9 +302,9 @@ def test_of_a_file_left_alone_one_look_is_enough(tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.write_bytes(b"whole")
     assert settled(path) == b"whole"
-    assert read_settled(str(path), Rules(), path.stat().st_ctime - 1.0) is None
+    assert read_settled(str(path), ReadRules(), path.stat().st_ctime - 1.0) is None
     os.utime(path, (1, 1))  # says that it is old
-    assert read_settled(str(path), Rules(), settled_by(time.time())) is None
+    assert read_settled(str(path), ReadRules(), settled_by(time.time())) is None
 
 
 def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypat
             assert settled(path) is None
             if at < 3:  # another length shows whatever the clock says
                 path.write_bytes(b"0123456789")
-                assert read_settled(str(path), Rules(), math.inf) is None
+                assert read_settled(str(path), ReadRules(), math.inf) is None
 
 
 def test_one_look_reads_regular_files_within_bounds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,8 +349,8 @@ def test_one_look_reads_regular_files_within_bounds_only(tmp_path: Path, monkeyp
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path, tmp_path / "empty", tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
         assert settled(other) is None
-    assert settled(tmp_path / "ten", Rules(max_bytes=9)) is None
-    assert settled(tmp_path / "ten", Rules(max_bytes=10)) == bytes(10)
+    assert settled(tmp_path / "ten", ReadRules(max_bytes=9)) is None
+    assert settled(tmp_path / "ten", ReadRules(max_bytes=10)) == bytes(10)
     assert settled(tmp_path / "link") == bytes(10)
     with monkeypatch.context() as patched:  # a device with an end, as disks have
         patched.setattr(os, "lseek", lambda *_: 10)
@@ -358,7 +358,7 @@ def test_one_look_reads_regular_files_within_bounds_only(tmp_path: Path, monkeyp
         patched.setattr(os, "fstat", lambda _: os.stat_result((0o20666, 0, 0, 1, 0, 0, 10, 0, 0, 0)))
         assert settled(Path("/dev/zero")) is None
     with pytest.raises(OSError, match="symbolic link"):
-        settled(tmp_path / "link", Rules(follow_symlinks=False))
+        settled(tmp_path / "link", ReadRules(follow_symlinks=False))
 
 
 def test_a_source_of_old_files_takes_one_look_and_of_new_ones_a_closer_one(

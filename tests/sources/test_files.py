@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
-from aiofeed.engine.fetch.source import BytesFetcher
+from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.sources.file_io import read_file
 
 
@@ -382,7 +382,7 @@ def test_a_subclass_that_reads_otherwise_is_obeyed(tmp_path: Path, method: str) 
         (tmp_path / str(number)).write_bytes(b"letter %d" % number)
     source = (Upper if method == "read" else UpperMany)(sorted(tmp_path.iterdir()))
     source._seconds_per_file = 1e-6
-    fetcher = BytesFetcher(source, bytes, in_place=False)
+    fetcher = SourceFetcher(source, bytes, in_place=False)
     fetcher._pace.seconds = 1e-6
     read = asyncio.run(fetcher.read(range(10))).samples
     assert read == [b"LETTER %d" % number for number in range(10)]

@@ -15,7 +15,7 @@ import pytest
 
 from aiofeed import Files, ImageFolder
 from aiofeed.sources import native_files as groups
-from aiofeed.sources.file_io import Rules, read_file, read_group
+from aiofeed.sources.file_io import ReadRules, read_file, read_group
 from aiofeed.sources.native_files import CAPACITY, LIBRARY, SMALL, SPARE, GroupReader, group_reader
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
@@ -36,7 +36,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     group_reader.cache_clear()
 
 
-def read(reader: GroupReader, paths: list[Path] | list[str], rules: Rules = Rules()) -> list[bytes | None]:  # noqa: B008 - frozen
+def read(reader: GroupReader, paths: list[Path] | list[str], rules: ReadRules = ReadRules()) -> list[bytes | None]:  # noqa: B008 - frozen
     found = read_group(reader, [os.fspath(path) for path in paths], rules)
     assert found is not None
     return list(found)
@@ -122,11 +122,11 @@ def test_rules_are_kept(reader: GroupReader, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(ten)
     data = ten.read_bytes()
-    assert read(reader, [ten], Rules(max_bytes=10)) == [data]
-    assert read(reader, [ten], Rules(max_bytes=9)) == [None]
+    assert read(reader, [ten], ReadRules(max_bytes=10)) == [data]
+    assert read(reader, [ten], ReadRules(max_bytes=9)) == [None]
     assert read(reader, [ten, link]) == [data, data]
-    assert read(reader, [ten, link], Rules(follow_symlinks=False)) == [data, None]
-    assert read_group(reader, [str(ten)], Rules(follow_symlinks=False, root=str(tmp_path))) is None
+    assert read(reader, [ten, link], ReadRules(follow_symlinks=False)) == [data, None]
+    assert read_group(reader, [str(ten)], ReadRules(follow_symlinks=False, root=str(tmp_path))) is None
 
 
 @needs_library

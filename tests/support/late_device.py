@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from aiofeed.processes.ipc.cuda_ipc import HandleError
-from aiofeed.processes.ipc.schema import Handle
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 
 POISON = 0xDB
 _TRIALS_EVENTS = 2
@@ -124,7 +124,7 @@ class LateDevice:
         self.closed = False
         self.hasty, self.mute, self.refuses = hasty, mute, refuses
         self.exports = self.puts = 0
-        self.forgotten: list[Handle] = []
+        self.forgotten: list[DeviceMemoryHandle] = []
         self._identity = identity
         self._late_s = late_s
         self._random = random.Random(0)
@@ -203,18 +203,20 @@ class LateDevice:
         self._open.append(weakref.finalize(self, os.close, descriptor))
         return memory
 
-    def export(self, memory: torch.Tensor, /) -> Handle:
+    def export(self, memory: torch.Tensor, /) -> DeviceMemoryHandle:
         if self.refuses == "export":
             raise HandleError("this device exports nothing")
         self.exports += 1
-        return Handle(self._identity, _name(self._files[memory.data_ptr()]), memory.nbytes, 0, b"", 0, b"", False)
+        return DeviceMemoryHandle(
+            self._identity, _name(self._files[memory.data_ptr()]), memory.nbytes, 0, b"", 0, b"", False
+        )
 
-    def open(self, handle: Handle, /) -> torch.Tensor:
+    def open(self, handle: DeviceMemoryHandle, /) -> torch.Tensor:
         if self.refuses == "open":
             raise HandleError("this device opens nothing")
         return torch.frombuffer(_open(handle.allocation, handle.nbytes), dtype=torch.uint8)
 
-    def forget(self, handle: Handle, /) -> None:
+    def forget(self, handle: DeviceMemoryHandle, /) -> None:
         self.forgotten.append(handle)
 
     def event(self) -> LateEvent:

@@ -14,7 +14,7 @@ from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled
 
 
 @dataclass(eq=False)
-class Encoded:
+class ReadResult:
     """What a chunk's reads gave.
 
     Args:
@@ -30,7 +30,7 @@ class Encoded:
     waited: bool = True
 
 
-class Reader:
+class AsyncReader:
     """A source's coroutines, called so that whatever they raise becomes a value; used on the loop.
 
     Args:
@@ -46,20 +46,20 @@ class Reader:
         # Reads that ran over and do not heed their cancellation; kept so that they are not collected in mid-air.
         self._left: set[asyncio.Future[Any]] = set()
 
-    async def read(self, indices: Sequence[int]) -> Encoded:
+    async def read(self, indices: Sequence[int]) -> ReadResult:
         """The samples, errors in their places.
 
         Raises:
             CancelledError: the task was cancelled; also where the source kept that to itself.
         """
-        got = Encoded()
+        got = ReadResult()
         got.samples = await self._read(indices, got)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             await clear_cancellation()
         got.nbytes = total_bytes(got.samples)
         return got
 
-    async def _read(self, indices: Sequence[int], got: Encoded) -> list[Any]:
+    async def _read(self, indices: Sequence[int], got: ReadResult) -> list[Any]:
         if self._read_many is not None:
             try:
                 samples = list(await self._limited(self._read_many(indices)))
@@ -80,7 +80,7 @@ class Reader:
             return [await self._read_one(indices[0], got)]
         return await self._read_each(indices, got)
 
-    async def _read_each(self, indices: Sequence[int], got: Encoded) -> list[Any]:
+    async def _read_each(self, indices: Sequence[int], got: ReadResult) -> list[Any]:
         """What ``gather`` would give, for less per read: the last to end says so, instead of each."""
         if not indices:
             return []
@@ -109,24 +109,24 @@ class Reader:
             raise
         return samples
 
-    async def _again(self, indices: Sequence[int], samples: list[Any], got: Encoded) -> None:
+    async def _again(self, indices: Sequence[int], samples: list[Any], got: ReadResult) -> None:
         """Try again what ``read_many`` could not read but may in a moment."""
         passing = [
             at
             for at, sample in enumerate(samples)
-            if isinstance(sample, BaseException) and self._policy.can_pass(sample)
+            if isinstance(sample, BaseException) and self._policy.is_transient(sample)
         ]
         if passing:
             found = await asyncio.gather(*[self._read_one(indices[at], got, failed=samples[at]) for at in passing])
             for at, sample in zip(passing, found, strict=True):
                 samples[at] = sample
 
-    async def _read_one(self, index: int, got: Encoded, failed: BaseException | None = None) -> Any:
+    async def _read_one(self, index: int, got: ReadResult, failed: BaseException | None = None) -> Any:
         """One sample, or the last attempt's error; ``failed`` is that of an attempt that was made before."""
         attempt = 0
         while True:
             if failed is not None:
-                if attempt == self._policy.retries or not self._policy.can_pass(failed):
+                if attempt == self._policy.retries or not self._policy.is_transient(failed):
                     return failed
                 attempt += 1
                 got.retries += 1

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import Form, UnfitError, form_of
+from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, form_of
 from aiofeed.cache.layout import Layout, as_bytes
-from aiofeed.cache.store import Store
+from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError, FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, Row, Source
-from aiofeed.engine.fetch.async_reader import Encoded
-from aiofeed.engine.fetch.collate import Assembly, RowAssembly
-from aiofeed.engine.fetch.fetcher import Fetcher, Outcome, Pace
-from aiofeed.engine.fetch.source import UNREAD, BytesFetcher, decodes_in_place, takes_rng
+from aiofeed.engine.fetch.async_reader import ReadResult
+from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, ChunkSizer, Fetcher
+from aiofeed.engine.fetch.source import UNREAD, SourceFetcher, decodes_in_place, takes_rng
 from aiofeed.engine.fetch.user_errors import without_our_frames
-from aiofeed.runtime.time_limits import Guard, Watch
+from aiofeed.runtime.time_limits import JobControl, JobDeadline
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,11 +33,11 @@ SMALL_BYTES = 16 * 1024
 KEPT: Any = object()
 
 
-class CachedFetcher(BytesFetcher):
+class CachedFetcher(SourceFetcher):
     """Bytes from a source through a decoder, once.
 
     Args:
-        source, decoder, in_place, length, policy: as of ``BytesFetcher``.
+        source, decoder, in_place, length, policy: as of ``SourceFetcher``.
         store: what is kept.
 
     Raises:
@@ -49,18 +49,18 @@ class CachedFetcher(BytesFetcher):
         source: Source[Any],
         decoder: Callable[..., Any],
         *,
-        store: Store,
+        store: SampleStore,
         in_place: bool,
         length: int | None = None,
         policy: FailurePolicy | None = None,
     ) -> None:
         super().__init__(source, decoder, in_place=in_place, length=length, policy=policy)
         self._decode_many = None  # each is kept as it is made
-        self._form: Form = cached_form(decoder)
+        self._form: SampleCodec = cached_form(decoder)
         self._decodes_rows = in_place
         self._store = store
         self._warm = False
-        self._warm_pace = Pace()
+        self._warm_pace = ChunkSizer()
         store.begin(self._form.layout)
 
     @property
@@ -83,7 +83,7 @@ class CachedFetcher(BytesFetcher):
             return 1 if self._store.layout.nbytes < SMALL_BYTES else threads
         return super().lanes(threads)
 
-    async def read(self, indices: Sequence[int]) -> Encoded:
+    async def read(self, indices: Sequence[int]) -> ReadResult:
         """Read what is not kept."""
         wanted = np.asarray(indices, np.int64)
         store = self._store
@@ -92,7 +92,7 @@ class CachedFetcher(BytesFetcher):
         has = store.has(wanted)
         self._warm = bool(has.all())
         if self._warm:
-            return Encoded([KEPT] * len(indices), waited=False)
+            return ReadResult([KEPT] * len(indices), waited=False)
         missing = np.flatnonzero(~has).tolist()
         if len(missing) == len(indices):
             return await super().read(indices)
@@ -103,7 +103,9 @@ class CachedFetcher(BytesFetcher):
         read.samples = samples
         return read
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+    def decode(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+    ) -> ChunkOutcome:
         """Copy a chunk that is all there in one go; otherwise one sample after the other."""
         if not all(data is KEPT for data in encoded):
             # What was read ahead may have been decoded for another batch since.
@@ -111,9 +113,9 @@ class CachedFetcher(BytesFetcher):
             for at in np.flatnonzero(self._store.has(indices)).tolist():
                 encoded[at] = KEPT
         copies = watch.guard is None and self._form.direct
-        if copies and isinstance(assembly, RowAssembly) and all(data is KEPT for data in encoded):
+        if copies and isinstance(assembly, RowBatchBuilder) and all(data is KEPT for data in encoded):
             return self._copy(plan, start, len(encoded), assembly)
-        before = Outcome()
+        before = ChunkOutcome()
         if unread := [at for at, data in enumerate(encoded) if data is UNREAD]:
             assert self._blocking_reader is not None
             read = self._blocking_reader.read([plan.indices[start + at] for at in unread], before, watch.stop)
@@ -125,8 +127,8 @@ class CachedFetcher(BytesFetcher):
         outcome.retries += before.retries
         return outcome
 
-    def _copy(self, plan: BatchPlan, start: int, count: int, assembly: RowAssembly) -> Outcome:
-        outcome = Outcome()
+    def _copy(self, plan: BatchPlan, start: int, count: int, assembly: RowBatchBuilder) -> ChunkOutcome:
+        outcome = ChunkOutcome()
         began = time.perf_counter()
         indices = plan.indices[start : start + count]
         rows = assembly.rows[start : start + count].reshape(count, -1).view(np.uint8)
@@ -145,11 +147,11 @@ class CachedFetcher(BytesFetcher):
         self._warm_pace.observe(outcome.decode_s, count)
         return outcome
 
-    def _decode_into(self, plan: BatchPlan, assembly: Assembly) -> Callable[[int, Any], None]:
+    def _decode_into(self, plan: BatchPlan, assembly: BatchBuilder) -> Callable[[int, Any], None]:
         return partial(self._decode_one, plan, assembly)
 
-    def _decode_one(self, plan: BatchPlan, assembly: Assembly, position: int, data: Any) -> None:
-        row = assembly.rows[position, ...] if isinstance(assembly, RowAssembly) else None
+    def _decode_one(self, plan: BatchPlan, assembly: BatchBuilder, position: int, data: Any) -> None:
+        row = assembly.rows[position, ...] if isinstance(assembly, RowBatchBuilder) else None
         fresh, sample = self._make(plan, position, data, row)
         index = plan.indices[position]
         target = None if self._target is None else self._target(index)
@@ -162,9 +164,11 @@ class CachedFetcher(BytesFetcher):
         if fresh is not None:
             self._store.put(index, as_bytes(fresh))
 
-    def _decode_guarded(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard) -> None:
+    def _decode_guarded(
+        self, plan: BatchPlan, position: int, data: Any, assembly: BatchBuilder, guard: JobDeadline
+    ) -> None:
         guard.begin(position)
-        row = assembly.rows[position, ...] if isinstance(assembly, RowAssembly) else None
+        row = assembly.rows[position, ...] if isinstance(assembly, RowBatchBuilder) else None
         out = None if row is None else np.empty_like(row)
         fresh, sample = self._make(plan, position, data, out)
         index = plan.indices[position]
@@ -205,18 +209,18 @@ class CachedFetcher(BytesFetcher):
     def _note(self, index: int, target: Any) -> None:
         """A sample has this target; for a store that keeps those too."""
 
-    def _placed(self, assembly: Assembly, position: int, index: int, *, there: bool) -> None:
+    def _placed(self, assembly: BatchBuilder, position: int, index: int, *, there: bool) -> None:
         """A sample goes to its place in a batch, ``there`` where it was kept before; for who keeps account of them."""
 
     def _settle(self, layout: Layout, index: int) -> None:
         if not self._store.settle(layout):
-            raise UnfitError(f"the others are each a {self._store.layout}, this one is a {layout}")
+            raise NotCacheableError(f"the others are each a {self._store.layout}, this one is a {layout}")
 
     def _named(self, error: BaseException, index: int, *, reading: bool) -> FeedError:
         if isinstance(error, CacheError):
             without_our_frames(error)
             return error
-        if isinstance(error, UnfitError):
+        if isinstance(error, NotCacheableError):
             return CacheError(
                 f"sample {self.key(index)!r} cannot be kept: {error}; let the decoder return one array or tensor, of "
                 f"the same shape and dtype for every sample, or leave cache= out"
@@ -229,6 +233,6 @@ def cached_assembly(fetcher: Fetcher) -> tuple[Row, str | None] | None:
     return fetcher.plain_row if isinstance(fetcher, CachedFetcher) else None
 
 
-def cached_form(decoder: Callable[..., Any]) -> Form:
+def cached_form(decoder: Callable[..., Any]) -> SampleCodec:
     """How a decoder is taken apart; ``TypeError`` where it is random as a whole."""
     return form_of(decoder, rows=decodes_in_place(decoder), random=takes_rng(decoder))

@@ -12,16 +12,16 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import total_nbytes
-from aiofeed.core.types import ArrayLeaf, Collate, Row
-from aiofeed.engine.fetch.default_collate import MISSING, Kept, TreeAssembly, compact, pick
-from aiofeed.runtime.buffers import Lease, array
+from aiofeed.core.types import Collate, HostTensor, Row
+from aiofeed.engine.fetch.default_collate import MISSING, DefaultCollateBuilder, Kept, compact, pick
+from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.tensors import stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Assembly(Protocol):
+class BatchBuilder(Protocol):
     """A batch while it is put together; ``put`` from any thread, ``finish`` once all samples are in."""
 
     def put(self, position: int, sample: Any) -> None:
@@ -42,19 +42,21 @@ class Assembly(Protocol):
         ...
 
 
-class RowAssembly:
+class RowBatchBuilder:
     """A batch whose first part is decoded in place: ``rows[position]`` is the memory of a sample."""
 
-    def __init__(self, row: Row, samples: int, lease: Lease, *, targets: bool, torch_dtype: str | None = None) -> None:
+    def __init__(
+        self, row: Row, samples: int, lease: BufferLease, *, targets: bool, torch_dtype: str | None = None
+    ) -> None:
         dtype: np.dtype[Any] = np.dtype(row.dtype)
         self.rows: NDArray[Any] = array(lease, (samples, *row.shape), dtype)
-        self._leaf = ArrayLeaf(
+        self._leaf = HostTensor(
             self.rows,
             axes=None if row.axes is None else (0, *[axis + 1 for axis in row.axes]),
             torch_dtype=torch_dtype,
             pinned=lease.pinned,
         )
-        self._targets = TreeAssembly(samples, lease) if targets else None
+        self._targets = DefaultCollateBuilder(samples, lease) if targets else None
 
     def put(self, position: int, sample: Any) -> None:
         """Store a sample's target; its row is filled already."""
@@ -73,10 +75,10 @@ class RowAssembly:
         return self.rows.nbytes + (self._targets.nbytes if self._targets is not None else 0)
 
 
-class CollateAssembly:
+class CollateBatchBuilder:
     """A batch made by the user's ``collate_fn``. Its tensors are moved to the slot where a device copies from it."""
 
-    def __init__(self, samples: int, collate_fn: Collate, lease: Lease | None) -> None:
+    def __init__(self, samples: int, collate_fn: Collate, lease: BufferLease | None) -> None:
         self._samples: list[Any] = [MISSING] * samples
         self._collate_fn = collate_fn
         self._lease = lease

@@ -12,13 +12,13 @@ from aiofeed.core.errors import FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.fetch.async_reader import Encoded
-from aiofeed.engine.fetch.collate import Assembly
+from aiofeed.engine.fetch.async_reader import ReadResult
+from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import Outcome, Pace
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, ChunkSizer
 from aiofeed.engine.fetch.user_errors import read_error
 from aiofeed.runtime.retry import retry_blocking
-from aiofeed.runtime.time_limits import AbandonedError, Guard, Watch
+from aiofeed.runtime.time_limits import AbandonedError, JobControl, JobDeadline
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 
@@ -39,7 +39,7 @@ class DatasetFetcher:
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None) -> None:
         self._source = source
         self._policy = policy or FailurePolicy()
-        self._pace = Pace()
+        self._pace = ChunkSizer()
         limits = (self._policy.read_timeout_s, self._policy.decode_timeout_s)
         self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
 
@@ -56,20 +56,27 @@ class DatasetFetcher:
         """All of them: whoever said so many knows the dataset."""
         return threads
 
-    async def read(self, indices: Sequence[int]) -> Encoded:
+    async def read(self, indices: Sequence[int]) -> ReadResult:
         """Nothing: a Dataset's items are made in a decode thread."""
-        return Encoded([None] * len(indices), waited=False)
+        return ReadResult([None] * len(indices), waited=False)
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+    def decode(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+    ) -> ChunkOutcome:
         """Get the items and store them."""
         return self._get_items(plan, range(start, start + len(encoded)), assembly.put, watch)
 
     def _get_items(
-        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: Watch, outcome: Outcome | None = None
-    ) -> Outcome:
+        self,
+        plan: BatchPlan,
+        positions: Sequence[int],
+        put: Put,
+        watch: JobControl,
+        outcome: ChunkOutcome | None = None,
+    ) -> ChunkOutcome:
         """Get items and store them; ``outcome`` is what came of those before, and is gone on with."""
         if outcome is None:
-            outcome = Outcome()
+            outcome = ChunkOutcome()
             if watch.guard is not None:
                 watch.guard.outcome = outcome
         retries = outcome.retries
@@ -87,7 +94,7 @@ class DatasetFetcher:
         return outcome
 
     def _ask(
-        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: Watch, outcome: Outcome, call: Call
+        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: JobControl, outcome: ChunkOutcome, call: Call
     ) -> None:
         # A limit on the time of one item is kept by asking for one at a time.
         many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
@@ -114,7 +121,7 @@ class DatasetFetcher:
                 if self._policy.action == "raise":
                     return
 
-    def _put_many(self, plan: BatchPlan, positions: Sequence[int], put: Put, outcome: Outcome) -> bool:
+    def _put_many(self, plan: BatchPlan, positions: Sequence[int], put: Put, outcome: ChunkOutcome) -> bool:
         """Get all items in one call; False where that fails, and each has to be asked for to learn which it was."""
         try:
             items = self._source.items([plan.indices[position] for position in positions])
@@ -129,7 +136,9 @@ class DatasetFetcher:
                     break
         return True
 
-    def _put_one(self, plan: BatchPlan, position: int, put: Put, watch: Watch, outcome: Outcome, call: Call) -> None:
+    def _put_one(
+        self, plan: BatchPlan, position: int, put: Put, watch: JobControl, outcome: ChunkOutcome, call: Call
+    ) -> None:
         get = partial(self._get, plan.indices[position], position, watch.guard, call)
         try:
             item = get()
@@ -148,7 +157,7 @@ class DatasetFetcher:
             with watch.guard.commit():
                 put(position, item)
 
-    def _get(self, index: int, position: int, guard: Guard | None, call: Call) -> Any:
+    def _get(self, index: int, position: int, guard: JobDeadline | None, call: Call) -> Any:
         call.at(index)
         if guard is not None:
             guard.begin(position)

@@ -15,8 +15,8 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.runtime.buffers import Lease, array
+from aiofeed.core.types import HostTensor
+from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ Kept: TypeAlias = Sequence[int] | None
 """Positions of the samples that make the batch, in order; ``None``: all of them."""
 
 
-class TreeAssembly:
+class DefaultCollateBuilder:
     """A batch by the rules of torch's ``default_collate``."""
 
-    def __init__(self, samples: int, lease: Lease) -> None:
+    def __init__(self, samples: int, lease: BufferLease) -> None:
         self._samples = samples
         self._lease = lease
         self._root: _Node | None = None
@@ -91,7 +91,7 @@ class _Node(Protocol):
 class _ArrayNode:
     """Arrays of one shape and dtype in rows of the slot; the odd ones are put aside."""
 
-    def __init__(self, first: Any, samples: int, lease: Lease) -> None:
+    def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
         memory, self._torch_dtype = as_array(first)
         assert memory is not None
         self._shape, self._dtype, self._type = memory.shape, memory.dtype, type(first)
@@ -119,8 +119,8 @@ class _ArrayNode:
 
     def finish(self, kept: Kept) -> Any:
         if not self._odd:
-            return ArrayLeaf(compact(self._rows, kept), torch_dtype=self._torch_dtype, pinned=self._pinned)
-        rows = as_tensor(ArrayLeaf(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
+            return HostTensor(compact(self._rows, kept), torch_dtype=self._torch_dtype, pinned=self._pinned)
+        rows = as_tensor(HostTensor(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
         positions = range(len(self._rows)) if kept is None else kept
         return _default_collate([self._odd.get(position, rows[position]) for position in positions])
 
@@ -128,7 +128,7 @@ class _ArrayNode:
 class _ListNode:
     """Numbers, strings and everything else: collated at the end."""
 
-    def __init__(self, samples: int, lease: Lease, texts: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any]) -> None:
         self._texts = texts
         self._values: list[Any] = [MISSING] * samples
         self._lease = lease
@@ -151,7 +151,7 @@ class _ListNode:
                     rows[:] = values
                 except OverflowError as error:
                     raise _MisfitError(f"a number does not fit into {dtype.name}: {error}", ()) from error
-                return ArrayLeaf(rows, pinned=self._lease.pinned)
+                return HostTensor(rows, pinned=self._lease.pinned)
         return _default_collate(values)
 
 
@@ -163,7 +163,7 @@ _NUMBERS: dict[type, np.dtype[Any]] = {
 
 
 class _TupleNode:
-    def __init__(self, first: Any, samples: int, lease: Lease) -> None:
+    def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
         self._make = type(first)._make if is_namedtuple(first) else list
         # default_collate transposes tuples and lists by zip, and leaves texts in the tuple that zip made.
         self._children = [_node(item, samples, lease, texts=tuple) for item in first]
@@ -189,7 +189,7 @@ class _TupleNode:
 
 
 class _DictNode:
-    def __init__(self, first: Mapping[Any, Any], samples: int, lease: Lease) -> None:
+    def __init__(self, first: Mapping[Any, Any], samples: int, lease: BufferLease) -> None:
         self._children = {name: _node(item, samples, lease) for name, item in first.items()}
         # A mapping of the user's own type: as with lists.
         self._models: dict[int, Mapping[Any, Any]] = {}
@@ -215,7 +215,7 @@ class _DictNode:
         return like_mapping(model, {name: child.finish(kept) for name, child in self._children.items()})
 
 
-def _node(first: Any, samples: int, lease: Lease, texts: Callable[[list[Any]], Any] = list) -> _Node:
+def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any] = list) -> _Node:
     if isinstance(first, Mapping):
         return _DictNode(first, samples, lease)
     if isinstance(first, tuple | list):

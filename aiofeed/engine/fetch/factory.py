@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import Collate, Source
-from aiofeed.engine.fetch.collate import Assembly, CollateAssembly, RowAssembly
+from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.dataset import DatasetFetcher
-from aiofeed.engine.fetch.default_collate import TreeAssembly
+from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
 from aiofeed.engine.fetch.fetcher import Fetcher
-from aiofeed.engine.fetch.source import BytesFetcher, decodes_in_place
-from aiofeed.runtime.buffers import Lease
+from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place
+from aiofeed.runtime.buffers import BufferLease
 from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
-    from aiofeed.cache.store import Store
+    from aiofeed.cache.store import SampleStore
 
 
 class Kinds(NamedTuple):
     """The classes of assemblies: as they are, or made for a place of their own."""
 
-    rows: type[RowAssembly] = RowAssembly
-    tree: type[TreeAssembly] = TreeAssembly
-    collate: type[CollateAssembly] = CollateAssembly
+    rows: type[RowBatchBuilder] = RowBatchBuilder
+    tree: type[DefaultCollateBuilder] = DefaultCollateBuilder
+    collate: type[CollateBatchBuilder] = CollateBatchBuilder
 
 
 AS_THEY_ARE = Kinds()
@@ -38,7 +38,7 @@ def new_fetcher(
     *,
     length: int,
     policy: FailurePolicy,
-    cache: Store | None,
+    cache: SampleStore | None,
 ) -> Fetcher:
     """What reads and decodes."""
     if isinstance(source, FromDataset):
@@ -53,7 +53,7 @@ def new_fetcher(
         return KeptItemsFetcher(source, policy, store=cache)
     assert decode is not None
     in_place = collate_fn is None and decodes_in_place(decode)
-    make: Callable[..., Fetcher] = BytesFetcher
+    make: Callable[..., Fetcher] = SourceFetcher
     if cache is not None:
         from aiofeed.cache.resident import ResidentStore
         from aiofeed.engine.fetch.cached import CachedFetcher
@@ -68,12 +68,12 @@ def new_assembly(
     decode: Callable[..., Any] | None,
     collate_fn: Collate | None,
     samples: int,
-    lease: Lease,
+    lease: BufferLease,
     *,
     staged: bool,
     cached: bool,
     kinds: Kinds = AS_THEY_ARE,
-) -> Assembly:
+) -> BatchBuilder:
     """Where a batch is put together.
 
     Args:

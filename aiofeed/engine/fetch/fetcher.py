@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from aiofeed.core.errors import FeedError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.fetch.async_reader import Encoded
-from aiofeed.engine.fetch.collate import Assembly
-from aiofeed.engine.tuning.threads import Job
-from aiofeed.runtime.time_limits import Watch
+from aiofeed.engine.fetch.async_reader import ReadResult
+from aiofeed.engine.fetch.collate import BatchBuilder
+from aiofeed.engine.tuning.threads import JobTiming
+from aiofeed.runtime.time_limits import JobControl
 
 # Work per executor job. A chunk costs the loop a task, two hops through executors and three wake-ups, which 25 ms of
 # decoding makes small; a batch still splits into a piece for each thread.
@@ -26,7 +26,7 @@ AT_WORK = 0.1
 
 
 @dataclass(eq=False)
-class Outcome:
+class ChunkOutcome:
     """What came of one chunk. Errors are by position in the batch, in order; ``job`` is there where it was measured."""
 
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Outcome:
     retries: int = 0
     decode_s: float = 0.0
     collate_s: float = 0.0
-    job: Job | None = None
+    job: JobTiming | None = None
 
 
 class Fetcher(Protocol):
@@ -59,14 +59,16 @@ class Fetcher(Protocol):
         """How many of ``threads`` decode threads are worth using now."""
         ...
 
-    async def read(self, indices: Sequence[int]) -> Encoded:
+    async def read(self, indices: Sequence[int]) -> ReadResult:
         """Encoded samples, an exception in the place of one that failed.
 
         Where ``decode`` is going to read them, nothing is in their places yet.
         """
         ...
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+    def decode(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+    ) -> ChunkOutcome:
         """Decode samples ``start``, ``start + 1``, ... of a batch into their places.
 
         Raises:
@@ -83,7 +85,7 @@ class Fetcher(Protocol):
         ...
 
 
-class Pace:
+class ChunkSizer:
     """Seconds of decoding and encoded bytes per sample, followed by moving averages; from them the size of a chunk."""
 
     def __init__(self) -> None:

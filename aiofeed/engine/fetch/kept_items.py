@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import UnfitError
-from aiofeed.cache.device import DeviceRows, HeldLeaf, Places
+from aiofeed.cache.decoder_codec import NotCacheableError
+from aiofeed.cache.device import CachedRows, DeviceStore, Places
 from aiofeed.cache.item_codec import batch_of, item_layout, item_of, parts_of
 from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.cache.resident import ResidentStore
-from aiofeed.cache.store import Store
+from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError, FeedError
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.types import ArrayLeaf, BatchPlan
-from aiofeed.engine.fetch.collate import Assembly
+from aiofeed.core.types import BatchPlan, HostTensor
+from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.default_collate import Kept, compact
-from aiofeed.engine.fetch.fetcher import Outcome
+from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.user_errors import without_our_frames
-from aiofeed.runtime.buffers import Lease, array
+from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.runtime.time_limits import Guard, StopFlag, StuckError, Watch, run_within
+from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, StopFlag, run_with_sample_timeout
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 
@@ -50,7 +50,7 @@ class HeldItemsAssembly:
         layout: of an item.
     """
 
-    def __init__(self, samples: int, lease: Lease, store: DeviceRows, layout: ItemLayout) -> None:
+    def __init__(self, samples: int, lease: BufferLease, store: DeviceStore, layout: ItemLayout) -> None:
         self._rows = [array(lease, (samples, *part.shape), np.dtype(part.dtype)) for part in layout.parts]
         self._indices: NDArray[np.int64] = array(lease, (samples,), np.dtype(np.int64))
         self._there = np.zeros(samples, np.bool_)
@@ -77,7 +77,7 @@ class HeldItemsAssembly:
         indices, there = compact(self._indices, kept), compact(self._there, kept)
         places = Places(indices, there, self._store, pinned=self._pinned)
         leaves = [
-            HeldLeaf(ArrayLeaf(compact(rows, kept), pinned=self._pinned), places, column)
+            CachedRows(HostTensor(compact(rows, kept), pinned=self._pinned), places, column)
             for column, rows in enumerate(self._rows)
         ]
         return batch_of(leaves, self._layout)
@@ -99,17 +99,17 @@ class KeptItemsFetcher(DatasetFetcher):
         CacheError: the store cannot be used.
     """
 
-    def __init__(self, source: FromDataset, policy: FailurePolicy | None = None, *, store: Store) -> None:
+    def __init__(self, source: FromDataset, policy: FailurePolicy | None = None, *, store: SampleStore) -> None:
         super().__init__(source, policy)
         self._store = store
         # What was asked for to learn what items look like, as rows of bytes, until the device has it.
         self._known: dict[int, NDArray[np.uint8]] = {}
         store.begin(None)
 
-    def assembly(self, samples: int, lease: Lease) -> HeldItemsAssembly | None:
+    def assembly(self, samples: int, lease: BufferLease) -> HeldItemsAssembly | None:
         """Where a batch for a device is put together; ``None`` where nothing is kept on one."""
         layout = self._layout
-        if not isinstance(self._store, DeviceRows) or layout is None:
+        if not isinstance(self._store, DeviceStore) or layout is None:
             return None
         return HeldItemsAssembly(samples, lease, self._store, layout)
 
@@ -136,7 +136,7 @@ class KeptItemsFetcher(DatasetFetcher):
                 layout, row = found
                 store.settle(layout)
                 store.put(index, row)
-                if isinstance(store, DeviceRows):
+                if isinstance(store, DeviceStore):
                     self._known[index] = row
         if tried and store.layout is None:
             log.warning("none of the first %d items can be had, so that none are kept on this pass", tried)
@@ -147,14 +147,18 @@ class KeptItemsFetcher(DatasetFetcher):
         """An item and its form within the limit, in which waiting for other passes does not count."""
         if self.limit_s is None:
             return await asyncio.get_running_loop().run_in_executor(decode_pool, self._probe, index, stop, None)
-        guard = Guard()
+        guard = JobDeadline()
         try:
-            found, _ = await run_within(self.limit_s, decode_pool, partial(self._probe, index, stop, guard), guard)
-        except StuckError:
+            found, _ = await run_with_sample_timeout(
+                self.limit_s, decode_pool, partial(self._probe, index, stop, guard), guard
+            )
+        except JobStuckError:
             return None
         return found
 
-    def _probe(self, index: int, stop: StopFlag, guard: Guard | None) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
+    def _probe(
+        self, index: int, stop: StopFlag, guard: JobDeadline | None
+    ) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
         with Call(self._source, index, stop=stop, limit_s=self.limit_s):
             if guard is not None:
                 guard.begin(index)
@@ -166,10 +170,12 @@ class KeptItemsFetcher(DatasetFetcher):
             layout = item_layout(item)
             # A copy: a Dataset may give the same memory each time.
             return layout, layout.pack(parts_of(item, layout)).copy()
-        except UnfitError as error:
+        except NotCacheableError as error:
             raise self._named(error, index) from None
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+    def decode(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+    ) -> ChunkOutcome:
         """Put what is kept into its places, then get the other items."""
         positions = range(start, start + len(encoded))
         has = self._store.has(np.asarray(plan.indices[positions.start : positions.stop], np.int64)).tolist()
@@ -184,11 +190,11 @@ class KeptItemsFetcher(DatasetFetcher):
                 missing.append(position)
         kept_s = time.perf_counter() - began
         put = partial(self._keep, plan, assembly)
-        outcome = self._get_items(plan, missing, put, watch) if missing else Outcome()
+        outcome = self._get_items(plan, missing, put, watch) if missing else ChunkOutcome()
         outcome.decode_s += kept_s
         return outcome
 
-    def _put_kept(self, assembly: Assembly, position: int, index: int) -> None:
+    def _put_kept(self, assembly: BatchBuilder, position: int, index: int) -> None:
         if isinstance(assembly, HeldItemsAssembly):
             assembly.placed(position, index, there=True)
         else:
@@ -196,14 +202,14 @@ class KeptItemsFetcher(DatasetFetcher):
             assert layout is not None
             assembly.put(position, item_of(layout.split(self._store.row(index)), layout))
 
-    def _keep(self, plan: BatchPlan, assembly: Assembly, position: int, item: Any) -> None:
+    def _keep(self, plan: BatchPlan, assembly: BatchBuilder, position: int, item: Any) -> None:
         """Store an item in its place, and keep it."""
         index, store = plan.indices[position], self._store
         if isinstance(assembly, HeldItemsAssembly):
             assembly.put(position, item)
             assembly.placed(position, index, there=False)
             return
-        if isinstance(store, DeviceRows):
+        if isinstance(store, DeviceStore):
             # A batch is for a device that keeps it from its beginning, or not at all.
             assembly.put(position, item)
             return
@@ -220,7 +226,7 @@ class KeptItemsFetcher(DatasetFetcher):
         if isinstance(error, CacheError):
             without_our_frames(error)
             return error
-        if isinstance(error, UnfitError):
+        if isinstance(error, NotCacheableError):
             return CacheError(
                 f"sample {self.key(index)!r} (index {index}) cannot be kept: {error}; let the Dataset give the same "
                 f"structure, shapes and dtypes at every index, or leave cache= out"

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import UnfitError
-from aiofeed.cache.device import DeviceRows, HeldLeaf, Places
+from aiofeed.cache.decoder_codec import NotCacheableError
+from aiofeed.cache.device import CachedRows, DeviceStore, Places
 from aiofeed.cache.layout import Layout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import BatchPlan, Row
 from aiofeed.engine.fetch.cached import KEPT, CachedFetcher
-from aiofeed.engine.fetch.collate import Assembly, RowAssembly
+from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.default_collate import Kept, compact
-from aiofeed.runtime.buffers import Lease, array
+from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ log = logging.getLogger("aiofeed")
 PROBES = 8
 
 
-class HeldAssembly(RowAssembly):
+class HeldAssembly(RowBatchBuilder):
     """A batch of which some rows are on the device. What samples they are is noted as they come in."""
 
     def __init__(
-        self, row: Row, samples: int, lease: Lease, *, targets: bool, torch_dtype: str | None, store: DeviceRows
+        self, row: Row, samples: int, lease: BufferLease, *, targets: bool, torch_dtype: str | None, store: DeviceStore
     ) -> None:
         super().__init__(row, samples, lease, targets=targets, torch_dtype=torch_dtype)
         self._indices: NDArray[np.int64] = array(lease, (samples,), np.dtype(np.int64))
@@ -51,7 +51,7 @@ class HeldAssembly(RowAssembly):
         batch = super().finish(keys, kept)
         rows = batch if self._targets is None else batch[0]
         indices, there = compact(self._indices, kept), compact(self._there, kept)
-        held = HeldLeaf(rows, Places(indices, there, self._store, pinned=rows.pinned))
+        held = CachedRows(rows, Places(indices, there, self._store, pinned=rows.pinned))
         return held if self._targets is None else [held, *batch[1:]]
 
 
@@ -60,10 +60,10 @@ class ResidentFetcher(CachedFetcher):
 
     _store: ResidentStore
 
-    def assembly(self, samples: int, lease: Lease) -> HeldAssembly | None:
+    def assembly(self, samples: int, lease: BufferLease) -> HeldAssembly | None:
         """Where a batch for a device is put together; ``None`` where nothing is kept on one."""
         layout = self._store.layout
-        if not isinstance(self._store, DeviceRows) or layout is None:
+        if not isinstance(self._store, DeviceStore) or layout is None:
             return None
         axes = self._decoder.row.axes if self._decodes_rows else None  # type: ignore[attr-defined]
         return HeldAssembly(
@@ -102,7 +102,7 @@ class ResidentFetcher(CachedFetcher):
     def _layout_of(self, index: int, data: Any) -> Layout | None:
         try:
             return self._form.decode(data)[1]
-        except UnfitError as error:
+        except NotCacheableError as error:
             raise self._named(error, index, reading=False) from None
         except BaseException:  # noqa: BLE001 - the user's decoder: it raises again, by name, when the sample is met
             return None
@@ -110,7 +110,7 @@ class ResidentFetcher(CachedFetcher):
     def _make(
         self, plan: BatchPlan, position: int, data: Any, out: NDArray[Any] | None
     ) -> tuple[NDArray[Any] | None, Any]:
-        if data is KEPT and isinstance(self._store, DeviceRows):
+        if data is KEPT and isinstance(self._store, DeviceStore):
             return None, None
         return super()._make(plan, position, data, out)
 
@@ -121,11 +121,11 @@ class ResidentFetcher(CachedFetcher):
         except CacheError as error:
             raise CacheError(f"sample {self.key(index)!r}: {error}") from None
 
-    def _placed(self, assembly: Assembly, position: int, index: int, *, there: bool) -> None:
+    def _placed(self, assembly: BatchBuilder, position: int, index: int, *, there: bool) -> None:
         if isinstance(assembly, HeldAssembly):
             assembly.placed(position, index, there=there)
 
     def _settle(self, layout: Layout, index: int) -> None:
         # A batch is for a device that keeps it from its beginning, or not at all.
-        if self._store.layout is not None or not isinstance(self._store, DeviceRows):
+        if self._store.layout is not None or not isinstance(self._store, DeviceStore):
             super()._settle(layout, index)

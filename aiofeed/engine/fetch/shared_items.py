@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import UnfitError
+from aiofeed.cache.decoder_codec import NotCacheableError
 from aiofeed.cache.disk import DiskStore
 from aiofeed.cache.item_codec import item_layout, item_of, parts_of, restored, written
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.fetch.collate import Assembly
-from aiofeed.engine.fetch.fetcher import Outcome
+from aiofeed.engine.fetch.collate import BatchBuilder
+from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.kept_items import KeptItemsFetcher
-from aiofeed.runtime.time_limits import AbandonedError, Watch
+from aiofeed.runtime.time_limits import AbandonedError, JobControl
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 
@@ -53,9 +53,11 @@ class SharedItemsFetcher(KeptItemsFetcher):
         self._longest_s = 0.0
         self._restore()
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+    def decode(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+    ) -> ChunkOutcome:
         """Put what is kept into its places, get the other items, and wait for those that others get."""
-        outcome = Outcome()
+        outcome = ChunkOutcome()
         positions = range(start, start + len(encoded))
         # Of a job that is abandoned, what lies before the item it was at has to be done.
         chunks: Sequence[Sequence[int]] = [positions]
@@ -77,7 +79,12 @@ class SharedItemsFetcher(KeptItemsFetcher):
         return outcome
 
     def _fill(
-        self, plan: BatchPlan, positions: Sequence[int], assembly: Assembly, watch: Watch, outcome: Outcome
+        self,
+        plan: BatchPlan,
+        positions: Sequence[int],
+        assembly: BatchBuilder,
+        watch: JobControl,
+        outcome: ChunkOutcome,
     ) -> None:
         left, pause = list(positions), PAUSES_S[0]
         since = time.monotonic()
@@ -100,9 +107,9 @@ class SharedItemsFetcher(KeptItemsFetcher):
         self,
         plan: BatchPlan,
         positions: Sequence[int],
-        assembly: Assembly,
-        watch: Watch,
-        outcome: Outcome,
+        assembly: BatchBuilder,
+        watch: JobControl,
+        outcome: ChunkOutcome,
         *,
         late: bool,
     ) -> list[int]:
@@ -130,7 +137,12 @@ class SharedItemsFetcher(KeptItemsFetcher):
         return left
 
     def _make(
-        self, plan: BatchPlan, positions: Sequence[int], assembly: Assembly, watch: Watch, outcome: Outcome
+        self,
+        plan: BatchPlan,
+        positions: Sequence[int],
+        assembly: BatchBuilder,
+        watch: JobControl,
+        outcome: ChunkOutcome,
     ) -> None:
         fresh: list[tuple[int, NDArray[np.uint8]]] = []
         began = time.perf_counter()
@@ -140,7 +152,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         for index, row in fresh:
             self._store.put(index, row)
 
-    def _put_those_kept(self, plan: BatchPlan, positions: Sequence[int], assembly: Assembly) -> list[int]:
+    def _put_those_kept(self, plan: BatchPlan, positions: Sequence[int], assembly: BatchBuilder) -> list[int]:
         """Put what is kept by now into its places; the other positions."""
         store = self._store
         if store.layout is None:
@@ -163,7 +175,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
     def _take(
         self,
         plan: BatchPlan,
-        assembly: Assembly,
+        assembly: BatchBuilder,
         fresh: list[tuple[int, NDArray[np.uint8]]],
         position: int,
         item: Any,
@@ -176,7 +188,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         assembly.put(position, item_of(layout.split(row), layout))
         fresh.append((plan.indices[position], row))
 
-    def _compare(self, plan: BatchPlan, positions: Sequence[int], watch: Watch) -> None:
+    def _compare(self, plan: BatchPlan, positions: Sequence[int], watch: JobControl) -> None:
         """Ask for one item that an earlier run has kept once more, where nothing but that tells what the file is of.
 
         Raises:
@@ -200,7 +212,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
             return
         try:
             row = layout.pack(parts_of(item, layout))
-        except UnfitError as error:
+        except NotCacheableError as error:
             raise store.other_form(f"and {error}") from None
         if row.tobytes() != store.row(kept[0]).tobytes():
             log.warning(

@@ -16,13 +16,13 @@ from aiofeed.core.errors import FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, RowDecoder, Source
-from aiofeed.engine.fetch.async_reader import Encoded, Reader, total_bytes, unless_overridden
-from aiofeed.engine.fetch.collate import Assembly, RowAssembly
+from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes, unless_overridden
+from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import Outcome, Pace
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, ChunkSizer
 from aiofeed.engine.fetch.user_errors import decode_error, read_error, untrace
 from aiofeed.runtime.retry import retry_blocking
-from aiofeed.runtime.time_limits import AbandonedError, Guard, StopFlag, Watch
+from aiofeed.runtime.time_limits import AbandonedError, JobControl, JobDeadline, StopFlag
 from aiofeed.sampling.order import sample_seed
 
 # Where a read takes this long, waiting is what costs. What a chunk's reads return is dealt with while those of other
@@ -47,7 +47,7 @@ _UNGUARDED = contextlib.nullcontext()
 TURN_S = 0.005
 
 
-class BytesFetcher:
+class SourceFetcher:
     """Bytes from a ``Source``, through a ``Decoder``.
 
     Args:
@@ -73,7 +73,7 @@ class BytesFetcher:
         self._length = len(source) if length is None else length
         self._policy = policy or FailurePolicy()
         self._traced = self._policy.action == "raise"
-        self._reader = Reader(source, self._policy)
+        self._reader = AsyncReader(source, self._policy)
         self._blocking_reader = blocking_reader(source, self._policy)
         self._target: Callable[[int], Any] | None = getattr(source, "target", None)
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
@@ -82,7 +82,7 @@ class BytesFetcher:
         self._takes_rng = takes_rng(decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._generators = threading.local()
-        self._pace = Pace()
+        self._pace = ChunkSizer()
         self._read_s = 0.0
 
     @property
@@ -113,10 +113,10 @@ class BytesFetcher:
         """All of them, but one where samples are so small that they are Python's work more than the decoder's."""
         return 1 if 0.0 < self._pace.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
-    async def read(self, indices: Sequence[int]) -> Encoded:
+    async def read(self, indices: Sequence[int]) -> ReadResult:
         """The encoded samples, errors in their places."""
         if self._reads_inline():
-            return Encoded([UNREAD] * len(indices), waited=False)
+            return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
         encoded = await self._reader.read(indices)
         self._pace.weigh(encoded.nbytes, len(indices))
@@ -136,9 +136,11 @@ class BytesFetcher:
             and bool(getattr(self._source, "answers_at_once", False))
         )
 
-    def decode(self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch) -> Outcome:
+    def decode(
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+    ) -> ChunkOutcome:
         """Decode a chunk. After a sample that fails the rest is left where that raises."""
-        outcome = Outcome()
+        outcome = ChunkOutcome()
         guard = watch.guard
         if guard is not None:
             guard.outcome = outcome
@@ -183,11 +185,11 @@ class BytesFetcher:
             self._pace.observe(outcome.decode_s, done, time.thread_time() - cpu)
         return outcome
 
-    def _decode_into(self, plan: BatchPlan, assembly: Assembly) -> Callable[[int, Any], None]:
+    def _decode_into(self, plan: BatchPlan, assembly: BatchBuilder) -> Callable[[int, Any], None]:
         """What decodes one sample into its place. Made once per chunk: tiny samples feel every question asked twice."""
         target, indices, put = self._target, plan.indices, assembly.put
         if self._in_place:
-            assert isinstance(assembly, RowAssembly)
+            assert isinstance(assembly, RowBatchBuilder)
             row_decoder: RowDecoder = self._decoder  # type: ignore[assignment]
             rows = assembly.rows
 
@@ -208,12 +210,12 @@ class BytesFetcher:
         return decode
 
     def _decode_at_once(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: Assembly, watch: Watch
+        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
     ) -> Sequence[Exception | None] | None:
         """Fill a chunk's rows in one call: an error for each that has one; ``None`` where it has to be one by one."""
         if self._decode_many is None or watch.stop.stopped or any(isinstance(data, BaseException) for data in encoded):
             return None
-        assert isinstance(assembly, RowAssembly)
+        assert isinstance(assembly, RowBatchBuilder)
         end = start + len(encoded)
         seeds = [self._seed(plan, position) for position in range(start, end)] if self._takes_seed else None
         try:
@@ -227,17 +229,19 @@ class BytesFetcher:
                 untrace(fault)
         return faults
 
-    def _put_target(self, plan: BatchPlan, position: int, assembly: Assembly) -> None:
+    def _put_target(self, plan: BatchPlan, position: int, assembly: BatchBuilder) -> None:
         if self._target is not None:
             assembly.put(position, self._target(plan.indices[position]))
 
-    def _decode_guarded(self, plan: BatchPlan, position: int, data: Any, assembly: Assembly, guard: Guard) -> None:
+    def _decode_guarded(
+        self, plan: BatchPlan, position: int, data: Any, assembly: BatchBuilder, guard: JobDeadline
+    ) -> None:
         """The same under a time limit: what it comes to waits elsewhere for leave to enter the batch."""
         guard.begin(position)
         row = out = None
         sample: Any = None
         if self._in_place:
-            assert isinstance(assembly, RowAssembly)
+            assert isinstance(assembly, RowBatchBuilder)
             decoder: RowDecoder = self._decoder  # type: ignore[assignment]
             row = assembly.rows[position]
             out = np.empty_like(row)
@@ -318,7 +322,7 @@ class BlockingReader:
         self._policy = policy
         self._turn = threading.Lock()
 
-    def read(self, indices: Sequence[int], outcome: Outcome, stop: StopFlag) -> list[Any]:
+    def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: StopFlag) -> list[Any]:
         """The encoded samples, errors in their places; ``outcome`` gets the time, the bytes and the retries."""
         started = time.perf_counter()
         try:

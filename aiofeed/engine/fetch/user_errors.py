@@ -28,14 +28,14 @@ def _named(
     if isinstance(error, SampleError) and error.index == index:
         named = error
     else:
-        named = kind(f"cannot {stage} {key!r}: {told(error)}{hint}", key=key, index=index, stage=stage)
+        named = kind(f"cannot {stage} {key!r}: {format_error(error)}{hint}", key=key, index=index, stage=stage)
         named.__cause__ = without_our_frames(error)
     if not traced:
         untrace(named)
     return named
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error on one line."""
     try:
         text = str(error)

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.device import DeviceRows
+from aiofeed.cache.device import DeviceStore
 from aiofeed.cache.item_codec import batch_of
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.engine.fetch.default_collate import TreeAssembly
-from aiofeed.runtime.buffers import HostMemory
+from aiofeed.core.types import HostTensor
+from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
+from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensor
 
 if TYPE_CHECKING:
     import torch
 
 
-class Held:
+class CachedData:
     """Decoded samples and their targets, or a ``Dataset``'s items, where they are kept.
 
     Args:
@@ -37,12 +37,12 @@ class Held:
         self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
         self.tensors: tuple[torch.Tensor, ...] = tuple(store.data())
         # So many of the tensors, the first ones, are on the device.
-        self.there = len(self.tensors) if isinstance(store, DeviceRows) else 0
+        self.there = len(self.tensors) if isinstance(store, DeviceStore) else 0
         self._items = store.layout if isinstance(store.layout, ItemLayout) else None
         self._structure: Any = None
         if targets:
             collated = _collated(store)
-            self.tensors += tuple(as_tensor(leaf) if type(leaf) is ArrayLeaf else leaf for leaf in leaves(collated))
+            self.tensors += tuple(as_tensor(leaf) if type(leaf) is HostTensor else leaf for leaf in leaves(collated))
             places = iter(range(1, len(self.tensors)))
             self._structure = map_leaves(lambda leaf: next(places), collated)
 
@@ -75,7 +75,7 @@ def _collated(store: ResidentStore) -> Any:
     import torch
 
     at = np.flatnonzero(store.slots >= 0)
-    assembly = TreeAssembly(len(store), HostMemory(0))
+    assembly = DefaultCollateBuilder(len(store), HostBufferPool(0))
     known = store.targets
     stand_in = known[int(at[0])]
     kept = set(at.tolist())

@@ -7,21 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 from aiofeed.engine.resident.host_windows import FIRST_LOOK_S, LOOK_S, Made, Window, Windows
 from aiofeed.runtime import trace
-from aiofeed.runtime.queue import Closed, Ended, Failed, Handoff, Item, Ready
-from aiofeed.sampling.epochs import EpochStart, Stream
-from aiofeed.sampling.order import Stretch
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
+from aiofeed.sampling.epochs import EpochStart, EpochStream
+from aiofeed.sampling.order import BatchRange
 
 
-class WindowItems(deque[Item]):
+class WindowItems(deque[QueueItem]):
     """The items of a window, and where to go on behind them: one assignment puts both in place."""
 
     after: Walk | None = None
 
 
-class Pulled(Handoff[Item]):
+class Pulled(BatchQueue[QueueItem]):
     """A handoff into which nobody puts: the next items are made when they are asked for.
 
     The queue is replaced whole, so that Ctrl-C anywhere in the making of a window loses nothing: it is made again.
@@ -37,16 +37,16 @@ class Pulled(Handoff[Item]):
         items.after = walk
         self.items = items
 
-    def put(self, item: Item) -> None:
+    def put(self, item: QueueItem) -> None:
         """Nobody waits here, so that nobody has to be told that it was closed."""
 
-    def first(self, timeout_s: float | None = None) -> Item:
+    def first(self, timeout_s: float | None = None) -> QueueItem:
         """The next item, made now and kept until it is deleted; a failure as one."""
         if not self.items:
             self._make()
         return self.items[0]
 
-    async def first_async(self) -> Item:
+    async def first_async(self) -> QueueItem:
         """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing.
 
         A device that is behind is waited for without blocking the caller's loop.
@@ -61,7 +61,7 @@ class Pulled(Handoff[Item]):
             since = since or time.perf_counter()
         until = time.perf_counter()
         item = self.first()
-        if since is not None and isinstance(item, Ready):
+        if since is not None and isinstance(item, ReadyBatch):
             item.behind = since, until if item.behind is None else item.behind[1]
         return item
 
@@ -79,16 +79,16 @@ class Pulled(Handoff[Item]):
             if now.after is not None:
                 items = now.after.items()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised at the consumer's line
-            items.append(Failed(error))
+            items.append(FeedFailure(error))
         if not items:
-            items.append(Closed())
+            items.append(Stopped())
         self.items = items
 
 
 class _Epoch:
     """An epoch of a stream, to be cut into windows."""
 
-    def __init__(self, stream: Stream, start: EpochStart) -> None:
+    def __init__(self, stream: EpochStream, start: EpochStart) -> None:
         self.start = start
         self.counters = start.counters
         self.stretches = stream.schedule.stretches(start.position, start.permutation)
@@ -111,7 +111,7 @@ class Walk:
     def __init__(
         self,
         windows: Callable[[], Windows],
-        stream: Stream,
+        stream: EpochStream,
         ahead: tuple[tuple[_Epoch, Made | None], ...] = (),
         epoch: _Epoch | None = None,
         number: int = 0,
@@ -137,7 +137,7 @@ class Walk:
             (epoch, made), rest = walk.ahead[0], walk.ahead[1:]
             items.after = Walk(walk.windows, walk.stream, rest, walk.epoch, walk.number, walk.over)
             if made is None:
-                items.append(Ended())
+                items.append(EndOfEpoch())
             else:
                 items.extend(_batches(*made, epoch.counters, waited))
         return items
@@ -175,13 +175,15 @@ class Walk:
         return Walk(self.windows, self.stream, (*self.ahead, (epoch, made)), epoch, last + 1)
 
 
-def _batches(stretch: Stretch, window: Window, counters: Counters, waited: tuple[float, float] | None) -> list[Item]:
+def _batches(
+    stretch: BatchRange, window: Window, counters: EpochStats, waited: tuple[float, float] | None
+) -> list[QueueItem]:
     """Its batches; whoever asks for the first waits for what is made ahead."""
     samples, size = len(stretch.indices), stretch.batch_size
-    items: list[Item] = []
+    items: list[QueueItem] = []
     for at, number in enumerate(stretch.numbers):
         first, last = at * size, min((at + 1) * size, samples)
-        ready = Ready(number, last - first, (window, first, last), None, 0, None, counters)
+        ready = ReadyBatch(number, last - first, (window, first, last), None, 0, None, counters)
         ready.behind = None if items else waited
         items.append(ready)
     return items

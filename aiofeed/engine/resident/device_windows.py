@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 
 from aiofeed.core.errors import DeviceCopyError
-from aiofeed.core.types import ArrayLeaf
+from aiofeed.core.types import HostTensor
 from aiofeed.engine.resident.host_windows import (
     FIRST_LOOK_S,
     LOOK_S,
@@ -22,15 +22,15 @@ from aiofeed.engine.resident.host_windows import (
     row_bytes,
     window_batches,
 )
-from aiofeed.runtime.buffers import PinnedMemory, array
-from aiofeed.sampling.order import Stretch
+from aiofeed.runtime.buffers import PinnedBufferPool, array
+from aiofeed.sampling.order import BatchRange
 from aiofeed.sources.tensors import tensor_row_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
-    from aiofeed.devices.copier import Copier, InFlight
+    from aiofeed.devices.copier import Copier, PendingCopy
 
 # A device permutes that much in a fraction of a millisecond, which hides what it costs the host to say so.
 DEVICE_WINDOW_BYTES = 64 << 20
@@ -52,7 +52,7 @@ class DeviceWindow(Window):
         begun: called when its first batch is handed out, with the list of the streams that use it, which still grows.
     """
 
-    def __init__(self, copier: Copier, in_flight: InFlight, begun: Callable[[list[Stream]], object]) -> None:
+    def __init__(self, copier: Copier, in_flight: PendingCopy, begun: Callable[[list[Stream]], object]) -> None:
         self._copier = copier
         self._in_flight = in_flight
         self._streams: list[Stream] = []
@@ -104,7 +104,7 @@ class DeviceWindows:
         self._batch_bytes = batch_size * row_bytes(source)
         rows = _DeviceRows(source.alias)
         self._copier = Copier(backend, rows)
-        self._indices = PinnedMemory(backend.pin, keep=DEVICE_WINDOWS)
+        self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
         # Of windows of which batches were handed out: the streams that use them, and once no more are, what is queued.
         self._begun: deque[list[Stream]] = deque()
@@ -126,7 +126,7 @@ class DeviceWindows:
         self._note_queued()
         return self._exceeds(QUEUED_WINDOWS)
 
-    def make(self, stretch: Stretch) -> Made:
+    def make(self, stretch: BatchRange) -> Made:
         """A window, of a part of the stretch where memory is short.
 
         Raises:
@@ -181,7 +181,7 @@ class DeviceWindows:
             pause_s = min(2 * pause_s, LOOK_S)
         return since, time.perf_counter()
 
-    def _issue(self, stretch: Stretch) -> DeviceWindow:
+    def _issue(self, stretch: BatchRange) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1]()
         start, count = int(stretch.indices[0]), len(stretch.indices)
@@ -191,7 +191,7 @@ class DeviceWindows:
             lease = self._indices.lease()
             indices = array(lease, (count,), np.dtype(np.int64))
             np.copyto(indices, stretch.indices)
-            in_flight = self._copier.issue((ArrayLeaf(indices, pinned=lease.pinned), start, count))
+            in_flight = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
             self._copying.append((in_flight.copied, lease.give_back))
         return DeviceWindow(self._copier, in_flight, self._begun.append)
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from aiofeed.runtime.buffers import HostMemory, array
+from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.threads import is_ending, may_be_fork
-from aiofeed.sampling.order import Stretch
+from aiofeed.sampling.order import BatchRange
 from aiofeed.sources.tensors import tensor_row_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Window(Protocol):
         ...
 
 
-Made: TypeAlias = tuple[Stretch, Window]
+Made: TypeAlias = tuple[BatchRange, Window]
 """A window, and what is in it."""
 
 
@@ -79,7 +79,7 @@ class Windows(Protocol):
         """Whether ``make`` would wait for the device."""
         ...
 
-    def make(self, stretch: Stretch) -> Made:
+    def make(self, stretch: BatchRange) -> Made:
         """A window of a stretch, or of its head where memory is short."""
         ...
 
@@ -138,7 +138,7 @@ class HostWindows:
         self._data, self._dtypes = zip(*map(_host_rows, source.tensors), strict=True)
         self._words = list(map(_words, self._data))
         self._alias = source.alias
-        self._memory = HostMemory(keep=HOST_WINDOWS * len(self._data))
+        self._memory = HostBufferPool(keep=HOST_WINDOWS * len(self._data))
         batch_bytes = batch_size * row_bytes(source)
         self.most = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
@@ -146,7 +146,7 @@ class HostWindows:
         """No: what is made here is there."""
         return False
 
-    def make(self, stretch: Stretch) -> Made:
+    def make(self, stretch: BatchRange) -> Made:
         """One window."""
         indices = stretch.indices
         if stretch.run:

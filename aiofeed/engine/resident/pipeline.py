@@ -17,8 +17,8 @@ from aiofeed.core.errors import DeviceCopyError
 from aiofeed.engine.resident.cursor import Pulled, Walk
 from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.host_windows import HostWindows, Rows, Windows
-from aiofeed.runtime.queue import Handoff, Item, Ready
-from aiofeed.sampling.epochs import Stream
+from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
+from aiofeed.sampling.epochs import EpochStream
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
 
 
-class Store:
+class ResidentData:
     """Resident data, uploaded when first asked for. It outlives the streams that are served from it.
 
     Args:
@@ -62,7 +62,7 @@ class Store:
         self._windows = None
 
 
-class Resident:
+class ResidentPipeline:
     """What stands behind a feeder of data that stay where they are: its store, and the batches of a stream.
 
     Args:
@@ -78,7 +78,7 @@ class Resident:
 
     def __init__(
         self,
-        store: Store,
+        store: ResidentData,
         transform: Callable[[Any], Any] | None,
         shape: Callable[[list[torch.Tensor]], Any] | None = None,
     ) -> None:
@@ -86,16 +86,16 @@ class Resident:
         self._transform = transform
         self._shape = shape
         self._pulled = Pulled()
-        self.handoff: Handoff[Item] = self._pulled
+        self.handoff: BatchQueue[QueueItem] = self._pulled
         self._pid = os.getpid()
         self._stopped = False
         self._watched: weakref.ref[object] | None = None
         # What stood in its place, and may not be gone yet.
         self.before: Any = None
 
-    def successor(self) -> Resident:
+    def successor(self) -> ResidentPipeline:
         """Another with the same data, where they have not been let go of."""
-        found = Resident(self._store, self._transform, self._shape)
+        found = ResidentPipeline(self._store, self._transform, self._shape)
         found.before = self.before
         return found
 
@@ -105,7 +105,7 @@ class Resident:
         return self._store.source
 
     @property
-    def delivery(self) -> Resident:
+    def delivery(self) -> ResidentPipeline:
         """Itself."""
         return self
 
@@ -114,7 +114,7 @@ class Resident:
         """Whether it belongs to a parent process."""
         return self._pid != os.getpid()
 
-    def start(self, stream: Stream) -> None:
+    def start(self, stream: EpochStream) -> None:
         """Begin to give the batches of a stream; nothing is uploaded or permuted before the first is asked for."""
         self._pulled.begin(Walk(self._store.open, stream))
 
@@ -126,7 +126,7 @@ class Resident:
         """A pass begins in the calling thread."""
         self._store.follow()
 
-    def take(self, item: Ready) -> Any:
+    def take(self, item: ReadyBatch) -> Any:
         """The batch, transformed where there is a transform."""
         window, first, last = item.batch
         batch = window.batch(first, last)

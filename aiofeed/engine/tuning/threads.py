@@ -46,7 +46,7 @@ WATCHED = 8
 
 
 @dataclass(frozen=True)
-class Job:
+class JobTiming:
     """What a decode job took.
 
     Args:
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class _Window:
+class _Sample:
     """Jobs of one number of threads, taken together."""
 
     threads: int
@@ -78,7 +78,7 @@ class _Window:
     cpu_s: float = 0.0
     nbytes: int = 0
 
-    def add(self, job: Job) -> None:
+    def add(self, job: JobTiming) -> None:
         self.jobs += 1
         self.samples += job.samples
         self.nbytes += job.nbytes
@@ -97,7 +97,7 @@ class _Window:
         """Samples per second of all threads together, had they had cores of their own."""
         return self.threads * self.samples / self.busy_s if self.busy_s else 0.0
 
-    def times(self, other: _Window) -> float:
+    def times(self, other: _Sample) -> float:
         """How many times as fast as another number of threads."""
         if self.crowded or other.crowded:
             mine, others = self.threads * self.samples / self.wall_s, other.threads * other.samples / other.wall_s
@@ -143,7 +143,7 @@ class ThreadTuner:
         self._jobs = FIRST_JOBS
         self._watched = self._missed = 0
         self._since_s = 0.0
-        self._chosen: _Window | None = None
+        self._chosen: _Sample | None = None
         self._search: _Search | None = None
         if not given and most > 1:
             self._begin()
@@ -158,7 +158,7 @@ class ThreadTuner:
         self._watched = (self._watched + 1) % WATCHED
         return self._watched == 0
 
-    def observe(self, job: Job) -> None:
+    def observe(self, job: JobTiming) -> None:
         """Take note of a job that was measured; ``threads`` may be another number afterwards."""
         if self.given or self.most == 1 or not job.samples:
             return
@@ -192,9 +192,9 @@ class ThreadTuner:
     def _try(self, threads: int) -> None:
         self.threads = threads
         self._missed = 0
-        self._window = _Window(threads)
+        self._window = _Sample(threads)
 
-    def _step(self, window: _Window) -> None:
+    def _step(self, window: _Sample) -> None:
         assert self._search is not None
         following = self._search.step(window)
         if following is not None:
@@ -210,7 +210,7 @@ class ThreadTuner:
         self.gil = gil_limit(found, above) if found.threads < self.most else None
         self._try(found.threads)
 
-    def _watch(self, window: _Window, job: Job) -> None:
+    def _watch(self, window: _Sample, job: JobTiming) -> None:
         """Look out for other work, and for the time to look again."""
         assert self._chosen is not None
         self._since_s += job.wall_s * WATCHED / self.threads
@@ -238,11 +238,11 @@ class _Search:
         self._most = most
         self._start = self._below = 0
         self._upwards = False
-        self.chosen: _Window | None = None
-        self._best: _Window | None = None
-        self.above: _Window | None = None
+        self.chosen: _Sample | None = None
+        self._best: _Sample | None = None
+        self.above: _Sample | None = None
 
-    def step(self, tried: _Window) -> int | None:
+    def step(self, tried: _Sample) -> int | None:
         """The number to try after the one that was; ``None`` where ``chosen`` is found."""
         if self.chosen is None or self._best is None:
             self.chosen = self._best = tried
@@ -267,7 +267,7 @@ class _Search:
         return None
 
 
-def _fewer(chosen: _Window, below: int) -> int | None:
+def _fewer(chosen: _Sample, below: int) -> int | None:
     """Fewer threads than the chosen that may do, of which ``below`` are too few; ``None`` where there are none."""
     worth = chosen.threads * chosen.at_work
     if chosen.at_work >= AT_WORK or worth < SOMEBODY or chosen.threads - below < 2:
@@ -278,7 +278,7 @@ def _fewer(chosen: _Window, below: int) -> int | None:
     return (chosen.threads + below) // 2
 
 
-def gil_limit(chosen: _Window, more: _Window | None) -> GilLimit | None:
+def gil_limit(chosen: _Sample, more: _Sample | None) -> GilLimit | None:
     """What keeps ``more`` threads from giving more than the ``chosen`` ones, where it is the GIL.
 
     That is: the chosen are mostly at work, so that no storage is waited for, and more of them wait for one another. And

@@ -30,7 +30,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Kind:
+class AddressKind:
     """What is found at an address, in words for errors.
 
     Args:
@@ -48,14 +48,14 @@ class Kind:
     start: str
 
 
-SERVER = Kind(
+SERVER = AddressKind(
     ".sock",
     ("a server listens", "attach to it, close it, or give another address"),
     "no server listens",
     "the server has ended that listened",
     "start one with aiofeed.serve(feeder, address)",
 )
-TENSORS = Kind(
+TENSORS = AddressKind(
     ".tensors",
     ("a process shares tensors", "attach_tensors() gives those, and share() takes any other address"),
     "nobody shares tensors",
@@ -64,7 +64,7 @@ TENSORS = Kind(
 )
 
 
-def resolve(address: str | os.PathLike[str], kind: Kind) -> Path:
+def resolve(address: str | os.PathLike[str], kind: AddressKind) -> Path:
     """The path of the socket: of a plain name, in this user's private folder.
 
     Raises:
@@ -133,7 +133,7 @@ class Listener:
         FeedError: another one is there, or something that is no socket.
     """
 
-    def __init__(self, path: Path, kind: Kind) -> None:
+    def __init__(self, path: Path, kind: AddressKind) -> None:
         self.path = path
         self._kind = kind
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -173,7 +173,7 @@ class Listener:
         self.sock.close()
 
 
-def check_free(path: Path, kind: Kind) -> None:
+def check_free(path: Path, kind: AddressKind) -> None:
     """Raise early what a ``Listener`` would: before gigabytes are copied for nothing.
 
     Raises:
@@ -182,7 +182,7 @@ def check_free(path: Path, kind: Kind) -> None:
     _is_dead(path, kind)
 
 
-def _is_dead(path: Path, kind: Kind) -> bool:
+def _is_dead(path: Path, kind: AddressKind) -> bool:
     """Whether the socket of a dead process is in the way; ``FeedError`` where it is anything else."""
     try:
         mode = path.lstat().st_mode
@@ -246,7 +246,7 @@ def _open(path: Path) -> socket.socket | None:
     return sock
 
 
-def connect(path: Path, kind: Kind, wait_s: float) -> socket.socket:
+def connect(path: Path, kind: AddressKind, wait_s: float) -> socket.socket:
     """A blocking connection to this user's process that listens there; waits, blocking, for it to come.
 
     Raises:

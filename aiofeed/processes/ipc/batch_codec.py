@@ -12,10 +12,10 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple
-from aiofeed.core.types import ArrayLeaf
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.core.types import HostTensor
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Plain, Plains, Raw, Table
-from aiofeed.runtime.buffers import Bytes, HostMemory, Lease, array
+from aiofeed.runtime.buffers import BufferLease, Bytes, HostBufferPool, array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +26,7 @@ _TABLES: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict"}
 # The module that a script is, in the process that runs it and in one that only imports it.
 _MAIN = ("__main__", "__mp_main__")
 # It keeps nothing.
-_private = HostMemory(0)
+_private = HostBufferPool(0)
 
 
 _DTYPE_KINDS = "biufcSUMm"
@@ -50,7 +50,7 @@ class Place(Protocol):
         ...
 
 
-def pack(batch: Any, slot: Place) -> Node:
+def encode_batch(batch: Any, slot: Place) -> Node:
     """The description of a batch, whose arrays stand in the slot afterwards.
 
     Raises:
@@ -63,7 +63,7 @@ def _pack(value: Any, slot: Place, path: str) -> Node:
     kind = type(value)
     if isinstance(value, Leaf):
         return value  # it lies in device memory already
-    if kind is ArrayLeaf:
+    if kind is HostTensor:
         return _leaf("tensor", value.memory, value.axes, value.torch_dtype, slot, path)
     if kind in _SEQUENCES:
         if all(_crosses(item) for item in value):
@@ -141,7 +141,7 @@ def _leaf(
 ) -> Leaf:
     try:
         plain_dtype(memory.dtype.str)
-    except WireError:
+    except ProtocolError:
         raise refusal(f"an array of {memory.dtype}", path, slot.advice) from None
     if memory.nbytes == 0:
         return Leaf(
@@ -171,11 +171,11 @@ def dense(memory: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...] | None]:
     return flat, tuple(int(axis) for axis in np.argsort(axes))
 
 
-def unpack(node: Node, take: Callable[[Leaf], Any]) -> Any:
+def decode_batch(node: Node, take: Callable[[Leaf], Any]) -> Any:
     """The batch of a description; ``take`` gives what stands for an array.
 
     Raises:
-        WireError: it describes nothing that ``pack`` makes.
+        WireError: it describes nothing that ``encode_batch`` makes.
     """
     if isinstance(node, Leaf):
         return take(node)
@@ -185,16 +185,16 @@ def unpack(node: Node, take: Callable[[Leaf], Any]) -> Any:
         return node.raw if node.kind == "bytes" else _text(node.raw)
     if isinstance(node, Plains):
         return node.values if node.kind == "list" else tuple(node.values)
-    items = [unpack(item, take) for item in node.items]
+    items = [decode_batch(item, take) for item in node.items]
     if isinstance(node, Items):
         return items if node.kind == "list" else tuple(items)
     if isinstance(node, Table):
         if len(node.keys) != len(items):
-            raise WireError(f"{len(node.keys)} keys for {len(items)} values")
+            raise ProtocolError(f"{len(node.keys)} keys for {len(items)} values")
         pairs = dict(zip(node.keys, items, strict=True))
         return pairs if node.kind == "dict" else OrderedDict(pairs)
     if len(node.fields) != len(items):
-        raise WireError(f"{len(node.fields)} fields for {len(items)} values")
+        raise ProtocolError(f"{len(node.fields)} fields for {len(items)} values")
     return _rebuild(node, items)
 
 
@@ -202,7 +202,7 @@ def _rebuild(node: Named, items: list[Any]) -> Any:
     kind: Any = _known_class(node)
     if node.kind == "dataclass":
         if kind is None or {field.name for field in dataclasses.fields(kind)} != set(node.fields):
-            raise WireError(f"{node.module}.{node.name} is no dataclass of this process with fields {node.fields}")
+            raise ProtocolError(f"{node.module}.{node.name} is no dataclass of this process with fields {node.fields}")
         made = object.__new__(kind)
         for name, item in zip(node.fields, items, strict=True):
             # Past __init__ and __post_init__: they ran when the batch was made.
@@ -217,7 +217,7 @@ def _namedtuple(node: Named) -> Any:
     try:
         return namedtuple(node.name.rpartition(".")[2], node.fields)
     except ValueError as error:
-        raise WireError(f"no namedtuple: {error}") from None
+        raise ProtocolError(f"no namedtuple: {error}") from None
 
 
 def _known_class(node: Named) -> type | None:
@@ -237,7 +237,7 @@ def _text(raw: bytes) -> str:
     try:
         return raw.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise WireError(f"no text: {error}") from None
+        raise ProtocolError(f"no text: {error}") from None
 
 
 def leaves_of(node: Node) -> Iterator[Leaf]:
@@ -249,19 +249,19 @@ def leaves_of(node: Node) -> Iterator[Leaf]:
             yield from leaves_of(item)
 
 
-def in_place(view: NDArray[Any], leaf: Leaf, *, pinned: bool, lease: Lease) -> Any:
+def in_place(view: NDArray[Any], leaf: Leaf, *, pinned: bool, lease: BufferLease) -> Any:
     """What stands for an array that a device copies straight from the ring; what stays on the host is copied."""
     if leaf.kind != "tensor":
         return copied(view, leaf, lease)
-    return ArrayLeaf(view, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
+    return HostTensor(view, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
 
 
-def copied(view: NDArray[Any], leaf: Leaf, lease: Lease) -> Any:
+def copied(view: NDArray[Any], leaf: Leaf, lease: BufferLease) -> Any:
     """What stands for an array once the ring is left behind: a copy in memory of the lease."""
     if leaf.kind == "scalar":
         return view[()]
     # Pinned memory is used again once the device has copied from it; what stays on the host is the user's for good.
-    place: Lease = lease if leaf.kind == "tensor" or isinstance(lease, HostMemory) else _private
+    place: BufferLease = lease if leaf.kind == "tensor" or isinstance(lease, HostBufferPool) else _private
     own = array(place, view.shape, view.dtype) if view.nbytes else np.empty(view.shape, view.dtype)
     np.copyto(own, view)
     return as_it_is(own, leaf, pinned=lease.pinned)
@@ -272,7 +272,7 @@ def as_it_is(memory: NDArray[Any], leaf: Leaf, *, pinned: bool = False) -> Any:
     if leaf.kind == "array":
         axes = axes_of(leaf)
         return memory if axes is None else memory.transpose(axes)
-    return ArrayLeaf(memory, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
+    return HostTensor(memory, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
 
 
 def axes_of(leaf: Leaf) -> tuple[int, ...] | None:
@@ -284,7 +284,7 @@ def axes_of(leaf: Leaf) -> tuple[int, ...] | None:
     if leaf.axes is None:
         return None
     if sorted(leaf.axes) != list(range(len(leaf.shape))):
-        raise WireError(f"axes {leaf.axes} of an array with {len(leaf.shape)} dimensions")
+        raise ProtocolError(f"axes {leaf.axes} of an array with {len(leaf.shape)} dimensions")
     return tuple(leaf.axes)
 
 
@@ -296,7 +296,7 @@ def _torch_dtype(leaf: Leaf) -> str | None:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(leaf.dtype).itemsize:
-        raise WireError(f"torch_dtype {name!r} for {leaf.dtype}")
+        raise ProtocolError(f"torch_dtype {name!r} for {leaf.dtype}")
     return name
 
 
@@ -308,7 +308,7 @@ def extent(leaf: Leaf) -> tuple[np.dtype[Any], int]:
     """
     dtype = plain_dtype(leaf.dtype)
     if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
-        raise WireError(f"an array of shape {leaf.shape}")
+        raise ProtocolError(f"an array of shape {leaf.shape}")
     count = 1
     for size in leaf.shape:
         count *= size
@@ -324,15 +324,15 @@ def empty_array(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         return np.empty(shape, dtype)
     except ValueError as error:  # though it has no bytes, its other dimensions may be too many
-        raise WireError(f"an array of shape {shape}: {error}") from None
+        raise ProtocolError(f"an array of shape {shape}: {error}") from None
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:
-    """A dtype of plain bytes; ``WireError`` for any other."""
+    """A dtype of plain bytes; ``ProtocolError`` for any other."""
     try:
         dtype = np.dtype(text)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise WireError(f"{text!r} is no dtype: {error}") from None
+        raise ProtocolError(f"{text!r} is no dtype: {error}") from None
     if dtype.kind not in _DTYPE_KINDS or dtype.hasobject or dtype.fields or dtype.subdtype or not dtype.itemsize:
-        raise WireError(f"{text!r} is no dtype of plain bytes")
+        raise ProtocolError(f"{text!r} is no dtype of plain bytes")
     return dtype

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
-from aiofeed.processes.ipc.schema import Handle
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 
 if TYPE_CHECKING:
     import torch
@@ -51,15 +51,15 @@ class DeviceHandles(Protocol):
         """Wait until what is queued on a tensor's device is done."""
         ...
 
-    def export(self, tensor: torch.Tensor, /) -> Handle:
+    def export(self, tensor: torch.Tensor, /) -> DeviceMemoryHandle:
         """The handle of a tensor's storage, for one process to open; ``HandleError`` where there is none."""
         ...
 
-    def open(self, handle: Handle, wanted: torch.device | None, /) -> torch.UntypedStorage:
+    def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None, /) -> torch.UntypedStorage:
         """The storage of a handle; ``HandleError`` where it cannot be opened, or is not on the wanted device."""
         ...
 
-    def forget(self, handle: Handle, /) -> None:
+    def forget(self, handle: DeviceMemoryHandle, /) -> None:
         """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that. Once."""
         ...
 
@@ -85,19 +85,19 @@ class CudaHandles:
 
         torch.cuda.synchronize(tensor.device)
 
-    def export(self, tensor: torch.Tensor) -> Handle:
+    def export(self, tensor: torch.Tensor) -> DeviceMemoryHandle:
         """A handle and one count. Expandable segments, some containers and some drivers have none."""
         identity = _uuid(tensor.device.index)
         storage: Any = tensor.untyped_storage()  # the method is there, but torch's stubs leave it out
         if storage.nbytes() == 0:
-            return Handle(identity, b"", 0, 0, b"", 0, b"", False)
+            return DeviceMemoryHandle(identity, b"", 0, 0, b"", 0, b"", False)
         try:
             _, allocation, nbytes, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()
         except RuntimeError as error:
             raise HandleError(first_line(error)) from error
-        return Handle(identity, allocation, nbytes, offset, counter, counter_offset, event, event_needed)
+        return DeviceMemoryHandle(identity, allocation, nbytes, offset, counter, counter_offset, event, event_needed)
 
-    def open(self, handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage:
+    def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
         """Map the allocation; the current stream waits for the event, where that is needed."""
         try:
             return _opened(handle, wanted)
@@ -108,7 +108,7 @@ class CudaHandles:
             self.forget(handle)
             raise HandleError(first_line(error)) from error
 
-    def forget(self, handle: Handle) -> None:
+    def forget(self, handle: DeviceMemoryHandle) -> None:
         """Take back the count of one export. Once: torch takes one below zero for a large one, and keeps the memory."""
         import torch
 
@@ -170,7 +170,7 @@ class CudaSlots:
 
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def export(self, memory: torch.Tensor) -> Handle:
+    def export(self, memory: torch.Tensor) -> DeviceMemoryHandle:
         """A handle and one count, for one process."""
         import torch
 
@@ -182,7 +182,7 @@ class CudaSlots:
             raise HandleError(f"{name} sets expandable_segments, whose memory is not exported here")
         return self._handles.export(memory)
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def open(self, handle: DeviceMemoryHandle) -> torch.Tensor:
         """Map the allocation. Nothing waits: not for the event of the export either."""
         import torch
 
@@ -194,7 +194,7 @@ class CudaSlots:
         empty: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
         return cast("torch.Tensor", empty.set_(storage, 0, (handle.nbytes,), (1,)))
 
-    def forget(self, handle: Handle) -> None:
+    def forget(self, handle: DeviceMemoryHandle) -> None:
         """Take back the count of one export."""
         self._handles.forget(handle)
 
@@ -262,7 +262,7 @@ def _index(uuid: str) -> int | None:
     return next((index for index in range(count) if _uuid(index) == uuid), None)
 
 
-def _opened(handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage:
+def _opened(handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
     import torch
 
     if handle.nbytes < 0 or handle.offset < 0 or handle.counter_offset < 0:
@@ -330,15 +330,15 @@ class SharedDevice(Protocol):
         """uint8 [nbytes] of device memory, for work on the current stream; ``RuntimeError`` where there is no more."""
         ...
 
-    def export(self, memory: torch.Tensor, /) -> Handle:
+    def export(self, memory: torch.Tensor, /) -> DeviceMemoryHandle:
         """The handle of what ``allocate`` gave, for one process; ``HandleError`` where there is none."""
         ...
 
-    def open(self, handle: Handle, /) -> torch.Tensor:
+    def open(self, handle: DeviceMemoryHandle, /) -> torch.Tensor:
         """Another process's memory, uint8 [nbytes]; ``HandleError`` where it cannot be opened."""
         ...
 
-    def forget(self, handle: Handle, /) -> None:
+    def forget(self, handle: DeviceMemoryHandle, /) -> None:
         """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that."""
         ...
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from aiofeed.core import errors
 from aiofeed.core.errors import FeedError, SampleError, WorkerDiedError
-from aiofeed.processes.ipc.schema import Failure, Scalar
+from aiofeed.processes.ipc.schema import ErrorMessage, Scalar
 
 _MOST_TEXT = 16_000
 _MOST_CAUSES = 8
 _OURS = "aiofeed.core.errors."
 
 
-def describe(error: BaseException, depth: int = 0) -> Failure:
+def describe(error: BaseException, depth: int = 0) -> ErrorMessage:
     """An error as it crosses; what is longer than anybody reads is cut."""
     kind = type(error)
     cause = error.__cause__
     sample = error if isinstance(error, SampleError) else None
-    return Failure(
+    return ErrorMessage(
         kind=f"{kind.__module__}.{kind.__qualname__}",
         message=_raw(_text_of(error)),
         arguments=_arguments(error),
@@ -33,7 +33,7 @@ def describe(error: BaseException, depth: int = 0) -> Failure:
     )
 
 
-def rebuild(failure: Failure) -> Exception:
+def rebuild(failure: ErrorMessage) -> Exception:
     """The error on this side: ours and Python's own by their types, any other as a ``FeedError`` that names it.
 
     The traceback that it had on the other side is in its notes.
@@ -48,7 +48,7 @@ def rebuild(failure: Failure) -> Exception:
     return error
 
 
-def _instance(failure: Failure) -> Exception:
+def _instance(failure: ErrorMessage) -> Exception:
     message = _told(failure.message)
     module, _, name = failure.kind.rpartition(".")
     if failure.kind.startswith(_OURS):
@@ -69,7 +69,7 @@ def _instance(failure: Failure) -> Exception:
     return FeedError(f"{failure.kind}: {message}" if message else failure.kind)
 
 
-def _status(failure: Failure) -> int | None:
+def _status(failure: ErrorMessage) -> int | None:
     """The exit status that stands behind the message."""
     status = failure.arguments[1] if failure.arguments is not None and len(failure.arguments) == 2 else None
     return status if type(status) is int else None

@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<II")
 _INT = array.array("i").itemsize
 
 
-class WireError(Exception):
+class ProtocolError(Exception):
     """What arrived is no message of ours."""
 
 
@@ -53,9 +53,11 @@ class Framer:
             while len(self._buffer) - start >= _HEADER.size:
                 nbytes, descriptors = _HEADER.unpack_from(self._buffer, start)
                 if nbytes > self._limit_bytes:
-                    raise WireError(f"a message of {nbytes} bytes; at most {self._limit_bytes} are accepted")
+                    raise ProtocolError(f"a message of {nbytes} bytes; at most {self._limit_bytes} are accepted")
                 if descriptors > MAX_DESCRIPTORS:
-                    raise WireError(f"a message with {descriptors} descriptors; at most {MAX_DESCRIPTORS} are accepted")
+                    raise ProtocolError(
+                        f"a message with {descriptors} descriptors; at most {MAX_DESCRIPTORS} are accepted"
+                    )
                 end = start + _HEADER.size + nbytes
                 if len(self._buffer) < end:
                     break
@@ -71,13 +73,13 @@ def frame(payload: bytes, descriptors: int = 0) -> bytes:
     return _HEADER.pack(len(payload), descriptors) + payload
 
 
-class Wire:
+class Connection:
     """One end of a connection, on a running loop. Neither ``send`` nor what it calls ever blocks.
 
     Args:
         sock: a connected Unix stream socket; it is closed with the wire.
-        received: called with each payload and its descriptors; it may raise ``WireError``. It takes those that it keeps
-            out of the list; the others are closed.
+        received: called with each payload and its descriptors; it may raise ``ProtocolError``. It takes the descriptors
+            that it keeps out of the list; the others are closed.
         lost: called once, when the other end is gone (``None``) or has sent what is no message.
         limit_bytes: longest payload that is accepted.
         limit_descriptors: how many may have arrived before the payload that they belong to.
@@ -176,14 +178,14 @@ class Wire:
             return
         try:
             if flags & socket.MSG_CTRUNC:
-                raise WireError(
+                raise ProtocolError(
                     "a message with more descriptors than it may have, or than `ulimit -n` lets this process open"
                 )
             if len(self._arrived) > self._limit_descriptors:
-                raise WireError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
+                raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
             for payload, count in self._framer.feed(data):
                 if count > len(self._arrived):
-                    raise WireError(f"a message that lacks {count - len(self._arrived)} of its {count} descriptors")
+                    raise ProtocolError(f"a message that lacks {count - len(self._arrived)} of its {count} descriptors")
                 descriptors = [self._arrived.popleft() for _ in range(count)]
                 try:
                     self._received(payload, descriptors)

@@ -144,7 +144,7 @@ def _nothing() -> None:
     pass
 
 
-class Pulse:
+class ProcessLiveness:
     """Tells of a process's life as it is now, not as of its last message.
 
     Where the server dies, its device may drop what it had queued, or complete events whose work was never done. So an

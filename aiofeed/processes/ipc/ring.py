@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.processes.ipc.batch_codec import empty_array, extent
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import Leaf, NewSegment
 from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, adopt, create
 from aiofeed.runtime.buffers import Bytes
@@ -63,10 +63,10 @@ class Ring:
             WireError: a segment is not what was announced.
         """
         if len(segments) != len(descriptors):
-            raise WireError(f"{len(segments)} segments with {len(descriptors)} descriptors")
+            raise ProtocolError(f"{len(segments)} segments with {len(descriptors)} descriptors")
         for new in segments:
             if new.number in self._segments:
-                raise WireError(f"segment {new.number} is known already")
+                raise ProtocolError(f"segment {new.number} is known already")
             another = None if self._passable is None else os.dup(descriptors[0])
             try:
                 segment = adopt(new.number, new.nbytes, descriptors.pop(0))
@@ -123,7 +123,7 @@ class Ring:
         """
         segment = self._segments.get(number)
         if segment is None:
-            raise WireError(f"there is no segment {number} in the ring")
+            raise ProtocolError(f"there is no segment {number} in the ring")
         return segment.memory.base
 
     def view(self, leaf: Leaf, memory: Bytes | None = None) -> NDArray[Any]:
@@ -137,7 +137,7 @@ class Ring:
             return empty_array(leaf.shape, dtype)
         segment = self._segments.get(leaf.segment)
         if segment is None or leaf.offset < 0 or leaf.offset + nbytes > segment.nbytes:
-            raise WireError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
+            raise ProtocolError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
         memory = segment.memory if memory is None else memory
         return memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
 

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar, Union
 
 import msgspec
 
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 
 Scalar: TypeAlias = bool | int | float | str | None
 """What crosses as it is."""
@@ -96,7 +96,7 @@ Node: TypeAlias = Union[Leaf, Plain, Raw, Plains, Items, Named, Table]  # noqa: 
 # --- an error ---
 
 
-class Failure(Struct, frozen=True):
+class ErrorMessage(Struct, frozen=True):
     """An exception: its type by name, its arguments or else its message, its traceback as text.
 
     Args:
@@ -117,14 +117,14 @@ class Failure(Struct, frozen=True):
     stage: str | None = None
     notes: list[bytes] = []
     traceback: bytes = b""
-    cause: Failure | None = None
+    cause: ErrorMessage | None = None
 
 
 # --- from the trainer to an engine process ---
 
 
-class Plan(Struct, frozen=True):
-    """Assemble a batch: read it, and decode it where ``opened``, else once an ``Open`` says so.
+class WorkerPlanMessage(Struct, frozen=True):
+    """Assemble a batch: read it, and decode it where ``opened``, else once an ``StartDecoding`` says so.
 
     Args:
         serial: names the batch from here on.
@@ -144,13 +144,13 @@ class Plan(Struct, frozen=True):
     order_length: int = 0
 
 
-class Open(Struct, frozen=True):
+class StartDecoding(Struct, frozen=True):
     """A batch may be decoded."""
 
     serial: int
 
 
-class Free(Struct, frozen=True):
+class ReleaseSlot(Struct, frozen=True):
     """The slot of a batch has been read and belongs to the engine process again.
 
     Args:
@@ -162,27 +162,27 @@ class Free(Struct, frozen=True):
     again: bool = True
 
 
-class Answer(Struct, frozen=True):
-    """To an ``Ask``: the index at a position; ``None`` where there is no order to ask."""
+class ReplacementAnswer(Struct, frozen=True):
+    """To an ``ReplacementRequest``: the index at a position; ``None`` where there is no order to ask."""
 
     ticket: int
     index: int | None = None
 
 
-class Stop(Struct, frozen=True):
+class StopWorker(Struct, frozen=True):
     """Clean up and end."""
 
 
 # --- from an engine process to the trainer ---
 
 
-class Ready(Struct, frozen=True):
+class WorkerReady(Struct, frozen=True):
     """The engine process has what it needs and takes plans."""
 
     pid: int
 
 
-class WasRead(Struct, frozen=True):
+class ReadReport(Struct, frozen=True):
     """All samples of a batch have been read; sent only where batches need not be in order."""
 
     serial: int
@@ -195,7 +195,7 @@ class NewSegment(Struct, frozen=True):
     nbytes: int
 
 
-class Spent(Struct, frozen=True):
+class BatchStats(Struct, frozen=True):
     """What one batch took."""
 
     bytes_read: int = 0
@@ -205,8 +205,8 @@ class Spent(Struct, frozen=True):
     retries: int = 0
 
 
-class Filled(Struct, frozen=True):
-    """A batch stands in the ring; its slot is the trainer's until ``Free``.
+class BatchReady(Struct, frozen=True):
+    """A batch stands in the ring; its slot is the trainer's until ``ReleaseSlot``.
 
     Args:
         serial: the plan's.
@@ -223,27 +223,27 @@ class Filled(Struct, frozen=True):
 
     serial: int
     batch: Node
-    spent: Spent
+    spent: BatchStats
     nbytes: int
     chunk_size: int
     segments: list[NewSegment] = []
     retired: list[int] = []
     kept: list[int] | None = None
-    failures: list[Failure] = []
+    failures: list[ErrorMessage] = []
     reads: int = 0
 
 
-class Broken(Struct, frozen=True):
+class BatchFailed(Struct, frozen=True):
     """A batch failed: the error to raise in its turn, and the failures of its samples."""
 
     serial: int
-    error: Failure
-    failures: list[Failure]
-    spent: Spent
+    error: ErrorMessage
+    failures: list[ErrorMessage]
+    spent: BatchStats
     nbytes: int
 
 
-class Ask(Struct, frozen=True):
+class ReplacementRequest(Struct, frozen=True):
     """Which sample is at a position of the epoch's order? For one that is to take another's place."""
 
     ticket: int
@@ -251,14 +251,14 @@ class Ask(Struct, frozen=True):
     position: int
 
 
-class Ended(Struct, frozen=True):
+class WorkerEnded(Struct, frozen=True):
     """The engine process cannot go on."""
 
-    error: Failure
+    error: ErrorMessage
 
 
-ToEngine: TypeAlias = Union[Plan, Open, Free, Answer, Stop]  # noqa: UP007 - as above
-FromEngine: TypeAlias = Union[Ready, WasRead, Filled, Broken, Ask, Ended]  # noqa: UP007 - as above
+ToEngine: TypeAlias = Union[WorkerPlanMessage, StartDecoding, ReleaseSlot, ReplacementAnswer, StopWorker]  # noqa: UP007 - as above
+FromEngine: TypeAlias = Union[WorkerReady, ReadReport, BatchReady, BatchFailed, ReplacementRequest, WorkerEnded]  # noqa: UP007 - as above
 
 MessageT = TypeVar("MessageT")
 
@@ -268,24 +268,24 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    """A message to an engine process; ``WireError`` where it is none."""
+    """A message to an engine process; ``ProtocolError`` where it is none."""
     return decode(_to_engine, payload)
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    """A message from an engine process; ``WireError`` where it is none."""
+    """A message from an engine process; ``ProtocolError`` where it is none."""
     return decode(_from_engine, payload)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
-    """A message of a decoder's types; ``WireError`` where it is none."""
+    """A message of a decoder's types; ``ProtocolError`` where it is none."""
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(payload)} bytes that are no message: {type(error).__name__}: {error}") from None
+        raise ProtocolError(f"{len(payload)} bytes that are no message: {type(error).__name__}: {error}") from None
 
 
-class Handle(Struct, frozen=True):
+class DeviceMemoryHandle(Struct, frozen=True):
     """Device memory of another process: what CUDA and torch need to open it.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from aiofeed.core.errors import FeedError
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 
@@ -77,9 +77,9 @@ def adopt(number: int, nbytes: int, descriptor: int) -> Segment:
     try:
         size = os.fstat(descriptor).st_size
         if nbytes < 1 or size < nbytes:
-            raise WireError(f"a segment of {size} bytes where {nbytes} were announced")
+            raise ProtocolError(f"a segment of {size} bytes where {nbytes} were announced")
         if hasattr(os, "memfd_create") and not _sealed(descriptor):
-            raise WireError("a segment that may shrink while it is read")
+            raise ProtocolError("a segment that may shrink while it is read")
         return _map(number, descriptor, nbytes)
     finally:
         os.close(descriptor)

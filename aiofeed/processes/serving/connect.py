@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import SERVER, connect
-from aiofeed.processes.ipc.framing import WireError, frame
-from aiofeed.processes.ipc.peers import Pulse, died, peer_of
+from aiofeed.processes.ipc.framing import ProtocolError, frame
+from aiofeed.processes.ipc.peers import ProcessLiveness, died, peer_of
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_GREETING_BYTES,
     VERSION,
+    ConsumerRefused,
     FromConsumer,
     FromServer,
     Hello,
-    Refused,
-    Trial,
-    Tried,
-    Try,
+    Probe,
+    ProbeRequest,
+    ProbeResult,
     Welcome,
     decode_from_server,
 )
-from aiofeed.processes.serving.receiver import Taker
-from aiofeed.processes.serving.subscription import Attachment
-from aiofeed.runtime.buffers import Memory
+from aiofeed.processes.serving.receiver import BatchReceiver
+from aiofeed.processes.serving.subscription import Subscription
+from aiofeed.runtime.buffers import BufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def join(
     wait_s: float,
     backend: DeviceBackend | None,
     *,
-    memory: Memory,
+    memory: BufferPool,
     wrap: Callable[[Any], Any],
     executor: ThreadPool,
     begun: Callable[[int, int], object],
     host_only: bool = False,
-) -> tuple[Attachment, int]:
+) -> tuple[Subscription, int]:
     """An attachment to the server at a path, and how many batches an epoch has.
 
     Args:
@@ -72,11 +72,11 @@ def join(
     sock, welcome = attach(path, wait_s)
     try:
         server = peer_of(sock).pid
-        pulse = Pulse(server, lambda: died(path, server))
+        pulse = ProcessLiveness(server, lambda: died(path, server))
         try:
             blocks = None if host_only else _blocks(sock, path, welcome, backend, pulse)
-            taker = Taker(backend, blocks, memory, wrap, executor)
-            return Attachment(sock, path, taker=taker, pulse=pulse, begun=begun), welcome.batches
+            taker = BatchReceiver(backend, blocks, memory, wrap, executor)
+            return Subscription(sock, path, taker=taker, pulse=pulse, begun=begun), welcome.batches
         except BaseException:
             pulse.close()
             raise
@@ -86,7 +86,7 @@ def join(
 
 
 def _blocks(
-    sock: socket.socket, path: Path, welcome: Welcome, backend: DeviceBackend | None, pulse: Pulse
+    sock: socket.socket, path: Path, welcome: Welcome, backend: DeviceBackend | None, pulse: ProcessLiveness
 ) -> Blocks | None:
     """The server's device memory, where it can be read here; else ``None``, and a line in the log that says why."""
     if not welcome.device:
@@ -111,7 +111,7 @@ def _blocks(
             blocks = Blocks(backend, shared, pulse)
             reason = blocks.attempt(trial)
             try:
-                tell(sock, Tried(reason))
+                tell(sock, ProbeResult(reason))
             except OSError as error:
                 raise FeedError(f"the server at {path} ended while this process joined it: {error}") from error
             if not reason:
@@ -145,14 +145,14 @@ def _greet(sock: socket.socket, path: Path) -> Welcome:
     return answer
 
 
-def ask_for_trial(sock: socket.socket, path: Path) -> Trial:
+def ask_for_trial(sock: socket.socket, path: Path) -> Probe:
     """Device memory of the server's, to try.
 
     Raises:
         FeedError: it does not answer.
     """
-    answer = _ask(sock, path, Try())
-    if not isinstance(answer, Trial):
+    answer = _ask(sock, path, ProbeRequest())
+    if not isinstance(answer, Probe):
         raise FeedError(f"the server at {path} did not answer as a server does")
     return answer
 
@@ -168,13 +168,13 @@ def _ask(sock: socket.socket, path: Path, message: FromConsumer) -> FromServer:
         tell(sock, message)
         nbytes, descriptors = struct.unpack("<II", _exactly(sock, 8))
         if nbytes > MAX_GREETING_BYTES or descriptors:
-            raise WireError("no greeting")
+            raise ProtocolError("no greeting")
         answer = decode_from_server(_exactly(sock, nbytes))
     except TimeoutError:
         raise FeedError(f"the server at {path} did not answer within {ANSWER_S:.0f} s") from None
-    except (OSError, WireError) as error:
+    except (OSError, ProtocolError) as error:
         raise FeedError(f"what listens at {path} did not greet as a server does: {error}") from error
-    if isinstance(answer, Refused):
+    if isinstance(answer, ConsumerRefused):
         raise FeedError(f"the server at {path} refuses this process: {answer.reason}")
     return answer
 

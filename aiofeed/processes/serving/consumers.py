@@ -14,22 +14,22 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from aiofeed.processes.ipc.address import Listener
-from aiofeed.processes.ipc.framing import Wire, WireError
+from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import Peer, ProcessWatch, exiting, is_alive, peer_of
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_REASON_LETTERS,
     MAX_WORD_BYTES,
     VERSION,
+    ConsumerRefused,
     FromServer,
     Hello,
     Join,
     Leave,
+    Probe,
+    ProbeRequest,
+    ProbeResult,
     Read,
-    Refused,
-    Trial,
-    Tried,
-    Try,
     Welcome,
     decode_from_consumer,
 )
@@ -59,7 +59,7 @@ class Host(Protocol):
         """What the device of the batches is called; "" for host memory."""
         ...
 
-    def trial(self, consumer: Consumer) -> Trial:
+    def trial(self, consumer: Consumer) -> Probe:
         """It is on that device: memory there to try, or why there is none."""
         ...
 
@@ -89,17 +89,17 @@ class Consumer:
         on_device: whether it reads batches in the server's device memory.
     """
 
-    def __init__(self, sock: socket.socket, peer: Peer, reception: Reception, host: Host) -> None:
+    def __init__(self, sock: socket.socket, peer: Peer, reception: ConsumerRegistry, host: Host) -> None:
         self.pid = peer.pid
         self.greeted = self.on_device = False
-        self._trial: Trial | None = None
+        self._trial: Probe | None = None
         self.ticket: int | None = None
         self.joined = -1
         self.known: set[int] = set()
         self.batches = 0
         self._reception = reception
         self._host = host
-        self._wire = Wire(
+        self._wire = Connection(
             sock, received=self._received, lost=self._lost, limit_bytes=MAX_WORD_BYTES, limit_descriptors=0
         )
         self._watch = ProcessWatch(peer.pid, self.close)
@@ -114,7 +114,7 @@ class Consumer:
 
     def dismiss(self, reason: str) -> None:
         """Tell it why, and let it go."""
-        self.send(Refused(reason))
+        self.send(ConsumerRefused(reason))
         self.close(reading=True)
 
     def close(self, *, reading: bool = False) -> None:
@@ -142,12 +142,12 @@ class Consumer:
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_consumer(payload)
         if descriptors:
-            raise WireError("descriptors where none belong")
+            raise ProtocolError("descriptors where none belong")
         if not self.greeted:
             self._greet(message)
         elif isinstance(message, Join):
             if self.ticket is not None:
-                raise WireError("a Join before a Leave")
+                raise ProtocolError("a Join before a Leave")
             self.ticket = message.ticket
             self._host.joined(self)
         elif isinstance(message, Leave):
@@ -157,16 +157,16 @@ class Consumer:
                 self._host.left(self)
         elif isinstance(message, Read):
             self._host.read(self, message.serial)
-        elif isinstance(message, Try):
+        elif isinstance(message, ProbeRequest):
             self._try()
-        elif isinstance(message, Tried):
+        elif isinstance(message, ProbeResult):
             self._tried(message.reason)
         else:
-            raise WireError("a second Hello")
+            raise ProtocolError("a second Hello")
 
     def _greet(self, message: object) -> None:
         if not isinstance(message, Hello):
-            raise WireError(f"{type(message).__name__} before Hello")
+            raise ProtocolError(f"{type(message).__name__} before Hello")
         if message.version != VERSION:
             log.warning("process %d speaks version %d, this server %d", self.pid, message.version, VERSION)
             self.dismiss(
@@ -180,14 +180,14 @@ class Consumer:
 
     def _try(self) -> None:
         if self._trial is not None or self.joined >= 0 or self.ticket is not None:
-            raise WireError("a Try where there is nothing to try, or not any more")
+            raise ProtocolError("a Try where there is nothing to try, or not any more")
         self._trial = trial = self._host.trial(self)
         self.send(trial)
 
     def _tried(self, reason: str) -> None:
         if self._trial is None or self._trial.block is None or self.on_device:
-            raise WireError("a Tried where there was nothing to try")
-        self._trial = Trial(None)
+            raise ProtocolError("a Tried where there was nothing to try")
+        self._trial = Probe(None)
         self.on_device = not reason
         if reason:
             log.warning(
@@ -197,7 +197,7 @@ class Consumer:
             )
 
 
-class Reception:
+class ConsumerRegistry:
     """The listening socket, and everybody who came in by it. Made anywhere, used on a loop.
 
     Args:

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.core.pytree import map_leaves
-from aiofeed.devices.copier import Copier, InFlight
-from aiofeed.processes.ipc.batch_codec import unpack
+from aiofeed.devices.copier import Copier, PendingCopy
+from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
-from aiofeed.processes.ipc.framing import WireError
-from aiofeed.processes.ipc.peers import Pulse
+from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.peers import ProcessLiveness
 from aiofeed.processes.ipc.schema import Leaf, Node
 from aiofeed.processes.serving.device_ring import Place
-from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, Block, Given, Trial
+from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend, Event
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
-    from aiofeed.runtime.buffers import Lease
+    from aiofeed.runtime.buffers import BufferLease
 
 log = logging.getLogger("aiofeed")
 
@@ -43,7 +43,7 @@ _abandoned: list[object] = []
 class _Opened:
     """A block of the server's, open here."""
 
-    def __init__(self, shared: SharedDevice, block: Block) -> None:
+    def __init__(self, shared: SharedDevice, block: DeviceBlockHandle) -> None:
         self.number = block.number
         self.memory = shared.open(block.handle)
         self.filled: SharedEvent = shared.open_event(block.filled)
@@ -61,7 +61,7 @@ class Blocks:
         pulse: of the server.
     """
 
-    def __init__(self, backend: DeviceBackend, shared: SharedDevice, pulse: Pulse) -> None:
+    def __init__(self, backend: DeviceBackend, shared: SharedDevice, pulse: ProcessLiveness) -> None:
         self.backend = backend
         self.shared = shared
         self.pulse = pulse
@@ -69,7 +69,7 @@ class Blocks:
         self._opened: dict[int, _Opened] = {}
         self._forgotten: list[_Opened] = []
 
-    def attempt(self, trial: Trial) -> str:
+    def attempt(self, trial: Probe) -> str:
         """Read the server's trial block in the calling thread; why it cannot be, or ""."""
         assert trial.block is not None
         try:
@@ -93,7 +93,7 @@ class Blocks:
         """What copies batches to the consumer's device, out of these blocks, too."""
         return BlockCopier(self.backend, transform, self.pulse)
 
-    def learn(self, given: Given) -> None:
+    def learn(self, given: BatchAvailable) -> None:
         """Open what is new, and forget what is not used any more.
 
         Raises:
@@ -102,14 +102,14 @@ class Blocks:
         """
         if (block := given.new_block) is not None:
             if block.number in self._opened:
-                raise WireError(f"block {block.number} is known already")
+                raise ProtocolError(f"block {block.number} is known already")
             with self.backend.on(self.side):
                 self._opened[block.number] = _Opened(self.shared, block)
         for number in given.retired_blocks:
             if (gone := self._opened.pop(number, None)) is not None:
                 self._forgotten.append(gone)
 
-    def slot(self, given: Given) -> InSlot:
+    def slot(self, given: BatchAvailable) -> InSlot:
         """The device memory of a batch.
 
         Raises:
@@ -117,7 +117,7 @@ class Blocks:
         """
         opened = self._opened.get(given.block)
         if opened is None:
-            raise WireError(f"a batch in block {given.block}, which nobody spoke of")
+            raise ProtocolError(f"a batch in block {given.block}, which nobody spoke of")
         return InSlot(self, opened)
 
     def collect(self) -> None:
@@ -190,7 +190,7 @@ class InSlot:
         Raises:
             WireError: a place is none of this slot's.
         """
-        return unpack(node, lambda leaf: self._place(leaf) if leaf.kind == "device" else take(leaf))
+        return decode_batch(node, lambda leaf: self._place(leaf) if leaf.kind == "device" else take(leaf))
 
     def _place(self, leaf: Leaf) -> Place:
         return Place(leaf, self._memory.nbytes)
@@ -246,7 +246,7 @@ class Taken:
 
     __slots__ = ("lease", "slot", "tree")
 
-    def __init__(self, slot: InSlot, tree: Any, lease: Lease) -> None:
+    def __init__(self, slot: InSlot, tree: Any, lease: BufferLease) -> None:
         self.slot = slot
         self.tree = tree
         self.lease = lease
@@ -255,11 +255,11 @@ class Taken:
 class BlockCopier(Copier):
     """A copier that takes batches from the server's device memory, too."""
 
-    def __init__(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None, pulse: Pulse) -> None:
+    def __init__(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None, pulse: ProcessLiveness) -> None:
         super().__init__(backend, transform)
         self._pulse = pulse
 
-    def issue(self, batch: Any) -> InFlight:
+    def issue(self, batch: Any) -> PendingCopy:
         """Queue the copies of a batch; one from the server's device memory is complete, and right, on return.
 
         Raises:

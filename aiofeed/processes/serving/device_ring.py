@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.processes.ipc.batch_codec import axes_of, extent, refusal
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import Leaf
-from aiofeed.processes.serving.protocol import MAX_DEVICE_LETTERS, Block, Trial
+from aiofeed.processes.serving.protocol import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class DeviceRing:
         with self._backend.on(self._stream):
             yield
 
-    def trial(self, consumer: Hashable) -> Trial:
+    def trial(self, consumer: Hashable) -> Probe:
         """A piece of memory with known content, for a consumer to try.
 
         Raises:
@@ -116,7 +116,7 @@ class DeviceRing:
             self._trial = block, host, content
         block, _, content = self._trial
         self._export(block, consumer)
-        return Trial(self._told(block, consumer), content)
+        return Probe(self._told(block, consumer), content)
 
     # --- filling ---
 
@@ -196,13 +196,13 @@ class DeviceRing:
         if consumer not in slot.block.shared:
             self._export(slot.block, consumer)
 
-    def introduce(self, slot: DeviceSlot, consumer: Hashable) -> tuple[int, Block | None, tuple[int, ...]]:
+    def introduce(self, slot: DeviceSlot, consumer: Hashable) -> tuple[int, DeviceBlockHandle | None, tuple[int, ...]]:
         """A consumer reads a slot from now on: its number, what is new to the consumer, and what it may forget."""
         block = slot.block
         block.readers.add(consumer)
         return block.number, self._told(block, consumer), tuple(self._retired.pop(consumer, ()))
 
-    def _told(self, block: DeviceBlock, consumer: Hashable) -> Block | None:
+    def _told(self, block: DeviceBlock, consumer: Hashable) -> DeviceBlockHandle | None:
         shared = block.shared[consumer]
         message, shared.message = shared.message, None
         return message
@@ -277,7 +277,7 @@ class DeviceRing:
         filled_handle, read_handle = self._shared.export_event(block.filled), self._shared.export_event(read)
         # The last: it is counted, and what fails after it would have to take that back.
         handle = self._shared.export(block.memory)
-        block.shared[consumer] = Share(read, Block(block.number, handle, filled_handle, read_handle))
+        block.shared[consumer] = Share(read, DeviceBlockHandle(block.number, handle, filled_handle, read_handle))
 
 
 def _complete(event: SharedEvent) -> bool:
@@ -297,7 +297,7 @@ class Share:
     """
 
     read: SharedEvent
-    message: Block | None
+    message: DeviceBlockHandle | None
 
 
 @dataclass(eq=False)
@@ -361,10 +361,10 @@ class Place:
         dtype, self._nbytes = extent(leaf)
         torch_dtype: Any = getattr(torch, leaf.torch_dtype or "", None)
         if not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != dtype.itemsize:
-            raise WireError(f"torch_dtype {leaf.torch_dtype!r} for {leaf.dtype}")
+            raise ProtocolError(f"torch_dtype {leaf.torch_dtype!r} for {leaf.dtype}")
         self._dtype = torch_dtype
         if leaf.offset < 0 or leaf.offset % dtype.itemsize or leaf.offset + self._nbytes > nbytes:
-            raise WireError(f"{self._nbytes} bytes at {leaf.offset} do not lie in a block of {nbytes}")
+            raise ProtocolError(f"{self._nbytes} bytes at {leaf.offset} do not lie in a block of {nbytes}")
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, in the slot's memory or in a copy of it."""

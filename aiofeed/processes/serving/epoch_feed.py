@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from aiofeed.core.statistics import Counters
-from aiofeed.processes.serving.protocol import Begins, Ends, Fails, Given
-from aiofeed.runtime.queue import Handoff, Item
+from aiofeed.core.statistics import EpochStats
+from aiofeed.processes.serving.protocol import BatchAvailable, EpochEnded, EpochFailed, EpochStarted
+from aiofeed.runtime.queue import BatchQueue, QueueItem
 
-Word: TypeAlias = Begins | Given | Ends | Fails
+Word: TypeAlias = EpochStarted | BatchAvailable | EpochEnded | EpochFailed
 """What a server says of an epoch, in order."""
 
 
@@ -24,7 +24,7 @@ log = logging.getLogger("aiofeed")
 IDLE_S = 10.0
 
 
-class Pass:
+class EpochFeed:
     """One epoch on its way to one iterator.
 
     Args:
@@ -41,8 +41,8 @@ class Pass:
     """
 
     def __init__(self, room: int) -> None:
-        self.handoff: Handoff[Item] = Handoff()
-        self.counters = Counters()
+        self.handoff: BatchQueue[QueueItem] = BatchQueue()
+        self.counters = EpochStats()
         self.epoch = -1
         self.room = room
         self.superseded = self.touched = self.complete = self.handed_on = False
@@ -51,24 +51,24 @@ class Pass:
         self.withheld: list[int] = []
 
 
-class Owners:
+class IteratorTracker:
     """The iterators that passes are for, which are noticed when they are dropped."""
 
     def __init__(self) -> None:
         self._dropped: deque[object] = deque()
-        self._watched: dict[Any, Pass] = {}
+        self._watched: dict[Any, EpochFeed] = {}
 
-    def watch(self, pass_: Pass, owner: object) -> None:
+    def watch(self, pass_: EpochFeed, owner: object) -> None:
         """A pass is for ``owner``; from any thread."""
         # No Python code runs in the collector: the reference lands in a deque.
         self._watched[weakref.ref(owner, self._dropped.append)] = pass_
 
-    def forget(self, pass_: Pass) -> None:
+    def forget(self, pass_: EpochFeed) -> None:
         """Nobody's drop matters to a pass any more."""
         for reference in [each for each, watched in list(self._watched.items()) if watched is pass_]:
             del self._watched[reference]
 
-    def dropped(self) -> Iterator[Pass]:
+    def dropped(self) -> Iterator[EpochFeed]:
         """The passes whose owners were dropped since the last time."""
         while self._dropped:
             gone = self._watched.pop(self._dropped.popleft(), None)

@@ -17,9 +17,9 @@ from aiofeed.core.errors import as_exception
 from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.passing import Passable
-from aiofeed.processes.serving.consumers import Consumer, Reception
-from aiofeed.processes.serving.protocol import Begins, Ends, Fails, Farewell, Trial
-from aiofeed.processes.serving.published import Ledger, Lots, ServedMemory
+from aiofeed.processes.serving.consumers import Consumer, ConsumerRegistry
+from aiofeed.processes.serving.protocol import EpochEnded, EpochFailed, EpochStarted, Probe, ServerClosed
+from aiofeed.processes.serving.published import BatchPublisher, ServedMemory, SlotReaders
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Epochs(Protocol):
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServeOptions:
     """How a feeder is served; see ``aiofeed.serve``."""
 
     mode: Mode = "broadcast"
@@ -76,7 +76,7 @@ class Hub:
         self,
         feeder: Epochs,
         listener: Listener,
-        terms: Terms,
+        terms: ServeOptions,
         executor: ThreadPool,
         passable: Passable,
         ring: DeviceRing | None = None,
@@ -84,14 +84,14 @@ class Hub:
         self._feeder = feeder
         self._terms = terms
         self._executor = executor
-        self._lots = Lots(ServedMemory(keep=terms.lag + 1, passable=passable), ring, executor)
-        self._ledger = Ledger()
+        self._lots = BatchPublisher(ServedMemory(keep=terms.lag + 1, passable=passable), ring, executor)
+        self._ledger = SlotReaders()
         self._changed = asyncio.Event()
         self._members: list[Consumer] = []
         self._blamed: set[Consumer] = set()
         self._turn = 0
         self._epoch = -1
-        self._reception = Reception(listener, self, batches=self._share(0, terms.min_consumers))
+        self._reception = ConsumerRegistry(listener, self, batches=self._share(0, terms.min_consumers))
 
     @property
     def consumers(self) -> list[Consumer]:
@@ -152,7 +152,7 @@ class Hub:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     for consumer in self._members:
-                        consumer.send(Ends(consumer.joined))
+                        consumer.send(EpochEnded(consumer.joined))
                     return
                 await self._publish(number, batch)
                 del batch
@@ -170,7 +170,7 @@ class Hub:
             assert consumer.ticket is not None
             consumer.joined = consumer.ticket
             place = (self._members.index(consumer) - self._turn) % len(self._members)
-            consumer.send(Begins(consumer.joined, self._epoch, self._share(number, len(self._members), place)))
+            consumer.send(EpochStarted(consumer.joined, self._epoch, self._share(number, len(self._members), place)))
 
     def _share(self, number: int, members: int, place: int = 0) -> int:
         left = len(self._feeder) - number
@@ -247,12 +247,12 @@ class Hub:
         members, self._members = self._members, []
         for consumer in members:
             consumer.ticket = None
-            consumer.send(Fails(consumer.joined, failure))
+            consumer.send(EpochFailed(consumer.joined, failure))
 
     async def _close(self, reason: str) -> None:
         self._reception.close_door()
         for consumer in self.consumers:
-            consumer.send(Farewell(reason))
+            consumer.send(ServerClosed(reason))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FAREWELL_S
         with contextlib.suppress(asyncio.CancelledError, TimeoutError):
@@ -268,7 +268,7 @@ class Hub:
         """What the device of the batches is called; "" for host memory."""
         return self._lots.device
 
-    def trial(self, consumer: Consumer) -> Trial:
+    def trial(self, consumer: Consumer) -> Probe:
         """A consumer is on that device."""
         return self._lots.trial(consumer)
 

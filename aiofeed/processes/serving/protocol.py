@@ -7,7 +7,7 @@ from typing import TypeAlias, Union
 import msgspec
 
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES
-from aiofeed.processes.ipc.schema import Failure, Handle, NewSegment, Node, Struct, decode
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle, ErrorMessage, NewSegment, Node, Struct, decode
 
 VERSION = 2
 # What a consumer says is a few numbers; who says more is none.
@@ -34,11 +34,11 @@ class Hello(Struct, frozen=True):
     version: int
 
 
-class Try(Struct, frozen=True):
+class ProbeRequest(Struct, frozen=True):
     """The consumer is on the server's device and asks for memory to try, once, before its first ``Join``."""
 
 
-class Tried(Struct, frozen=True):
+class ProbeResult(Struct, frozen=True):
     """Whether it could be read.
 
     Args:
@@ -69,7 +69,7 @@ class Read(Struct, frozen=True):
 # --- from the server to a consumer ---
 
 
-class Block(Struct, frozen=True):
+class DeviceBlockHandle(Struct, frozen=True):
     """Device memory of the server's, for one consumer to open; the server made the events, too.
 
     Args:
@@ -80,12 +80,12 @@ class Block(Struct, frozen=True):
     """
 
     number: int
-    handle: Handle
+    handle: DeviceMemoryHandle
     filled: bytes
     read: bytes
 
 
-class Trial(Struct, frozen=True):
+class Probe(Struct, frozen=True):
     """Device memory to try.
 
     Args:
@@ -94,7 +94,7 @@ class Trial(Struct, frozen=True):
         refusal: why there is none.
     """
 
-    block: Block | None
+    block: DeviceBlockHandle | None
     content: bytes = b""
     refusal: str = ""
 
@@ -113,13 +113,13 @@ class Welcome(Struct, frozen=True):
     device: str = ""
 
 
-class Refused(Struct, frozen=True):
+class ConsumerRefused(Struct, frozen=True):
     """The consumer is let go, at its first word or later; why."""
 
     reason: str
 
 
-class Begins(Struct, frozen=True):
+class EpochStarted(Struct, frozen=True):
     """An epoch begins.
 
     Args:
@@ -133,7 +133,7 @@ class Begins(Struct, frozen=True):
     batches: int
 
 
-class Given(Struct, frozen=True):
+class BatchAvailable(Struct, frozen=True):
     """A batch stands in the ring; its slot is not written again until ``Read``.
 
     Args:
@@ -157,31 +157,33 @@ class Given(Struct, frozen=True):
     segments: list[NewSegment]
     retired: list[int]
     block: int = -1
-    new_block: Block | None = None
+    new_block: DeviceBlockHandle | None = None
     retired_blocks: tuple[int, ...] = ()
 
 
-class Ends(Struct, frozen=True):
+class EpochEnded(Struct, frozen=True):
     """The epoch is over; the next one begins by itself."""
 
     ticket: int
 
 
-class Fails(Struct, frozen=True):
+class EpochFailed(Struct, frozen=True):
     """The epoch has failed, and with it the ``Join``."""
 
     ticket: int
-    error: Failure
+    error: ErrorMessage
 
 
-class Farewell(Struct, frozen=True):
+class ServerClosed(Struct, frozen=True):
     """The server was closed, in good order."""
 
     reason: str
 
 
-FromConsumer: TypeAlias = Union[Hello, Try, Tried, Join, Leave, Read]  # noqa: UP007 - msgspec wants it resolvable
-FromServer: TypeAlias = Union[Welcome, Trial, Refused, Begins, Given, Ends, Fails, Farewell]  # noqa: UP007 - as above
+FromConsumer: TypeAlias = Union[Hello, ProbeRequest, ProbeResult, Join, Leave, Read]  # noqa: UP007 - msgspec wants it resolvable
+FromServer: TypeAlias = (
+    Welcome | Probe | ConsumerRefused | EpochStarted | BatchAvailable | EpochEnded | EpochFailed | ServerClosed
+)
 
 _from_consumer: msgspec.msgpack.Decoder[FromConsumer] = msgspec.msgpack.Decoder(FromConsumer)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.pytree import total_nbytes
-from aiofeed.processes.ipc.batch_codec import pack
+from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
-from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, WireError
+from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
 from aiofeed.processes.ipc.passing import Passable
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotMemory
 from aiofeed.processes.ipc.schema import NewSegment, Node
 from aiofeed.processes.serving.consumers import Consumer
-from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, Given, Trial
+from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, Probe
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ log = logging.getLogger("aiofeed")
 _LOOK_S = 5e-4
 
 
-class Lot:
+class PublishedBatch:
     """One batch, and the slots in which it stands.
 
     Attributes:
@@ -67,7 +67,7 @@ class Lot:
             yield from self.device[1:]
 
 
-class Lots:
+class BatchPublisher:
     """Puts batches into slots, and says where they stand.
 
     Args:
@@ -91,20 +91,20 @@ class Lots:
         """What the device of the batches is called; "" for host memory."""
         return "" if self._ring is None else self._ring.identity
 
-    def trial(self, consumer: Consumer) -> Trial:
+    def trial(self, consumer: Consumer) -> Probe:
         """Memory for a consumer on that device to try, or why there is none."""
         if self._ring is None:
-            return Trial(None, refusal="the server's batches are in host memory")
+            return Probe(None, refusal="the server's batches are in host memory")
         if consumer.pid in (0, os.getpid()):
             if consumer.pid:
-                return Trial(None, refusal="the process that has device memory cannot open it a second time")
-            return Trial(None, refusal="the server cannot see this process: one of them is in a container")
+                return Probe(None, refusal="the process that has device memory cannot open it a second time")
+            return Probe(None, refusal="the server cannot see this process: one of them is in a container")
         if not self._refusal:
             try:
                 return self._ring.trial(consumer)
             except HandleError as error:
                 self._refuse(str(error)[:MAX_REASON_LETTERS])
-        return Trial(None, refusal=self._refusal)
+        return Probe(None, refusal=self._refusal)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -114,7 +114,7 @@ class Lots:
             reason,
         )
 
-    async def fill(self, batch: Any, readers: Callable[[], list[Consumer]]) -> Lot:
+    async def fill(self, batch: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
         """Put a batch where its readers can have it.
 
         Args:
@@ -125,7 +125,7 @@ class Lots:
             CollateError: it cannot be described.
             FeedError: there is no room for it.
         """
-        lot = Lot(total_nbytes(batch))
+        lot = PublishedBatch(total_nbytes(batch))
         try:
             while True:
                 expected = readers()
@@ -143,10 +143,10 @@ class Lots:
             lot.give_back()
             raise
 
-    def _has(self, lot: Lot, consumer: Consumer) -> bool:
+    def _has(self, lot: PublishedBatch, consumer: Consumer) -> bool:
         return lot.device is not None and consumer.on_device
 
-    async def _place(self, lot: Lot, batch: Any) -> bool:
+    async def _place(self, lot: PublishedBatch, batch: Any) -> bool:
         """Onto the device; whether that took a while."""
         if self._ring is None or self._refusal:
             return False
@@ -168,7 +168,7 @@ class Lots:
         lot.device = node, beside, slot
         return True
 
-    def _share(self, lot: Lot, consumer: Consumer) -> None:
+    def _share(self, lot: PublishedBatch, consumer: Consumer) -> None:
         if self._ring is None or lot.device is None or not consumer.on_device:
             return
         try:
@@ -182,9 +182,9 @@ class Lots:
         job: Future[Node] | None = None
         try:
             if nbytes <= INLINE_BYTES:
-                node = pack(batch, slot)
+                node = encode_batch(batch, slot)
             else:
-                job = self._executor.submit(pack, batch, slot)
+                job = self._executor.submit(encode_batch, batch, slot)
                 node = await asyncio.wrap_future(job)
             if (pieces := len(slot.segments) + len(slot.passed)) > MAX_DESCRIPTORS:
                 raise FeedError(f"a batch in {pieces} pieces; at most {MAX_DESCRIPTORS} can be passed on")
@@ -201,7 +201,9 @@ class Lots:
     async def _in_executor(self, job: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, job)
 
-    def given(self, lot: Lot, consumer: Consumer, serial: int, number: int) -> tuple[Given, list[int]]:
+    def given(
+        self, lot: PublishedBatch, consumer: Consumer, serial: int, number: int
+    ) -> tuple[BatchAvailable, list[int]]:
         """What tells a consumer of a batch, and the descriptors that go with it.
 
         Raises:
@@ -213,11 +215,11 @@ class Lots:
             node, slot, on_device = lot.device
             new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
             where = self._ring.introduce(on_device, consumer)
-            return Given(consumer.joined, serial, number, node, lot.nbytes, new, retired, *where), descriptors
+            return BatchAvailable(consumer.joined, serial, number, node, lot.nbytes, new, retired, *where), descriptors
         assert lot.host is not None
         node, slot = lot.host
         new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
-        return Given(consumer.joined, serial, number, node, lot.nbytes, new, retired), descriptors
+        return BatchAvailable(consumer.joined, serial, number, node, lot.nbytes, new, retired), descriptors
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
         """A consumer is gone; it may still be ``reading``."""
@@ -334,7 +336,7 @@ class _Lent:
     spoiled: bool = False
 
 
-class Ledger:
+class SlotReaders:
     """The slots that are out. Not for several threads."""
 
     def __init__(self) -> None:
@@ -360,7 +362,7 @@ class Ledger:
         """
         lent = self._lent.get(serial)
         if lent is None or reader not in lent.readers:
-            raise WireError(f"word of slot {serial}, which it does not have")
+            raise ProtocolError(f"word of slot {serial}, which it does not have")
         lent.readers.discard(reader)
         self._settle(serial)
 

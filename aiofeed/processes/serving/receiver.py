@@ -11,14 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import copied, in_place, unpack
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.batch_codec import copied, decode_batch, in_place
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
 from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Table
-from aiofeed.processes.serving.epoch_feed import Pass, Word
-from aiofeed.processes.serving.protocol import Given
-from aiofeed.runtime.buffers import HostMemory, Memory
-from aiofeed.runtime.queue import Ready
+from aiofeed.processes.serving.epoch_feed import EpochFeed, Word
+from aiofeed.processes.serving.protocol import BatchAvailable
+from aiofeed.runtime.buffers import BufferPool, HostBufferPool
+from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.serving.device_reader import Blocks, InSlot
 
 
-class Taker:
+class BatchReceiver:
     """The rings of one server, as one consumer has them.
 
     Args:
@@ -44,8 +44,8 @@ class Taker:
         resume: called when ``busy`` ends.
     """
 
-    read: Callable[[Pass, int], None]
-    took: Callable[[Pass], None]
+    read: Callable[[EpochFeed, int], None]
+    took: Callable[[EpochFeed], None]
     refuse: Callable[[BaseException], object]
     resume: Callable[[], object]
 
@@ -53,7 +53,7 @@ class Taker:
         self,
         backend: DeviceBackend | None,
         blocks: Blocks | None,
-        memory: Memory,
+        memory: BufferPool,
         wrap: Callable[[Any], Any],
         executor: ThreadPool,
     ) -> None:
@@ -66,7 +66,7 @@ class Taker:
         self._executor = executor
         self._slots: dict[int, InSlot] = {}
         self._unused: deque[object] = deque()
-        self._leases: dict[Any, tuple[Pass, int]] = {}
+        self._leases: dict[Any, tuple[EpochFeed, int]] = {}
 
     def enter_thread(self) -> None:
         """The calling thread is the loop's: where device memory is opened, looked at and closed."""
@@ -77,7 +77,7 @@ class Taker:
         """What copies batches to the device."""
         return Copier(backend, transform) if self._blocks is None else self._blocks.copier(transform)
 
-    def learn(self, given: Given | None, descriptors: list[int]) -> None:
+    def learn(self, given: BatchAvailable | None, descriptors: list[int]) -> None:
         """Map, or open, what comes with a message, and forget what it takes back.
 
         Raises:
@@ -91,11 +91,11 @@ class Taker:
         if self._blocks is not None:
             self._blocks.learn(given)
         elif given.block >= 0:
-            raise WireError("a batch in device memory, where none is open")
+            raise ProtocolError("a batch in device memory, where none is open")
 
     def expect(self, word: Word) -> None:
         """A word waits for a pass; a batch may have to be saved before that comes."""
-        if isinstance(word, Given) and word.block >= 0 and self._blocks is not None:
+        if isinstance(word, BatchAvailable) and word.block >= 0 and self._blocks is not None:
             self._slots[word.serial] = self._blocks.slot(word)
 
     def forget(self, serial: int) -> None:
@@ -126,14 +126,14 @@ class Taker:
             self._blocks.close()
         release_unused()
 
-    def take(self, pass_: Pass, given: Given) -> None:
+    def take(self, pass_: EpochFeed, given: BatchAvailable) -> None:
         """A batch out of its slot; on its way to a device it may stay there."""
         try:
             if given.block >= 0:
                 self._take_from_device(pass_, given)
                 return
             if self._ring.pinned:
-                self._put(pass_, given, unpack(given.batch, self._in_place), self._lease(pass_, given))
+                self._put(pass_, given, decode_batch(given.batch, self._in_place), self._lease(pass_, given))
                 return
             lease = self._memory.lease()
             copy = partial(_copy_out, self._ring, given.batch, lease, self._wrap)
@@ -143,25 +143,27 @@ class Taker:
                 job.add_done_callback(partial(self._copied, pass_, given, lease))
                 return
             batch, seconds = copy()
-        except (WireError, MemoryError) as error:
+        except (ProtocolError, MemoryError) as error:
             self.refuse(error)
             return
         self._done(pass_, given, lease, batch, seconds)
 
-    def _take_from_device(self, pass_: Pass, given: Given) -> None:
+    def _take_from_device(self, pass_: EpochFeed, given: BatchAvailable) -> None:
         from aiofeed.processes.serving.device_reader import Taken
 
         slot, lease = self._slots[given.serial], self._lease(pass_, given)
         tree = slot.tree(given.batch, lambda leaf: copied(self._ring.view(leaf), leaf, _private))
         self._put(pass_, given, Taken(slot, tree, lease), lease)
 
-    def _lease(self, pass_: Pass, given: Given) -> RingLease:
+    def _lease(self, pass_: EpochFeed, given: BatchAvailable) -> RingLease:
         lease = RingLease(asyncio.get_running_loop(), partial(self.read, pass_, given.serial))
         # One that nobody copies from is dropped.
         self._leases[weakref.ref(lease, self._unused.append)] = pass_, given.serial
         return lease
 
-    def _copied(self, pass_: Pass, given: Given, lease: Any, job: asyncio.Future[tuple[Any, float]]) -> None:
+    def _copied(
+        self, pass_: EpochFeed, given: BatchAvailable, lease: Any, job: asyncio.Future[tuple[Any, float]]
+    ) -> None:
         self.busy = False
         if job.cancelled():
             return
@@ -171,13 +173,13 @@ class Taker:
         self._done(pass_, given, lease, *job.result())
         self.resume()
 
-    def _done(self, pass_: Pass, given: Given, lease: Any, batch: Any, seconds: float) -> None:
+    def _done(self, pass_: EpochFeed, given: BatchAvailable, lease: Any, batch: Any, seconds: float) -> None:
         pass_.counters.copy_s += seconds
         self._put(pass_, given, batch, lease if self._device else None)
         self.read(pass_, given.serial)
 
-    def _put(self, pass_: Pass, given: Given, batch: Any, lease: Any) -> None:
-        item = Ready(given.number, _rows(given.batch), batch, lease, counters=pass_.counters)
+    def _put(self, pass_: EpochFeed, given: BatchAvailable, batch: Any, lease: Any) -> None:
+        item = ReadyBatch(given.number, _rows(given.batch), batch, lease, counters=pass_.counters)
         item.release = lambda _: self.took(pass_)
         pass_.handoff.put(item)
 
@@ -186,12 +188,12 @@ class Taker:
 
 
 # What stays on the host beside a batch on a device. It keeps nothing.
-_private = HostMemory(0)
+_private = HostBufferPool(0)
 
 
 def _copy_out(ring: Ring, node: Node, lease: Any, wrap: Callable[[Any], Any]) -> tuple[Any, float]:
     started = time.perf_counter()
-    batch = wrap(unpack(node, lambda leaf: copied(ring.view(leaf), leaf, lease)))
+    batch = wrap(decode_batch(node, lambda leaf: copied(ring.view(leaf), leaf, lease)))
     return batch, time.perf_counter() - started
 
 

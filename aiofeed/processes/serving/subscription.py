@@ -1,8 +1,8 @@
 """A consumer's side of the ring, on its loop: batches arrive, are copied out, and wait for an iterator.
 
 What a server says arrives in order: an epoch begins, its batches, its end, the next epoch. It waits here until an
-iterator (a ``Pass``) takes it, epoch by epoch; what waits here stays in its slot. A pass takes a few batches ahead. It
-gives their slots back at once, but not before the first batch was handed out: an iterator that was given up before
+iterator (an ``EpochFeed``) takes it, epoch by epoch; what waits here stays in its slot. A pass takes a few batches ahead.
+It gives their slots back at once, but not before the first batch was handed out: an iterator that was given up before
 that leaves its epoch to the next one, as a feeder's does.
 """
 
@@ -19,26 +19,26 @@ from pathlib import Path
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.error_codec import rebuild
-from aiofeed.processes.ipc.framing import Wire, WireError
-from aiofeed.processes.ipc.peers import ProcessWatch, Pulse, died, peer_of
+from aiofeed.processes.ipc.framing import Connection, ProtocolError
+from aiofeed.processes.ipc.peers import ProcessLiveness, ProcessWatch, died, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.epoch_feed import Idleness, Owners, Pass, Word
+from aiofeed.processes.serving.epoch_feed import EpochFeed, Idleness, IteratorTracker, Word
 from aiofeed.processes.serving.protocol import (
     MAX_BATCH_BYTES,
-    Begins,
-    Ends,
-    Fails,
-    Farewell,
+    BatchAvailable,
+    ConsumerRefused,
+    EpochEnded,
+    EpochFailed,
+    EpochStarted,
     FromConsumer,
-    Given,
     Join,
     Leave,
     Read,
-    Refused,
+    ServerClosed,
     decode_from_server,
 )
-from aiofeed.processes.serving.receiver import Taker
-from aiofeed.runtime.queue import Closed, Ended, Failed, drop_batches
+from aiofeed.processes.serving.receiver import BatchReceiver
+from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
 log = logging.getLogger("aiofeed")
 
@@ -48,7 +48,7 @@ HEARTBEAT_S = 0.05
 LAST_WORDS_S = 0.2
 
 
-class Attachment:
+class Subscription:
     """One connection to a server, and the ring behind it.
 
     Args:
@@ -69,8 +69,8 @@ class Attachment:
         sock: socket.socket,
         path: Path,
         *,
-        taker: Taker,
-        pulse: Pulse,
+        taker: BatchReceiver,
+        pulse: ProcessLiveness,
         begun: Callable[[int, int], object],
     ) -> None:
         self._sock: socket.socket | None = sock
@@ -81,21 +81,21 @@ class Attachment:
         taker.read, taker.took, taker.refuse, taker.resume = self._read, self.took, self._refuse, self._pump
         self._begun = begun
         self.host_only = False
-        self._wire: Wire | None = None
+        self._wire: Connection | None = None
         self._early: list[FromConsumer] = []
         self._tickets = itertools.count()
         self._ticket: int | None = None
         self._words: deque[Word] = deque()
-        self._pass: Pass | None = None
+        self._pass: EpochFeed | None = None
         self._error: Callable[[], FeedError] | None = None
-        self.owners = Owners()
+        self.owners = IteratorTracker()
         self._idleness = Idleness(path)
 
     async def run(self) -> None:
         """Listen to the server until cancelled."""
         sock, self._sock = self._sock, None
         assert sock is not None
-        self._wire = Wire(sock, received=self._received, lost=self._lost, limit_bytes=MAX_BATCH_BYTES)
+        self._wire = Connection(sock, received=self._received, lost=self._lost, limit_bytes=MAX_BATCH_BYTES)
         loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
@@ -109,12 +109,12 @@ class Attachment:
                     self.end(dropped)
                 self.taker.collect()
                 idle = self._ticket is not None and (self._pass is None or self._pass.complete)
-                self._idleness.look(sum(isinstance(word, Given) for word in self._words) if idle else 0)
+                self._idleness.look(sum(isinstance(word, BatchAvailable) for word in self._words) if idle else 0)
         finally:
             watch.close()
             self._wire.close()
             if self._pass is not None:
-                self._pass.handoff.put(Closed())
+                self._pass.handoff.put(Stopped())
             self._words.clear()
             self.taker.close()
             self._pulse.close()
@@ -128,7 +128,7 @@ class Attachment:
 
     # --- what passes want; on the loop ---
 
-    def begin(self, pass_: Pass) -> None:
+    def begin(self, pass_: EpochFeed) -> None:
         """Feed a pass from now on; the one before is over."""
         if (old := self._pass) is not None:
             self._settle(old)
@@ -141,10 +141,10 @@ class Attachment:
             self._send(Join(self._ticket))
         self._pump()
 
-    def end(self, pass_: Pass) -> None:
+    def end(self, pass_: EpochFeed) -> None:
         """A pass wants no more."""
         self.owners.forget(pass_)
-        pass_.handoff.put(Closed())  # a copy thread that waits there ends
+        pass_.handoff.put(Stopped())  # a copy thread that waits there ends
         if pass_ is not self._pass or pass_.superseded:
             return
         self._pass = None
@@ -152,7 +152,7 @@ class Attachment:
         if not pass_.complete:
             self._leave()
 
-    def touch(self, pass_: Pass) -> None:
+    def touch(self, pass_: EpochFeed) -> None:
         """A batch of a pass was handed out, or never will be: slots go back as soon as they are read."""
         if pass_.touched or pass_.handed_on:
             return
@@ -162,17 +162,17 @@ class Attachment:
             self._send(Read(serial))
         pass_.withheld.clear()
 
-    def took(self, pass_: Pass) -> None:
+    def took(self, pass_: EpochFeed) -> None:
         """A batch of a pass has left the host's queue: there is room for one more."""
         pass_.room += 1
         if pass_ is self._pass:
             self._pump()
 
-    def _settle(self, old: Pass) -> None:
+    def _settle(self, old: EpochFeed) -> None:
         """Another pass follows: what the old one has not touched is the new one's."""
         self.owners.forget(old)
         self._pass = None
-        if not old.touched and (not old.complete or any(isinstance(word, Given) for word in old.words)):
+        if not old.touched and (not old.complete or any(isinstance(word, BatchAvailable) for word in old.words)):
             old.handed_on = True
             self._words.extendleft(reversed(old.words))
         elif not old.complete:
@@ -185,11 +185,11 @@ class Attachment:
         self._send(Leave(self._ticket))
         self._ticket = None
         for word in self._words:
-            if isinstance(word, Given):
+            if isinstance(word, BatchAvailable):
                 self._send(Read(word.serial))
         self._words.clear()
 
-    def _read(self, pass_: Pass, serial: int) -> None:
+    def _read(self, pass_: EpochFeed, serial: int) -> None:
         """A pass has copied a batch out of its slot, or never will. Idempotent."""
         if serial not in pass_.unread or pass_.handed_on:
             return
@@ -212,26 +212,26 @@ class Attachment:
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_server(payload)
         try:
-            self.taker.learn(message if isinstance(message, Given) else None, descriptors)
+            self.taker.learn(message if isinstance(message, BatchAvailable) else None, descriptors)
         except HandleError as error:
             self.host_only = True
-            raise WireError(
+            raise ProtocolError(
                 f"its device memory cannot be opened ({error}): iterate again after close(), without it"
             ) from None
-        if isinstance(message, Begins | Given | Ends | Fails):
+        if isinstance(message, EpochStarted | BatchAvailable | EpochEnded | EpochFailed):
             if message.ticket != self._ticket:
-                if isinstance(message, Given):
+                if isinstance(message, BatchAvailable):
                     self._send(Read(message.serial))
                 return
             self.taker.expect(message)
             self._words.append(message)
             self._pump()
-        elif isinstance(message, Farewell):
+        elif isinstance(message, ServerClosed):
             self._end(f"the server at {self._path} has ended: {message.reason}")
-        elif isinstance(message, Refused):
+        elif isinstance(message, ConsumerRefused):
             self._end(f"the server at {self._path} let this process go: {message.reason}")
         else:
-            raise WireError("a second Welcome")
+            raise ProtocolError("a second Welcome")
 
     def _end(self, text: str) -> None:
         """The server has said its last word; what it gave before is still handed out."""
@@ -258,9 +258,9 @@ class Attachment:
             self._error = make
             self._pump()
 
-    def _put_error(self, pass_: Pass) -> None:
+    def _put_error(self, pass_: EpochFeed) -> None:
         assert self._error is not None
-        pass_.handoff.put(Failed(self._error()))
+        pass_.handoff.put(FeedFailure(self._error()))
 
     # --- from the ring to the iterator ---
 
@@ -273,25 +273,25 @@ class Attachment:
                     self._put_error(pass_)
                 return
             word = self._words[0]
-            if isinstance(word, Given) and not pass_.room:
+            if isinstance(word, BatchAvailable) and not pass_.room:
                 return
             self._words.popleft()
             if not pass_.touched:
                 pass_.words.append(word)
-            if isinstance(word, Begins):
+            if isinstance(word, EpochStarted):
                 pass_.epoch = word.epoch
                 self._begun(word.epoch, word.batches)
-            elif isinstance(word, Given):
+            elif isinstance(word, BatchAvailable):
                 pass_.room -= 1
                 pass_.unread.add(word.serial)
                 self.taker.take(pass_, word)
-            elif isinstance(word, Ends):
+            elif isinstance(word, EpochEnded):
                 pass_.complete = True
-                pass_.handoff.put(Ended())
+                pass_.handoff.put(EndOfEpoch())
             else:
                 self._pass, self._ticket = None, None
                 self.touch(pass_)
-                pass_.handoff.put(Failed(rebuild(word.error)))
+                pass_.handoff.put(FeedFailure(rebuild(word.error)))
 
     def _refuse(self, error: BaseException) -> None:
         self._words.clear()

@@ -15,14 +15,14 @@ import torch
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import TENSORS, connect
 from aiofeed.processes.ipc.cuda_ipc import DeviceHandles, HandleError
-from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, Framer, WireError, frame
+from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, Framer, ProtocolError, frame
 from aiofeed.processes.shared_tensors.protocol import (
     VERSION,
     Attach,
+    AttachRefused,
     InSegment,
     Offer,
     OnDevice,
-    Refused,
     decode_reply,
     encode,
 )
@@ -77,7 +77,7 @@ class Attacher:
                         str(error),  # the error itself would keep the memory, through its traceback
                     )
                 return self._structure(*self._ask(sock, host=True, limit_s=_COPYING_S))
-        except WireError as error:
+        except ProtocolError as error:
             raise FeedError(f"what is at {self._path} does not share tensors as it should: {error}") from error
         except HandleError as error:
             raise FeedError(f"what is at {self._path} offers device memory where host memory was asked for") from error
@@ -96,10 +96,10 @@ class Attacher:
                 ) from None
             except (ConnectionError, EOFError):
                 raise FeedError(f"the process that shares tensors at {self._path} ended before it answered") from None
-            if isinstance(reply, Refused):
+            if isinstance(reply, AttachRefused):
                 raise FeedError(f"the process that shares tensors at {self._path} cannot hand them out: {reply.reason}")
             if len(descriptors) != len(reply.segments):
-                raise WireError(f"{len(reply.segments)} segments with {len(descriptors)} descriptors")
+                raise ProtocolError(f"{len(reply.segments)} segments with {len(descriptors)} descriptors")
             pairs = zip(descriptors, reply.segments, strict=True)
             return reply, [self._map(descriptor, nbytes) for descriptor, nbytes in pairs]
         finally:
@@ -109,7 +109,7 @@ class Attacher:
     def _map(self, descriptor: int, nbytes: int) -> Bytes:
         size = os.fstat(descriptor).st_size
         if not 0 < nbytes <= size:
-            raise WireError(f"a segment of {size} bytes where {nbytes} were announced")
+            raise ProtocolError(f"a segment of {size} bytes where {nbytes} were announced")
         try:
             return mapped(descriptor, nbytes, private=not self._writable)
         except OSError as error:
@@ -119,9 +119,9 @@ class Attacher:
 
     def _structure(self, offer: Offer, segments: list[Bytes]) -> Any:
         if len(offer.keys) != (len(offer.places) if offer.kind == "dict" else 0):
-            raise WireError(f"{len(offer.keys)} keys for a {offer.kind} of {len(offer.places)}")
+            raise ProtocolError(f"{len(offer.keys)} keys for a {offer.kind} of {len(offer.places)}")
         if not offer.places or (offer.kind == "tensor" and len(offer.places) != 1):
-            raise WireError(f"a {offer.kind} of {len(offer.places)}")
+            raise ProtocolError(f"a {offer.kind} of {len(offer.places)}")
         tensors: list[torch.Tensor] = []
         try:
             for place in offer.places:
@@ -137,7 +137,7 @@ class Attacher:
     def _tensor(self, place: InSegment | OnDevice, segments: list[Bytes]) -> torch.Tensor:
         dtype, nbytes = _dtype(place.dtype), _dtype(place.dtype).itemsize
         if len(place.shape) > 64 or any(not 0 <= size < 1 << 48 for size in place.shape):
-            raise WireError(f"a tensor of shape {place.shape}")
+            raise ProtocolError(f"a tensor of shape {place.shape}")
         for size in place.shape:
             nbytes *= size
         if isinstance(place, OnDevice):
@@ -155,17 +155,17 @@ class Attacher:
             if nbytes == 0:
                 return torch.empty(place.shape, dtype=dtype, device="cpu")
             if not 0 <= place.segment < len(segments) or place.offset < 0 or place.offset % dtype.itemsize:
-                raise WireError(f"a tensor at {place.offset} of segment {place.segment}")
+                raise ProtocolError(f"a tensor at {place.offset} of segment {place.segment}")
             memory = segments[place.segment]
             if place.offset + nbytes > memory.nbytes:
-                raise WireError(f"{nbytes} bytes at {place.offset} of a segment of {memory.nbytes}")
+                raise ProtocolError(f"{nbytes} bytes at {place.offset} of a segment of {memory.nbytes}")
             return tensor_in(memory, place.offset, place.shape, dtype)
         except RuntimeError as error:  # though it has no bytes, its other dimensions may be too many
-            raise WireError(f"a tensor of shape {place.shape}: {error}") from None
+            raise ProtocolError(f"a tensor of shape {place.shape}: {error}") from None
 
     def _opened(self, place: OnDevice, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         if place.start < 0 or (nbytes and place.start * dtype.itemsize + nbytes > place.handle.nbytes):
-            raise WireError(f"{nbytes} bytes at element {place.start} of a storage of {place.handle.nbytes}")
+            raise ProtocolError(f"{nbytes} bytes at element {place.start} of a storage of {place.handle.nbytes}")
         storage = self._handles.open(place.handle, self._wanted)
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         if nbytes == 0:
@@ -186,17 +186,17 @@ def _receive(sock: socket.socket, descriptors: list[int], deadline: float) -> by
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.extend(array.array("i", found[: len(found) - len(found) % _INT]))
         if flags & socket.MSG_CTRUNC:
-            raise WireError("more descriptors than there may be, or than `ulimit -n` lets this process open")
+            raise ProtocolError("more descriptors than there may be, or than `ulimit -n` lets this process open")
         if not data:
             raise EOFError
         for payload, count in framer.feed(data):
             if count != len(descriptors):
-                raise WireError(f"a message with {len(descriptors)} of its {count} descriptors")
+                raise ProtocolError(f"a message with {len(descriptors)} of its {count} descriptors")
             return payload
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize == 0:
-        raise WireError(f"{name!r} is no dtype of this torch ({torch.__version__})")
+        raise ProtocolError(f"{name!r} is no dtype of this torch ({torch.__version__})")
     return dtype

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, Union
 
 import msgspec
 
-from aiofeed.processes.ipc.schema import Handle, Struct, decode
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle, Struct, decode
 
 VERSION = 1
 
@@ -54,7 +54,7 @@ class OnDevice(Struct, frozen=True):
     shape: list[int]
     dtype: str
     start: int
-    handle: Handle
+    handle: DeviceMemoryHandle
 
 
 class Offer(Struct, frozen=True):
@@ -75,13 +75,13 @@ class Offer(Struct, frozen=True):
     segments: list[int]
 
 
-class Refused(Struct, frozen=True):
+class AttachRefused(Struct, frozen=True):
     """There is nothing to be had."""
 
     reason: str
 
 
-Reply: TypeAlias = Union[Offer, Refused]  # noqa: UP007 - msgspec wants it resolvable
+Reply: TypeAlias = Union[Offer, AttachRefused]  # noqa: UP007 - msgspec wants it resolvable
 
 encode = msgspec.msgpack.Encoder().encode
 _attach: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from aiofeed.processes.ipc.address import TENSORS, Listener
-from aiofeed.processes.ipc.framing import Wire
+from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.peers import peer_of
-from aiofeed.processes.shared_tensors.protocol import Attach, Refused, decode_attach, encode
+from aiofeed.processes.shared_tensors.protocol import Attach, AttachRefused, decode_attach, encode
 
 log = logging.getLogger("aiofeed")
 
@@ -62,7 +62,7 @@ class TensorServer:
         self.path = path
         self._store = store
         self._pid = os.getpid()
-        self._wires: set[Wire] = set()
+        self._wires: set[Connection] = set()
         self._thread = threading.Thread(target=self._run, name="aiofeed shared tensors", daemon=True)
         self._loop = asyncio.SelectorEventLoop()
         try:
@@ -139,7 +139,7 @@ class TensorServer:
         def received(payload: bytes, descriptors: list[int]) -> None:
             wire.send(*self._answer(decode_attach(payload)))
 
-        wire = Wire(sock, received=received, lost=end, limit_bytes=_MOST_ASKED_BYTES)
+        wire = Connection(sock, received=received, lost=end, limit_bytes=_MOST_ASKED_BYTES)
         patience = self._loop.call_later(_PATIENCE_S, end)
         self._wires.add(wire)
 
@@ -147,7 +147,7 @@ class TensorServer:
         try:
             return self._store.answer(asked)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the attacher that must hear of it
-            return encode(Refused(f"{type(error).__name__}: {error}")), []
+            return encode(AttachRefused(f"{type(error).__name__}: {error}")), []
 
 
 _running: weakref.WeakSet[TensorServer] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.cuda_ipc import DeviceHandles, HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS
 from aiofeed.processes.ipc.shared_memory import anonymous
-from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, InSegment, Offer, OnDevice, Refused, encode
+from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRefused, InSegment, Offer, OnDevice, encode
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 
@@ -47,7 +47,7 @@ class TensorStore:
         self._sizes: list[int] = []
         self._on_host: list[InSegment] | None = None
         try:
-            self.tensors, self._places = self._bring(parts)
+            self.tensors, self._places = self._place_in_shared_memory(parts)
         except BaseException:
             self.close()
             raise
@@ -67,7 +67,9 @@ class TensorStore:
         """An offer of everything, and descriptors that are the caller's to close."""
         if asked.version != VERSION:
             return encode(
-                Refused(f"it speaks version {VERSION} of aiofeed's messages, this process version {asked.version}")
+                AttachRefused(
+                    f"it speaks version {VERSION} of aiofeed's messages, this process version {asked.version}"
+                )
             ), []
         places: list[InSegment | OnDevice] | None = None if asked.host else self._places_with_handles()
         if places is None:
@@ -87,7 +89,7 @@ class TensorStore:
 
     # --- memory ---
 
-    def _bring(self, parts: list[Any]) -> tuple[list[torch.Tensor], list[InSegment | None]]:
+    def _place_in_shared_memory(self, parts: list[Any]) -> tuple[list[torch.Tensor], list[InSegment | None]]:
         """The tensors where others can have them, and where that is: ``None`` on a device."""
         tensors: list[torch.Tensor] = []
         places: list[InSegment | None] = []

@@ -13,22 +13,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from aiofeed.core.types import BatchPlan
-from aiofeed.processes.ipc.framing import Wire
+from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.ring import Ring
-from aiofeed.processes.ipc.schema import Broken, Filled, Free, FromEngine, Open, ToEngine, decode_from_engine, encode
+from aiofeed.processes.ipc.schema import (
+    BatchFailed,
+    BatchReady,
+    FromEngine,
+    ReleaseSlot,
+    StartDecoding,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.ipc.passing import Passable
 
-Replies = Filled | Broken
+Replies = BatchReady | BatchFailed
 
 
 @dataclass(eq=False)
 class Work:
     """A batch that a process assembles: ``reply`` comes when it is done, ``was_read`` is called before that."""
 
-    process: EngineProcess
+    process: WorkerHandle
     serial: int
     reply: asyncio.Future[Replies]
     was_read: Callable[[], None]
@@ -36,7 +45,7 @@ class Work:
 
     def open(self) -> None:
         """It may be decoded."""
-        self.process.send(Open(self.serial))
+        self.process.send(StartDecoding(self.serial))
 
 
 class Owner(Protocol):
@@ -47,16 +56,16 @@ class Owner(Protocol):
         """How many processes there are."""
         ...
 
-    def heard(self, process: EngineProcess, message: FromEngine) -> None:
+    def heard(self, process: WorkerHandle, message: FromEngine) -> None:
         """A process has said something; ``WireError`` where it makes no sense."""
         ...
 
-    def lost(self, process: EngineProcess, error: Exception | None) -> None:
+    def lost(self, process: WorkerHandle, error: Exception | None) -> None:
         """A process's connection has ended."""
         ...
 
 
-class EngineProcess:
+class WorkerHandle:
     """One process, its connection and its ring. Made on the running loop.
 
     Args:
@@ -90,7 +99,7 @@ class EngineProcess:
             except BaseException:
                 ours.close()
                 raise
-        self._wire = Wire(ours, received=self._received, lost=self._lost)
+        self._wire = Connection(ours, received=self._received, lost=self._lost)
 
     @property
     def pid(self) -> int:
@@ -102,8 +111,8 @@ class EngineProcess:
         self._wire.send(encode(message))
 
     def free(self, serial: int, again: bool = True) -> None:
-        """A slot of its ring has been read; see ``Free``."""
-        self.send(Free(serial, again))
+        """A slot of its ring has been read; see ``ReleaseSlot``."""
+        self.send(ReleaseSlot(serial, again))
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; ``None`` while it runs."""
@@ -120,8 +129,8 @@ class EngineProcess:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_engine(payload)
-        self.ring.learn(message.segments if isinstance(message, Filled) else [], descriptors)
-        if isinstance(message, Filled):
+        self.ring.learn(message.segments if isinstance(message, BatchReady) else [], descriptors)
+        if isinstance(message, BatchReady):
             self.ring.forget(message.retired)
         self._owner.heard(self, message)
 

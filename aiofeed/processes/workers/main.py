@@ -19,25 +19,25 @@ from functools import partial
 import numpy as np
 
 from aiofeed.core.errors import CollateError, FeedError
-from aiofeed.core.statistics import Counters
+from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Wire, WireError, frame
+from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, frame
 from aiofeed.processes.ipc.schema import (
-    Answer,
-    Ask,
-    Broken,
-    Ended,
-    Filled,
+    BatchFailed,
+    BatchReady,
     FromEngine,
-    Plan,
-    Ready,
-    Stop,
+    ReplacementAnswer,
+    ReplacementRequest,
+    StopWorker,
+    WorkerEnded,
+    WorkerPlanMessage,
+    WorkerReady,
     decode_to_engine,
     encode,
 )
-from aiofeed.processes.workers.spawn import Cargo, unload
-from aiofeed.processes.workers.worker_engine import AskedOrder, ChildEngine, Commission
-from aiofeed.runtime.event_loop import Runtime
+from aiofeed.processes.workers.spawn import WorkerConfig, read_config
+from aiofeed.processes.workers.worker_engine import RequestedOrder, WorkerEngine, WorkerPlan
+from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.sampling.epochs import EpochBegins, Step
 
 # A parent that is gone is noticed within this where the connection does not tell.
@@ -61,13 +61,13 @@ def main(connection: int, start: int, parent: int, number: int) -> None:
     sock = socket.socket(fileno=connection)
     status = 1
     try:
-        _serve(sock, unload(start), parent, number)
+        _serve(sock, read_config(start), parent, number)
         status = 0
     except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
         failed = FeedError(f'the process of engine="process" could not start: {type(error).__name__}: {error}')
         failed.__cause__ = error
         sock.setblocking(True)
-        sock.sendall(frame(encode(Ended(describe(failed)))))
+        sock.sendall(frame(encode(WorkerEnded(describe(failed)))))
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it any more
@@ -87,8 +87,8 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(sock: socket.socket, cargo: Cargo, parent: int, number: int) -> None:
-    runtime = Runtime(
+def _serve(sock: socket.socket, cargo: WorkerConfig, parent: int, number: int) -> None:
+    runtime = EventLoopThread(
         read_threads=min(cargo.most_reads(number), MOST_READ_THREADS),
         decode_threads=cargo.share(cargo.decode_threads, number),
     )
@@ -101,20 +101,20 @@ def _serve(sock: socket.socket, cargo: Cargo, parent: int, number: int) -> None:
 class _Worker:
     """What the engine process consists of, on its loop."""
 
-    def __init__(self, runtime: Runtime, cargo: Cargo, parent: int, number: int) -> None:
+    def __init__(self, runtime: EventLoopThread, cargo: WorkerConfig, parent: int, number: int) -> None:
         self._runtime = runtime
         self._cargo = cargo
         self._parent = parent
         self._number = number
-        self._plans: asyncio.Queue[Commission] = asyncio.Queue()
+        self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
         self._tickets = itertools.count()
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._wire: Wire | None = None
-        self._engine: ChildEngine | None = None
+        self._asked: dict[int, asyncio.Future[ReplacementAnswer]] = {}
+        self._wire: Connection | None = None
+        self._engine: WorkerEngine | None = None
 
     async def serve(self, sock: socket.socket) -> None:
         """Open the source and assemble what is asked for, until cancelled."""
-        self._wire = Wire(sock, received=self._received, lost=self._lost)
+        self._wire = Connection(sock, received=self._received, lost=self._lost)
         self._beat()
         source = self._cargo.source
         try:
@@ -124,18 +124,18 @@ class _Worker:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             error.add_note(f"in {type(source).__name__}.open()")
-            self.send(Ended(describe(error)))
+            self.send(WorkerEnded(describe(error)))
             return
         if (closer := getattr(source, "aclose", None)) is not None:
             self._runtime.at_stop(closer)
-        self._engine = ChildEngine(
+        self._engine = WorkerEngine(
             self._steps(),
             cargo=self._cargo,
             number=self._number,
             executor=self._runtime.decode_pool,
             tell=self.send,
         )
-        self.send(Ready(os.getpid()))
+        self.send(WorkerReady(os.getpid()))
         await self._engine.run()
 
     async def _steps(self) -> AsyncIterator[Step]:
@@ -143,14 +143,14 @@ class _Worker:
             if self._engine is not None and self._plans.empty():
                 self._engine.wants_plan()
             plan = await self._plans.get()
-            yield EpochBegins(Counters())  # of this batch alone
+            yield EpochBegins(EpochStats())  # of this batch alone
             yield plan
 
     async def ask(self, serial: int, position: int) -> int:
         """The index at a position of the epoch's order; called on the loop."""
         ticket = next(self._tickets)
         self._asked[ticket] = asyncio.get_running_loop().create_future()
-        self.send(Ask(ticket, serial, position))
+        self.send(ReplacementRequest(ticket, serial, position))
         try:
             answer = await self._asked[ticket]
         finally:
@@ -163,7 +163,7 @@ class _Worker:
         """Tell the trainer; a batch whose description is too long for a message has failed."""
         assert self._wire is not None
         payload = encode(message)
-        if len(payload) > MAX_MESSAGE_BYTES and isinstance(message, Filled):
+        if len(payload) > MAX_MESSAGE_BYTES and isinstance(message, BatchReady):
             for descriptor in descriptors:
                 os.close(descriptor)
             descriptors = ()
@@ -171,34 +171,34 @@ class _Worker:
                 f"the numbers and texts of a batch take {len(payload)} bytes beside its arrays; "
                 f"at most {MAX_MESSAGE_BYTES} can be handed to another process: put them into arrays"
             )
-            payload = encode(Broken(message.serial, describe(error), [], message.spent, message.nbytes))
+            payload = encode(BatchFailed(message.serial, describe(error), [], message.spent, message.nbytes))
         self._wire.send(payload, descriptors)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_to_engine(payload)
         if descriptors:
-            raise WireError("descriptors where none belong")
-        if isinstance(message, Stop):
+            raise ProtocolError("descriptors where none belong")
+        if isinstance(message, StopWorker):
             self._runtime.stop()
-        elif isinstance(message, Answer):
+        elif isinstance(message, ReplacementAnswer):
             if (waiting := self._asked.get(message.ticket)) is not None and not waiting.done():
                 waiting.set_result(message)
-        elif isinstance(message, Plan):
+        elif isinstance(message, WorkerPlanMessage):
             if self._engine is None:
-                raise WireError("a plan before the source is open")
+                raise ProtocolError("a plan before the source is open")
             if message.opened:
                 self._engine.commissions.may_decode.add(message.serial)
             self._plans.put_nowait(self._commission(message))
         elif self._engine is not None:
             self._engine.told(message)
 
-    def _commission(self, plan: Plan) -> Commission:
+    def _commission(self, plan: WorkerPlanMessage) -> WorkerPlan:
         if len(plan.indices) % 8 or len(plan.indices) != len(plan.positions) or not plan.indices:
-            raise WireError("a plan whose indices and positions do not fit together")
+            raise ProtocolError("a plan whose indices and positions do not fit together")
         indices: list[int] = np.frombuffer(plan.indices, np.int64).tolist()
         positions: list[int] = np.frombuffer(plan.positions, np.int64).tolist()
-        order = AskedOrder(plan.order_length, partial(self.ask, plan.serial)) if plan.order_length else None
-        return Commission(plan.number, indices, positions, plan.epoch_seed, order, plan.serial)
+        order = RequestedOrder(plan.order_length, partial(self.ask, plan.serial)) if plan.order_length else None
+        return WorkerPlan(plan.number, indices, positions, plan.epoch_seed, order, plan.serial)
 
     def _lost(self, error: Exception | None) -> None:
         os._exit(1)  # the parent is gone; or what it says makes no sense, and then it hears of this

@@ -12,26 +12,26 @@ from typing import Any
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.engine.admission import Budget
+from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.processes.ipc.batch_codec import in_place, unpack
+from aiofeed.processes.ipc.batch_codec import decode_batch, in_place
 from aiofeed.processes.ipc.error_codec import rebuild
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease
-from aiofeed.processes.ipc.schema import Broken, Filled
+from aiofeed.processes.ipc.schema import BatchFailed, BatchReady
 from aiofeed.processes.workers.handle import Work
-from aiofeed.processes.workers.pool import EngineProcesses
-from aiofeed.processes.workers.zero_copy import Loan
-from aiofeed.runtime.buffers import HostMemory, Lease, Memory
-from aiofeed.runtime.queue import Handoff, Item, Ready, release
+from aiofeed.processes.workers.pool import WorkerPool
+from aiofeed.processes.workers.zero_copy import BorrowedSlot
+from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
+from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch, release
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
 
-class RemoteEngine(Engine):
+class MultiprocessEngine(Engine):
     """Turns batch plans into finished batches, by processes.
 
     Args:
@@ -48,15 +48,15 @@ class RemoteEngine(Engine):
         self,
         steps: Iterable[Step],
         *,
-        processes: EngineProcesses,
+        processes: WorkerPool,
         fetcher: Fetcher,
         batch_size: int,
         wrap: Callable[[Any], Any],
-        memory: Memory,
+        memory: BufferPool,
         executor: ThreadPool,
-        handoff: Handoff[Item],
+        handoff: BatchQueue[QueueItem],
         limits: ResolvedLimits,
-        budget: Budget,
+        budget: MemoryBudget,
         in_order: bool,
         policy: FailurePolicy,
         length: int,
@@ -83,9 +83,9 @@ class RemoteEngine(Engine):
         self._memory = memory
         self._wrap = wrap
         # A copy to a device wants its memory pinned, unless the ring is.
-        self._lends = isinstance(memory, HostMemory)
+        self._lends = isinstance(memory, HostBufferPool)
         # Batches that were taken, of which the loop has not heard.
-        self._noted: deque[Ready] = deque()
+        self._noted: deque[ReadyBatch] = deque()
         self._note = self._noted_until_heard
 
     async def run(self) -> None:
@@ -96,7 +96,7 @@ class RemoteEngine(Engine):
         finally:
             self._noted.clear()  # the feeder may keep this engine
 
-    def _noted_until_heard(self, item: Ready) -> bool:
+    def _noted_until_heard(self, item: ReadyBatch) -> bool:
         """Let word of a batch wait for the next that a process finishes; in the consumer's thread.
 
         To be woken, the loop takes the GIL from the step that has just begun: a millisecond or two of it. So it is not
@@ -137,7 +137,7 @@ class RemoteEngine(Engine):
         spent, counters = reply.spent, batch.counters
         for name in reply.spent.__struct_fields__:
             setattr(counters, name, getattr(counters, name) + getattr(spent, name))
-        if isinstance(reply, Broken):
+        if isinstance(reply, BatchFailed):
             batch.error = _feed_error(rebuild(reply.error))
         else:
             batch.kept = reply.kept
@@ -151,7 +151,7 @@ class RemoteEngine(Engine):
             loan.settle()
         self._hear()
 
-    async def _take(self, batch: Batch, work: Work, filled: Filled) -> Loan | None:
+    async def _take(self, batch: Batch, work: Work, filled: BatchReady) -> BorrowedSlot | None:
         """The batch out of its slot, or as it lies there; and what is to be settled once it is handed over."""
         self.chunk_size = filled.chunk_size
         self._heed_reads(work, filled.reads)
@@ -162,16 +162,16 @@ class RemoteEngine(Engine):
         try:
             if ring.pinned:
                 batch.lease = RingLease(asyncio.get_running_loop(), free)
-                batch.result = unpack(filled.batch, partial(_in_place, ring))
+                batch.result = decode_batch(filled.batch, partial(_in_place, ring))
                 return None
             batch.lease = self._memory.lease()
-            loan = Loan(self._processes.lending, ring, free, lends=self._lends)
+            loan = BorrowedSlot(self._processes.lending, ring, free, lends=self._lends)
             take = partial(self._take_out, loan, filled, batch.lease)
             if loan.copied_bytes(filled.batch) <= INLINE_BYTES:
                 batch.result, seconds = take()
             else:
                 batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, take)
-        except WireError as error:
+        except ProtocolError as error:
             work.process.kill()
             self._broke(FeedError(f"an engine process described a batch that cannot be: {error}"))
             return None
@@ -184,12 +184,12 @@ class RemoteEngine(Engine):
             self._tuner.reading.concurrency = self._processes.count_reads(work.process.number, reads)
             self._concurrency.follow(self._tuner)
 
-    def _take_out(self, loan: Loan, filled: Filled, lease: Lease) -> tuple[Any, float]:
+    def _take_out(self, loan: BorrowedSlot, filled: BatchReady, lease: BufferLease) -> tuple[Any, float]:
         started = time.perf_counter()
-        batch = self._wrap(unpack(filled.batch, partial(loan.take, lease)))
+        batch = self._wrap(decode_batch(filled.batch, partial(loan.take, lease)))
         return batch, time.perf_counter() - started
 
-    def taken(self, item: Ready) -> None:
+    def taken(self, item: ReadyBatch) -> None:
         """A batch has left the queue, and an earlier one may be used no more; called on the loop."""
         self._hear()
         self._processes.lending.collect()
@@ -201,12 +201,12 @@ def _in_place(ring: Ring, leaf: Any) -> Any:
 
 
 # What stays on the host beside a batch on a device: arrays of a collate_fn. It keeps nothing.
-_private = HostMemory(0)
+_private = HostBufferPool(0)
 
 
 def _feed_error(error: Exception) -> FeedError:
     return error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
 
 
-def _nowhere(samples: int, lease: Lease) -> Any:
+def _nowhere(samples: int, lease: BufferLease) -> Any:
     raise NotImplementedError("batches are put together in the engine's process")

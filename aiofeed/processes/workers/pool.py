@@ -20,23 +20,23 @@ from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import release_unused
 from aiofeed.processes.ipc.schema import (
-    Answer,
-    Ask,
-    Broken,
-    Ended,
-    Filled,
+    BatchFailed,
+    BatchReady,
     FromEngine,
-    Plan,
-    Ready,
-    Stop,
-    WasRead,
+    ReadReport,
+    ReplacementAnswer,
+    ReplacementRequest,
+    StopWorker,
+    WorkerEnded,
+    WorkerPlanMessage,
+    WorkerReady,
 )
-from aiofeed.processes.workers.handle import EngineProcess, Work
-from aiofeed.processes.workers.spawn import Cargo, load_up
-from aiofeed.processes.workers.zero_copy import Lending
+from aiofeed.processes.workers.handle import Work, WorkerHandle
+from aiofeed.processes.workers.spawn import WorkerConfig, write_config
+from aiofeed.processes.workers.zero_copy import BorrowTracker
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
@@ -53,7 +53,7 @@ LOOK_S = 0.2
 _SOON_S = 0.005
 
 
-class EngineProcesses:
+class WorkerPool:
     """All of a feeder's processes.
 
     Args:
@@ -62,14 +62,14 @@ class EngineProcesses:
         passable: is told of their rings.
     """
 
-    def __init__(self, cargo: Cargo, backend: DeviceBackend | None, passable: Passable | None = None) -> None:
+    def __init__(self, cargo: WorkerConfig, backend: DeviceBackend | None, passable: Passable | None = None) -> None:
         self.count = cargo.engines
         self._reads = [cargo.share(cargo.read_concurrency, number) for number in range(cargo.engines)]
-        self.lending = Lending()
-        self._start: int | None = load_up(cargo)
+        self.lending = BorrowTracker()
+        self._start: int | None = write_config(cargo)
         self._backend = backend
         self._passable = passable
-        self._processes: list[EngineProcess] = []
+        self._processes: list[WorkerHandle] = []
         self._serials = itertools.count()
         self._ready: asyncio.Future[None] | None = None
         self._error: FeedError | None = None
@@ -110,7 +110,7 @@ class EngineProcesses:
             try:
                 # On the loop's own thread: the kernel ends a process with the thread that started it.
                 for number in range(self.count):
-                    self._processes.append(EngineProcess(number, start, self, self._backend, self._passable))
+                    self._processes.append(WorkerHandle(number, start, self, self._backend, self._passable))
             finally:
                 os.close(start)
             self._look()
@@ -130,37 +130,41 @@ class EngineProcesses:
         process.at_work[serial] = work
         indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
         length = 0 if plan.order is None else plan.order.length
-        process.send(Plan(serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), opened, length))
+        process.send(
+            WorkerPlanMessage(
+                serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), opened, length
+            )
+        )
         return work
 
-    def heard(self, process: EngineProcess, message: FromEngine) -> None:
+    def heard(self, process: WorkerHandle, message: FromEngine) -> None:
         """A process has said something."""
-        if isinstance(message, Filled | Broken):
+        if isinstance(message, BatchReady | BatchFailed):
             work = self._work(process, message.serial)
             del process.at_work[message.serial]
             if not work.reply.done():
                 work.reply.set_result(message)
-        elif isinstance(message, WasRead):
+        elif isinstance(message, ReadReport):
             self._work(process, message.serial).was_read()
-        elif isinstance(message, Ready):
+        elif isinstance(message, WorkerReady):
             process.ready = True
             if self._ready is not None and not self._ready.done() and all(each.ready for each in self._processes):
                 self._ready.set_result(None)
-        elif isinstance(message, Ask):
+        elif isinstance(message, ReplacementRequest):
             order = self._work(process, message.serial).plan.order
             index = None if order is None or message.position < 0 else order.index_at(message.position)
             assert index is None or isinstance(index, int)
-            process.send(Answer(message.ticket, index))
-        elif isinstance(message, Ended):
+            process.send(ReplacementAnswer(message.ticket, index))
+        elif isinstance(message, WorkerEnded):
             self._break(rebuild(message.error))
 
-    def _work(self, process: EngineProcess, serial: int) -> Work:
+    def _work(self, process: WorkerHandle, serial: int) -> Work:
         try:
             return process.at_work[serial]
         except KeyError:
-            raise WireError(f"word of batch {serial}, which nobody has asked for") from None
+            raise ProtocolError(f"word of batch {serial}, which nobody has asked for") from None
 
-    def lost(self, process: EngineProcess, error: Exception | None) -> None:
+    def lost(self, process: WorkerHandle, error: Exception | None) -> None:
         """A process's connection has ended."""
         if self._stopping or self._error is not None:
             return
@@ -172,7 +176,7 @@ class EngineProcesses:
             return
         self._await_status(process, int(REAP_S / _SOON_S))
 
-    def _await_status(self, process: EngineProcess, looks: int) -> None:
+    def _await_status(self, process: WorkerHandle, looks: int) -> None:
         """The connection is gone before the exit status is there: a few milliseconds."""
         if self._stopping or self._error is not None:
             return
@@ -195,7 +199,7 @@ class EngineProcesses:
                 return
         asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
-    def _died(self, process: EngineProcess, status: int | None) -> None:
+    def _died(self, process: WorkerHandle, status: int | None) -> None:
         under_way = [work.plan.number for work in process.at_work.values()]
         what = f"; it had {len(under_way)} batches under way, from batch {under_way[0]} on" if under_way else ""
         self._break(WorkerDiedError(process.describe(status) + what, exit_status=status))
@@ -221,7 +225,7 @@ class EngineProcesses:
         self._stopping = True
         for process in self._processes:
             if process.ready:
-                process.send(Stop())
+                process.send(StopWorker())
             else:
                 process.kill()  # its source is not open yet: there is nothing to clean up
         if not await _all_gone(self._processes, GRACE_S):
@@ -240,7 +244,7 @@ class EngineProcesses:
         release_unused()
 
 
-async def _all_gone(processes: Sequence[EngineProcess], limit_s: float) -> bool:
+async def _all_gone(processes: Sequence[WorkerHandle], limit_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
     while any(process.poll() is None for process in processes):
@@ -250,5 +254,5 @@ async def _all_gone(processes: Sequence[EngineProcess], limit_s: float) -> bool:
     return True
 
 
-def _load(process: EngineProcess) -> tuple[int, int]:
+def _load(process: WorkerHandle) -> tuple[int, int]:
     return len(process.at_work), process.number

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiofeed.cache.store import Store
+from aiofeed.cache.store import SampleStore
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.tuning.reads import READS_MOST
 
@@ -29,7 +29,7 @@ starting = False
 
 
 @dataclass(frozen=True, eq=False)
-class Cargo:
+class WorkerConfig:
     """What an engine process works with.
 
     Args:
@@ -54,7 +54,7 @@ class Cargo:
     keep: int
     in_order: bool
     policy: FailurePolicy
-    cache: Store | None = None
+    cache: SampleStore | None = None
     reads_given: bool = True
     threads_given: bool = False
 
@@ -152,7 +152,7 @@ def _main_path() -> Path | None:
     return Path(path) if path is not None and Path(path).is_file() else None
 
 
-def load_up(cargo: Cargo) -> int:
+def write_config(cargo: WorkerConfig) -> int:
     """Cargo in a file without a name; its descriptor, for the process to inherit."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
@@ -182,8 +182,8 @@ def _unnamed_file(data: bytes) -> int:
     return descriptor
 
 
-def unload(descriptor: int) -> Cargo:
-    """What ``load_up`` has put into the file; the script is imported first where something is defined there."""
+def read_config(descriptor: int) -> WorkerConfig:
+    """What ``write_config`` has put into the file; the script is imported first where something is defined there."""
     global starting
     try:
         size = os.fstat(descriptor).st_size
@@ -195,7 +195,7 @@ def unload(descriptor: int) -> Cargo:
                 from multiprocessing import spawn
 
                 spawn.prepare(preparation)
-            cargo: Cargo = pickle.loads(data[end:])
+            cargo: WorkerConfig = pickle.loads(data[end:])
             return cargo
     finally:
         starting = False

@@ -11,21 +11,30 @@ from typing import Any
 from aiofeed.core.errors import SampleError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.admission import Budget
+from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.collate import Assembly, CollateAssembly, RowAssembly
-from aiofeed.engine.fetch.default_collate import Kept, TreeAssembly
+from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder, RowBatchBuilder
+from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Kept
 from aiofeed.engine.fetch.factory import Kinds, new_assembly, new_fetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.processes.ipc.batch_codec import pack
+from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.ring import Slot, SlotMemory
-from aiofeed.processes.ipc.schema import Broken, Ended, Filled, Free, FromEngine, Open, Spent, WasRead
-from aiofeed.processes.workers.spawn import Cargo
-from aiofeed.runtime.buffers import Lease
-from aiofeed.runtime.queue import Handoff
+from aiofeed.processes.ipc.schema import (
+    BatchFailed,
+    BatchReady,
+    BatchStats,
+    FromEngine,
+    ReadReport,
+    ReleaseSlot,
+    StartDecoding,
+    WorkerEnded,
+)
+from aiofeed.processes.workers.spawn import WorkerConfig
+from aiofeed.runtime.buffers import BufferLease
+from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
@@ -33,14 +42,14 @@ _UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
-class Commission(BatchPlan):
+class WorkerPlan(BatchPlan):
     """A plan, and the number by which the trainer knows it."""
 
     serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class AskedOrder:
+class RequestedOrder:
     """The epoch's order, which the trainer's side has.
 
     Args:
@@ -56,7 +65,7 @@ class AskedOrder:
         return self.ask(position)
 
 
-class CommissionedBuffer(ReorderBuffer):
+class PermittedBuffer(ReorderBuffer):
     """Batches that may be decoded once the trainer says so. Finished ones leave at once: it puts them in order.
 
     Args:
@@ -81,17 +90,17 @@ class CommissionedBuffer(ReorderBuffer):
                 self.opened += 1
             if self._tell is not None and batch.unaccounted and not batch.unread and serial not in self.told_read:
                 self.told_read.add(serial)
-                self._tell(WasRead(serial), ())
+                self._tell(ReadReport(serial), ())
 
 
-class ChildEngine(Engine):
+class WorkerEngine(Engine):
     """The engine, which says what it has finished instead of queueing it, and decodes what the trainer has opened."""
 
     def __init__(
         self,
         steps: AsyncIterator[Step],
         *,
-        cargo: Cargo,
+        cargo: WorkerConfig,
         number: int,
         executor: ThreadPool,
         tell: Callable[[FromEngine, Sequence[int]], None],
@@ -100,7 +109,7 @@ class ChildEngine(Engine):
             cargo.source, cargo.decode, cargo.collate_fn, length=cargo.length, policy=cargo.policy, cache=cargo.cache
         )
         memory = SlotMemory(cargo.keep)
-        self.commissions = CommissionedBuffer(None if cargo.in_order else tell)
+        self.commissions = PermittedBuffer(None if cargo.in_order else tell)
         limits = ResolvedLimits(
             read_concurrency=cargo.share(cargo.read_concurrency, number),
             decode_threads=cargo.share(cargo.decode_threads, number),
@@ -124,9 +133,9 @@ class ChildEngine(Engine):
             wrap=_as_it_is,
             memory=memory,
             executor=executor,
-            handoff=Handoff(),
+            handoff=BatchQueue(),
             limits=limits,
-            budget=Budget(sys.maxsize),
+            budget=MemoryBudget(sys.maxsize),
             in_order=False,
             policy=cargo.policy,
             length=cargo.length,
@@ -140,9 +149,9 @@ class ChildEngine(Engine):
         self._slots = memory
         self._lent: dict[int, Slot] = {}
 
-    def told(self, message: Open | Free) -> None:
+    def told(self, message: StartDecoding | ReleaseSlot) -> None:
         """The trainer has opened a batch, or read one."""
-        if isinstance(message, Open):
+        if isinstance(message, StartDecoding):
             self.commissions.may_decode.add(message.serial)
             self.commissions.open_gates()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
@@ -160,25 +169,27 @@ class ChildEngine(Engine):
 
     def _hand_over(self, batch: Batch) -> None:
         self._budget.release(batch.reserved)
-        assert isinstance(batch.plan, Commission)
+        assert isinstance(batch.plan, WorkerPlan)
         serial = batch.plan.serial
         self.commissions.told_read.discard(serial)
         counters = batch.counters
-        spent = Spent(counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries)
+        spent = BatchStats(
+            counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries
+        )
         failures = [describe(error) for error in batch.failures]
         slot = batch.lease
         assert slot is None or isinstance(slot, Slot)
         if batch.error is not None:
             if slot is not None:
                 slot.give_back()
-            self._tell(Broken(serial, describe(batch.error), failures, spent, batch.nbytes), ())
+            self._tell(BatchFailed(serial, describe(batch.error), failures, spent, batch.nbytes), ())
             return
         assert slot is not None
         segments, descriptors, retired = self._slots.introduce(slot.segments)
         self._lent[serial] = slot
         kept = None if batch.kept is None else list(batch.kept)
         reads = self._reads.concurrency
-        filled = Filled(
+        filled = BatchReady(
             serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures, reads
         )
         self._tell(filled, descriptors)
@@ -188,32 +199,32 @@ class ChildEngine(Engine):
     ) -> None:
         if not self._admission.closed:
             self._admission.closed = True
-            self._tell(Ended(describe(error)), ())
+            self._tell(WorkerEnded(describe(error)), ())
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class _RowsInSlot(RowAssembly):
+class _RowsInSlot(RowBatchBuilder):
     slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        return pack(super().finish(keys, kept), self.slot)
+        return encode_batch(super().finish(keys, kept), self.slot)
 
 
-class _TreeInSlot(TreeAssembly):
+class _TreeInSlot(DefaultCollateBuilder):
     slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        return pack(super().finish(keys, kept), self.slot)
+        return encode_batch(super().finish(keys, kept), self.slot)
 
 
-class _CollateInSlot(CollateAssembly):
+class _CollateInSlot(CollateBatchBuilder):
     slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        packed = pack(super().finish(keys, kept), self.slot)
+        packed = encode_batch(super().finish(keys, kept), self.slot)
         self.nbytes = self.slot.used
         return packed
 
@@ -221,7 +232,7 @@ class _CollateInSlot(CollateAssembly):
 _IN_SLOT = Kinds(_RowsInSlot, _TreeInSlot, _CollateInSlot)
 
 
-def _new_assembly(cargo: Cargo, fetcher: Fetcher, samples: int, lease: Lease) -> Assembly:
+def _new_assembly(cargo: WorkerConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
     """Where a batch is put together: in its slot, described when it is finished."""
     assert isinstance(lease, Slot)
     cached = cargo.cache is not None

@@ -21,7 +21,7 @@ import numpy as np
 from aiofeed.processes.ipc.batch_codec import as_it_is, copied, leaves_of
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import Leaf, Node
-from aiofeed.runtime.buffers import SMALL_BYTES, Bytes, Lease
+from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes
 
 # What is less than this part of its segment is copied: a user who keeps the labels of all batches keeps them alone.
 _LEAST_PART = 0.25
@@ -29,18 +29,18 @@ _LEAST_PART = 0.25
 _forks = 0
 
 
-class Lending:
-    """What a feeder's user has of its rings. Used on the loop, apart from what a ``Loan`` says."""
+class BorrowTracker:
+    """What a feeder's user has of its rings. Used on the loop, apart from what a ``BorrowedSlot`` says."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, tuple[weakref.ref[Bytes], Loan]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Bytes], BorrowedSlot]] = {}
         self._dropped: deque[weakref.ref[Bytes]] = deque()
 
     def __len__(self) -> int:
         """Segments that somebody refers to, as far as has been seen."""
         return len(self._lent)
 
-    def watch(self, owner: Bytes, loan: Loan) -> None:
+    def watch(self, owner: Bytes, loan: BorrowedSlot) -> None:
         """Return a part of the loan once nothing refers to ``owner``."""
         reference = weakref.ref(owner, self._dropped.append)
         self._lent[id(reference)] = reference, loan
@@ -52,7 +52,7 @@ class Lending:
             loan.returned()
 
 
-class Loan:
+class BorrowedSlot:
     """One slot on its way to the user. ``take`` may be called in another thread, before ``settle``.
 
     Args:
@@ -62,7 +62,7 @@ class Loan:
         lends: whether anything may stay in the slot.
     """
 
-    def __init__(self, lending: Lending, ring: Ring, free: Callable[[bool], object], *, lends: bool) -> None:
+    def __init__(self, lending: BorrowTracker, ring: Ring, free: Callable[[bool], object], *, lends: bool) -> None:
         self._lends = lends
         self._lending = lending
         self._ring = ring
@@ -87,7 +87,7 @@ class Loan:
         """
         return sum(self._ring.view(leaf).nbytes for leaf in leaves_of(batch) if not self.holds(leaf))
 
-    def take(self, lease: Lease, leaf: Leaf) -> Any:
+    def take(self, lease: BufferLease, leaf: Leaf) -> Any:
         """What stands for an array: as it lies in the slot, or a copy in memory of the lease.
 
         Raises:

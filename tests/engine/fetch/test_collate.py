@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 
 from aiofeed.core.errors import CollateError
 from aiofeed.core.types import Row
-from aiofeed.engine.fetch.collate import CollateAssembly, RowAssembly
-from aiofeed.engine.fetch.default_collate import TreeAssembly, misfit_error
-from aiofeed.runtime.buffers import HostMemory
+from aiofeed.engine.fetch.collate import CollateBatchBuilder, RowBatchBuilder
+from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, misfit_error
+from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors, stage
 
 
@@ -56,7 +56,7 @@ SAMPLES: dict[str, Any] = {
 
 
 def assemble(samples: list[Any], order: list[int] | None = None) -> Any:
-    assembly = TreeAssembly(len(samples), HostMemory(keep=2))
+    assembly = DefaultCollateBuilder(len(samples), HostBufferPool(keep=2))
     for position in order or range(len(samples)):
         assembly.put(position, samples[position])
     return as_tensors(assembly.finish([f"key {i}" for i in range(len(samples))]))
@@ -105,7 +105,7 @@ def test_a_batch_is_what_default_collate_gives(kind: str, order: list[int] | Non
 )
 def test_samples_that_do_not_fit_are_told_by_name(samples: list[Any], told: str) -> None:
     """A CollateError names shapes and keys, and the way out."""
-    assembly = TreeAssembly(len(samples), HostMemory(keep=2))
+    assembly = DefaultCollateBuilder(len(samples), HostBufferPool(keep=2))
     keys = [f"key {i}" for i in range(len(samples))]
 
     def attempt() -> None:
@@ -127,7 +127,7 @@ def test_a_coroutine_in_a_batch_is_told() -> None:
     async def sample() -> int:
         return 1
 
-    assembly = TreeAssembly(1, HostMemory(keep=2))
+    assembly = DefaultCollateBuilder(1, HostBufferPool(keep=2))
     one = sample()
     assembly.put(0, one)
     with pytest.raises(CollateError, match=r"one is a coroutine.*'key 0'"):
@@ -137,7 +137,7 @@ def test_a_coroutine_in_a_batch_is_told() -> None:
 
 def test_rows_filled_in_place_become_the_batch() -> None:
     """A row decoder's memory is the batch's: [N, 3, H, W] in channels_last, with targets beside it."""
-    assembly = RowAssembly(Row((2, 4, 3), "uint8", (2, 0, 1)), 5, HostMemory(keep=1), targets=True)
+    assembly = RowBatchBuilder(Row((2, 4, 3), "uint8", (2, 0, 1)), 5, HostBufferPool(keep=1), targets=True)
     for position in range(5):
         assembly.rows[position] = position
         assembly.put(position, position * 10)
@@ -150,7 +150,7 @@ def test_rows_filled_in_place_become_the_batch() -> None:
 
 def test_collate_fn_gets_the_samples_in_order() -> None:
     """A user's collate_fn sees a list of samples and makes the batch."""
-    assembly = CollateAssembly(3, tuple, None)
+    assembly = CollateBatchBuilder(3, tuple, None)
     for position in (2, 0, 1):
         assembly.put(position, f"sample {position}")
     assert assembly.finish(["a", "b", "c"]) == ("sample 0", "sample 1", "sample 2")
@@ -162,7 +162,7 @@ def test_a_failing_collate_fn_is_named() -> None:
     def broken(samples: list[Any]) -> Any:
         raise ZeroDivisionError("oops")
 
-    assembly = CollateAssembly(1, broken, None)
+    assembly = CollateBatchBuilder(1, broken, None)
     assembly.put(0, 1)
     with pytest.raises(CollateError, match=r"collate_fn raised ZeroDivisionError: oops.*'only\.jpg'") as caught:
         assembly.finish(["only.jpg"])
@@ -182,7 +182,7 @@ def test_a_failing_collate_fn_is_named() -> None:
 )
 def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> None:
     """A staged tensor has the values, dtype and (where dense) the memory order of the original."""
-    staged, nbytes = stage({"t": [tensor, "text"]}, HostMemory(keep=1))
+    staged, nbytes = stage({"t": [tensor, "text"]}, HostBufferPool(keep=1))
     back = as_tensors(staged)["t"]
     same(back[0], tensor)
     assert back[1] == "text"
@@ -194,7 +194,7 @@ def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> Non
 
 def test_sparse_batches_are_the_collate_functions_own() -> None:
     """They come out as they are, though torch does not tell their bytes."""
-    assembly = CollateAssembly(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], None)
+    assembly = CollateBatchBuilder(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], None)
     for position in range(2):
         assembly.put(position, position)
     batch, _ = assembly.finish(["a", "b"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.fetch import source as fetch_source
-from aiofeed.engine.fetch.fetcher import Outcome
+from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
 from aiofeed.runtime.time_limits import StopFlag
 
@@ -40,7 +40,7 @@ class Storage:
 
 
 def read(reader: BlockingReader, indices: Sequence[int]) -> list[int]:
-    return reader.read(indices, Outcome(), StopFlag())
+    return reader.read(indices, ChunkOutcome(), StopFlag())
 
 
 def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

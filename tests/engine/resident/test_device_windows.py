@@ -14,7 +14,7 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.copy_thread import QUEUED_BATCHES, CopyThread
 from aiofeed.engine.resident import device_windows
-from aiofeed.runtime.queue import Handoff, Ready
+from aiofeed.runtime.queue import BatchQueue, ReadyBatch
 from aiofeed.testing import SimulatedDevice
 from aiofeed.testing.simulated_streams import SimulatedEvent
 
@@ -242,9 +242,9 @@ class TestEnds:
     @pytest.mark.parametrize("end", ["stop", "drop"])
     def test_thread(self, stuck, end):
         """The thread itself, with batches before it, ends at once."""
-        incoming, outgoing, owner = Handoff(), Handoff(), Steps(SimulatedDevice(latency="late"))
+        incoming, outgoing, owner = BatchQueue(), BatchQueue(), Steps(SimulatedDevice(latency="late"))
         for number in range(10):
-            incoming.put(Ready(number, 1, torch.ones(1)))
+            incoming.put(ReadyBatch(number, 1, torch.ones(1)))
         thread = CopyThread(Copier(owner.device), incoming, outgoing, room=2, issued=lambda item: None)
         thread.watch(owner)
         thread.launch()

@@ -15,7 +15,7 @@ from aiofeed import Feeder, Limits, Tensors
 from aiofeed.engine.resident import host_windows
 from aiofeed.runtime import threads
 from aiofeed.sampling import order
-from aiofeed.sampling.order import Stretch, Stretches, Stripe, plans, shuffled
+from aiofeed.sampling.order import BatchRange, BatchRanges, Shard, plans, shuffled
 
 
 @pytest.fixture
@@ -196,13 +196,13 @@ def test_stretches_are_the_plans_whatever_is_computed_at_once(
     batch_size: int, skip: frozenset[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that are shorter than a stretch, longer, and met in their middle."""
-    stripe = Stripe(length=53, batch_size=batch_size, rank=1, world_size=3)
+    stripe = Shard(length=53, batch_size=batch_size, rank=1, world_size=3)
     permutation = shuffled(53, 1, 0)
     wanted = [(plan.number, plan.indices) for plan in plans(stripe, lambda: permutation, 0, skip)]
     for computed in (1, 7, 16, 1000):
         monkeypatch.setattr(order, "STRETCHED", computed)
         for most in (1, 2, 5, 100):
-            stretches = Stretches(stripe, lambda: permutation, skip)
+            stretches = BatchRanges(stripe, lambda: permutation, skip)
             found: list[tuple[int, list[int]]] = []
             first = 0
             while (stretch := stretches.at(first, most)) is not None:
@@ -212,7 +212,7 @@ def test_stretches_are_the_plans_whatever_is_computed_at_once(
             assert by_number(stretches.at(1, 1)) == [each for each in wanted if each[0] >= 1][:1]
 
 
-def by_number(stretch: Stretch | None) -> list[tuple[int, list[int]]]:
+def by_number(stretch: BatchRange | None) -> list[tuple[int, list[int]]]:
     assert stretch is not None
     size = stretch.batch_size
     return [

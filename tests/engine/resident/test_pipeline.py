@@ -33,7 +33,7 @@ from aiofeed import (
 )
 from aiofeed.engine.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.engine.resident.host_windows import HOST_WINDOW_BYTES, HostWindows
-from aiofeed.sampling.order import Stretch
+from aiofeed.sampling.order import BatchRange
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "1000"))
 LATENCIES = ("random", "late", "early")
@@ -422,7 +422,7 @@ def test_autograd_does_not_take_batches_for_one(device: str | None, monkeypatch:
         one, other, *_ = [rows for [rows] in Feeder(Tensors(x), batch_size=2)]
     else:
         windows = DeviceWindows(PlainDevice(), Tensors(x), 2, 1 << 20)
-        _, window = windows.make(Stretch(range(2), np.arange(4), 2, run=False))
+        _, window = windows.make(BatchRange(range(2), np.arange(4), 2, run=False))
         [one], [other] = window.batch(0, 2), window.batch(2, 4)
         assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     weights = torch.ones(5, 1, requires_grad=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from aiofeed.engine.tuning.gil import GilLimit, gil_message, held_share
-from aiofeed.engine.tuning.threads import Job, ThreadTuner, _Window, gil_limit
+from aiofeed.engine.tuning.threads import JobTiming, ThreadTuner, _Sample, gil_limit
 from aiofeed.engine.tuning.tuner import TELL_AFTER_S, Tuner
 
 BATCH = 64
@@ -70,7 +70,7 @@ class Pool:
     now: float = 0.0
     samples: int = 0
     used: list[int] = field(default_factory=list)
-    _running: list[tuple[float, int, Job | None, int]] = field(default_factory=list)
+    _running: list[tuple[float, int, JobTiming | None, int]] = field(default_factory=list)
     _serial: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Pool:
         cpu = samples * work.cpu(threads)
         queued = wall * work.queued / (1 - work.queued)
         at_work, nbytes = threads if saturated else 0, samples * work.nbytes
-        job = Job(samples, wall + queued, cpu, queued, at_work, nbytes) if self.tuner.listening else None
+        job = JobTiming(samples, wall + queued, cpu, queued, at_work, nbytes) if self.tuner.listening else None
         self._serial += 1
         heapq.heappush(self._running, (self.now + wall + queued, self._serial, job, samples))
 
@@ -182,7 +182,7 @@ def test_more_jobs_decide_where_others_want_the_cores_too() -> None:
     tuner.warm = True
     for number in range(12):
         assert tuner.threads == 2, number
-        tuner.observe(Job(64, 4.0, 1.0, 2.0, 2))
+        tuner.observe(JobTiming(64, 4.0, 1.0, 2.0, 2))
     assert tuner.threads == 1
 
 
@@ -205,7 +205,7 @@ def test_neighbours_that_give_the_same_do_not_take_turns() -> None:
     bare = ThreadTuner(2)
     for threads, rate in ((2, 1.05), (1, 1.0)):
         while bare.threads == threads and bare._search is not None:
-            bare.observe(Job(10, 10 * threads / rate, 7.0, 0.0, threads))
+            bare.observe(JobTiming(10, 10 * threads / rate, 7.0, 0.0, threads))
     assert bare.threads == 2
 
 
@@ -236,7 +236,7 @@ def test_the_gil_is_found_where_others_want_the_cores_too(seed: int) -> None:
         # Two threads give what one does; but half their time is called waiting for a core.
         wall = 64 * 1e-4 * (2.6 if tuner.threads == 2 else 1.3) * noise.gauss(1, 0.05)
         queued = wall - 64 * 1e-4 * (1.2 if tuner.threads == 2 else 1.0)
-        tuner.observe(Job(64, wall, 64 * 0.95e-4, queued, tuner.threads))
+        tuner.observe(JobTiming(64, wall, 64 * 0.95e-4, queued, tuner.threads))
     assert tuner._chosen is not None
     assert tuner._chosen.threads == 1
 
@@ -325,9 +325,9 @@ def test_the_gil_is_found_beside_copying(nbytes: int) -> None:
 
 def test_what_it_costs_to_pass_the_gil_on_is_its_own() -> None:
     """Two threads that pass it to and fro take more of the processors' time, some of it for nothing."""
-    one, two = _Window(1), _Window(2)
-    one.add(Job(1000, 0.110, 0.105, 0.0, 1))
-    two.add(Job(1000, 0.300, 0.180, 0.0, 2))
+    one, two = _Sample(1), _Sample(2)
+    one.add(JobTiming(1000, 0.110, 0.105, 0.0, 1))
+    two.add(JobTiming(1000, 0.300, 0.180, 0.0, 2))
     limit = gil_limit(one, two)
     assert limit is not None
     assert limit.held_s == pytest.approx(105e-6, rel=0.01)
@@ -336,9 +336,9 @@ def test_what_it_costs_to_pass_the_gil_on_is_its_own() -> None:
 @pytest.mark.parametrize(("cpu_2_ms", "blamed"), [(1.4, True), (2.0, True), (2.8, False), (3.8, False)])
 def test_threads_that_slow_each_other_on_the_processor_are_not_held_up(cpu_2_ms: float, blamed: bool) -> None:
     """Where two give no more even if neither waited, what they wait for makes no difference."""
-    one, two = _Window(1), _Window(2)
-    one.add(Job(100, 0.140, 0.139, 0.0, 1))
-    two.add(Job(100, 0.1 * cpu_2_ms / 0.75, 0.1 * cpu_2_ms, 0.0, 2))
+    one, two = _Sample(1), _Sample(2)
+    one.add(JobTiming(100, 0.140, 0.139, 0.0, 1))
+    two.add(JobTiming(100, 0.1 * cpu_2_ms / 0.75, 0.1 * cpu_2_ms, 0.0, 2))
     assert (gil_limit(one, two) is not None) == blamed
 
 

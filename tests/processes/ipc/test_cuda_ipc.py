@@ -9,10 +9,10 @@ import torch
 
 from aiofeed.processes.ipc import cuda_ipc as device_handles
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles, CudaSlots, HandleError
-from aiofeed.processes.ipc.schema import Handle
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 
 GPU = torch.device("cuda", 0)
-HANDLE = Handle("GPU-7", b"allocation", 64, 512, b"/torch_1_2_0", 3, b"e" * 64, True)
+HANDLE = DeviceMemoryHandle("GPU-7", b"allocation", 64, 512, b"/torch_1_2_0", 3, b"e" * 64, True)
 
 
 class Torch:
@@ -88,10 +88,10 @@ def test_a_fork_of_a_process_that_uses_cuda_opens_nothing(calls: Torch, monkeypa
 def test_handles_that_are_none_are_refused_before_cuda_sees_them(calls: Torch) -> None:
     """Opening them is not defined."""
     for handle in (
-        Handle("GPU-7", b"a", 64, 0, b"", 0, b"short", True),
-        Handle("GPU-7", b"a", 64, -1, b"", 0, b"", False),
-        Handle("GPU-7", b"a", 64, 0, b"", -1, b"", False),
-        Handle("GPU-7", b"a", -64, 0, b"", 0, b"", False),
+        DeviceMemoryHandle("GPU-7", b"a", 64, 0, b"", 0, b"short", True),
+        DeviceMemoryHandle("GPU-7", b"a", 64, -1, b"", 0, b"", False),
+        DeviceMemoryHandle("GPU-7", b"a", 64, 0, b"", -1, b"", False),
+        DeviceMemoryHandle("GPU-7", b"a", -64, 0, b"", 0, b"", False),
     ):
         with pytest.raises(HandleError):
             CudaHandles().open(handle, None)

@@ -18,13 +18,25 @@ from hypothesis import strategies as st
 
 from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.processes.ipc import schema as messages
-from aiofeed.processes.ipc.batch_codec import unpack
+from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.error_codec import describe, rebuild
-from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, Framer, Wire, WireError, frame
+from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, Connection, Framer, ProtocolError, frame
 from aiofeed.processes.ipc.ring import Ring
-from aiofeed.processes.ipc.schema import Answer, Ask, Filled, Leaf, Named, NewSegment, Plains, Plan, Raw, Spent, Table
+from aiofeed.processes.ipc.schema import (
+    BatchReady,
+    BatchStats,
+    Leaf,
+    Named,
+    NewSegment,
+    Plains,
+    Raw,
+    ReplacementAnswer,
+    ReplacementRequest,
+    Table,
+    WorkerPlanMessage,
+)
 
-FILLED = Filled(3, Leaf("tensor", 0, 0, [2, 3], "|u1"), Spent(), 6, 2, [NewSegment(0, 65536)])
+FILLED = BatchReady(3, Leaf("tensor", 0, 0, [2, 3], "|u1"), BatchStats(), 6, 2, [NewSegment(0, 65536)])
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6), st.data())
@@ -45,7 +57,7 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     for decode in (messages.decode_to_engine, messages.decode_from_engine):
         try:
             decode(data)
-        except WireError:
+        except ProtocolError:
             pass
 
 
@@ -57,9 +69,9 @@ def test_messages_with_bytes_changed_are_messages_or_refused(data: Any) -> None:
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:
         message = messages.decode_from_engine(bytes(payload))
-        if isinstance(message, Filled):
-            unpack(message.batch, Ring().view)
-    except WireError:
+        if isinstance(message, BatchReady):
+            decode_batch(message.batch, Ring().view)
+    except ProtocolError:
         pass
 
 
@@ -77,15 +89,15 @@ def test_messages_with_bytes_changed_are_messages_or_refused(data: Any) -> None:
 )
 def test_what_is_no_message(payload: bytes) -> None:
     """It is refused, and the refusal says what it was."""
-    with pytest.raises(WireError, match="no message"):
+    with pytest.raises(ProtocolError, match="no message"):
         messages.decode_from_engine(payload)
 
 
 def test_frames_beyond_the_bounds() -> None:
     """Refused by their header, before anything is kept."""
-    with pytest.raises(WireError, match="at most"):
+    with pytest.raises(ProtocolError, match="at most"):
         list(Framer().feed(struct.pack("<II", MAX_MESSAGE_BYTES + 1, 0)))
-    with pytest.raises(WireError, match="descriptors"):
+    with pytest.raises(ProtocolError, match="descriptors"):
         list(Framer().feed(struct.pack("<II", 1, MAX_DESCRIPTORS + 1)))
 
 
@@ -112,7 +124,7 @@ def test_arrays_that_do_not_lie_in_the_ring(leaf: Leaf) -> None:
     segment, descriptor = create(0, 65536)
     ring = Ring()
     ring.learn([NewSegment(0, segment.nbytes)], [descriptor])
-    with pytest.raises(WireError):
+    with pytest.raises(ProtocolError):
         ring.view(leaf)
 
 
@@ -125,8 +137,8 @@ def test_structures_that_do_not_fit() -> None:
         Named("dataclass", "subprocess", "Popen", ["a"], [Plains("list", [])]),
         Raw("text", b"\xff"),
     ):
-        with pytest.raises(WireError):
-            unpack(node, lambda leaf: leaf)
+        with pytest.raises(ProtocolError):
+            decode_batch(node, lambda leaf: leaf)
 
 
 async def conversation(*raw: bytes, descriptors: tuple[int, ...] = ()) -> tuple[list[Any], list[Exception | None]]:
@@ -138,7 +150,7 @@ async def conversation(*raw: bytes, descriptors: tuple[int, ...] = ()) -> tuple[
     def received(payload: bytes, found: list[int]) -> None:
         heard.append((payload, len(found)))
 
-    wire = Wire(ours, received=received, lost=ended.set_result, limit_bytes=1000)
+    wire = Connection(ours, received=received, lost=ended.set_result, limit_bytes=1000)
     with theirs:
         for data in raw:
             with contextlib.suppress(BrokenPipeError):  # nobody listens any more
@@ -154,7 +166,7 @@ async def test_a_wire_that_is_sent_nonsense_closes(caplog: pytest.LogCaptureFixt
     """What came before it counts; it is logged, and nothing after it is read."""
     heard, [error] = await conversation(frame(b"good"), frame(b"x" * 2000), frame(b"late"))
     assert heard == [(b"good", 0)]
-    assert isinstance(error, WireError)
+    assert isinstance(error, ProtocolError)
     assert "a message was refused" in caplog.text
 
 
@@ -169,7 +181,7 @@ async def test_descriptors_that_nobody_announced_are_closed() -> None:
     heard, [error] = await conversation(frame(b"one", 1), descriptors=(read,))
     assert (heard, error) == ([(b"one", 1)], None)
     _, [error] = await conversation(frame(b"two", 2), descriptors=(read,))
-    assert isinstance(error, WireError)
+    assert isinstance(error, ProtocolError)
     _, [error] = await conversation(frame(b"none", 0), descriptors=(read,) * 3)
     assert error is None
     os.close(read)
@@ -191,7 +203,7 @@ async def test_large_messages_pass_in_pieces() -> None:
         return received
 
     ends = [
-        Wire(sock, received=receiver(name), lost=lambda error: None)
+        Connection(sock, received=receiver(name), lost=lambda error: None)
         for sock, name in ((ours, "ours"), (theirs, "theirs"))
     ]
     sent = [os.urandom(size) for size in (3_000_000, 0, 1_000_000)]
@@ -206,9 +218,9 @@ async def test_large_messages_pass_in_pieces() -> None:
 
 def test_messages_survive() -> None:
     """Both directions, with 64-bit seeds."""
-    plan = Plan(1, 2, 2**64 - 1, np.arange(3).tobytes(), b"", True)
+    plan = WorkerPlanMessage(1, 2, 2**64 - 1, np.arange(3).tobytes(), b"", True)
     assert messages.decode_to_engine(messages.encode(plan)) == plan
-    ask, answer = Ask(1, 2, 3), Answer(1, 5)
+    ask, answer = ReplacementRequest(1, 2, 3), ReplacementAnswer(1, 5)
     assert messages.decode_from_engine(messages.encode(ask)) == ask
     assert messages.decode_to_engine(messages.encode(answer)) == answer
 
@@ -219,9 +231,9 @@ def test_errors_cross_with_their_causes() -> None:
     missing.add_note("looked twice")
     error = ReadError("cannot read", key="a\udcff", index=3, stage="read")
     error.__cause__ = missing
-    payload = messages.encode(messages.Broken(1, describe(error), [], Spent(), 0))
+    payload = messages.encode(messages.BatchFailed(1, describe(error), [], BatchStats(), 0))
     message = messages.decode_from_engine(payload)
-    assert isinstance(message, messages.Broken)
+    assert isinstance(message, messages.BatchFailed)
     again = rebuild(message.error)
     assert type(again) is ReadError
     assert (again.key, again.index, again.stage) == ("a\udcff", 3, "read")

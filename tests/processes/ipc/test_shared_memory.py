@@ -12,7 +12,7 @@ import pytest
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc import shared_memory as segments
-from aiofeed.processes.ipc.framing import WireError
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import Ring, SlotMemory
 from aiofeed.runtime import machine
 
@@ -85,7 +85,7 @@ def test_memory_that_could_shrink_is_refused(tmp_path: Path) -> None:
     unsealed = os.memfd_create("test")
     os.ftruncate(unsealed, 65536)
     for descriptor, announced in ((file, 65536), (unsealed, 65536), (segments.anonymous(65536), 65537)):
-        with pytest.raises(WireError):
+        with pytest.raises(ProtocolError):
             segments.adopt(0, announced, descriptor)
     with pytest.raises(PermissionError):
         os.ftruncate(made := segments.anonymous(65536), 0)

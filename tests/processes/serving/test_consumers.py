@@ -17,7 +17,7 @@ from aiofeed import Feeder, FeedError
 from aiofeed.processes.ipc.framing import frame
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving import consumers
-from aiofeed.processes.serving.protocol import VERSION, Hello, Join, Leave, Read, Tried, Try, Welcome
+from aiofeed.processes.serving.protocol import VERSION, Hello, Join, Leave, ProbeRequest, ProbeResult, Read, Welcome
 from tests.support import process_parts as parts
 from tests.support.signal_cases.conftest import until
 
@@ -74,11 +74,11 @@ HELLO = frame(encode(Hello(VERSION)))
         HELLO + frame(encode(Read(0))),
         HELLO + frame(encode(Read(-1))),
         HELLO + frame(encode(Join(1))) * 2,
-        HELLO + frame(encode(Tried())),
-        HELLO + frame(encode(Try())) * 2,
-        HELLO + frame(encode(Try())) + frame(encode(Tried())),
-        HELLO + frame(encode(Join(1))) + frame(encode(Try())),
-        HELLO + frame(encode(Tried("x" * 2000))),
+        HELLO + frame(encode(ProbeResult())),
+        HELLO + frame(encode(ProbeRequest())) * 2,
+        HELLO + frame(encode(ProbeRequest())) + frame(encode(ProbeResult())),
+        HELLO + frame(encode(Join(1))) + frame(encode(ProbeRequest())),
+        HELLO + frame(encode(ProbeResult("x" * 2000))),
         HELLO + frame(b"\x92\xa4Join\xa1x"),
         HELLO + frame(encode(Leave(7))) + frame(b"\x93\xa4Join\x01\x02"),
     ],

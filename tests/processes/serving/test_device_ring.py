@@ -21,13 +21,13 @@ import aiofeed
 import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSlots, HandleError
-from aiofeed.processes.ipc.framing import WireError
-from aiofeed.processes.ipc.peers import Pulse, died, exiting
-from aiofeed.processes.ipc.schema import Handle, Leaf, Table
+from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.peers import ProcessLiveness, died, exiting
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle, Leaf, Table
 from aiofeed.processes.serving import device_reader as device_blocks
 from aiofeed.processes.serving.device_reader import Blocks, Taken
 from aiofeed.processes.serving.device_ring import DeviceRing, Place
-from aiofeed.processes.serving.protocol import Given
+from aiofeed.processes.serving.protocol import BatchAvailable
 from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong
@@ -411,14 +411,14 @@ class Complete:
 
 def test_a_complete_event_proves_nothing_once_its_server_has_died() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pulse = Pulse(process.pid, lambda: died("there", process.pid))
+        pulse = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         pulse.wait(Complete())
         process.kill()
         until(lambda: not pulse.alive())
         with pytest.raises(WorkerDiedError, match=f"the server at there .pid {process.pid}. has died"):
             pulse.wait(Complete())
         # It is not reaped yet, and counts as ended all the same, for one that only looks now.
-        late = Pulse(process.pid, lambda: died("there", process.pid))
+        late = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         assert not late.alive()
         late.close()
         pulse.settle()
@@ -435,7 +435,7 @@ class Failing:
 
 def test_an_event_that_fails_because_its_server_has_died_tells_of_that() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pulse = Pulse(process.pid, lambda: died("there", process.pid))
+        pulse = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         with pytest.raises(RuntimeError, match="invalid resource handle"):
             pulse.wait(Failing())
         process.kill()
@@ -447,7 +447,7 @@ def test_an_event_that_fails_because_its_server_has_died_tells_of_that() -> None
 
 def test_a_copy_that_fails_because_the_server_has_died_tells_of_that(device: LateDevice) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pulse = Pulse(process.pid, lambda: died("there", process.pid))
+        pulse = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         mine, ring = LateDevice(), DeviceRing(device, device, 2)
         blocks, given = Blocks(mine, mine, pulse), given_from(ring, device)
         blocks.learn(given)
@@ -473,7 +473,11 @@ def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
     """And nothing is raised where the rest is still to be closed."""
     left: list[object] = []
     monkeypatch.setattr(device_blocks, "_abandoned", left)
-    mine, pulse, ring = LateDevice(), Pulse(os.getpid(), lambda: died("here", 0)), DeviceRing(device, device, 2)
+    mine, pulse, ring = (
+        LateDevice(),
+        ProcessLiveness(os.getpid(), lambda: died("here", 0)),
+        DeviceRing(device, device, 2),
+    )
     blocks = Blocks(mine, mine, pulse)
     blocks.learn(given_from(ring, device))
     monkeypatch.setattr(mine, "record", lambda stream: Failing())
@@ -529,7 +533,7 @@ class Noted:
         self.given_back += 1
 
 
-def given_from(ring: DeviceRing, device: LateDevice) -> Given:
+def given_from(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
     """Word of a batch in a slot, as a consumer hears it."""
     with ring.entered():
         placed = ring.place({"x": device.clone(torch.arange(4))}, "")
@@ -537,12 +541,12 @@ def given_from(ring: DeviceRing, device: LateDevice) -> Given:
         tree, slot = placed
         ring.share(slot, "me")
         number, block, retired = ring.introduce(slot, "me")
-    return Given(0, 0, 0, Table("dict", ["x"], [tree["x"]]), 32, [], [], number, block, retired)
+    return BatchAvailable(0, 0, 0, Table("dict", ["x"], [tree["x"]]), 32, [], [], number, block, retired)
 
 
 def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
     """Until then nobody knows whether the server lived to the end of it."""
-    mine, pulse, lease = LateDevice(late_s=0.5), Pulse(os.getpid(), lambda: died("here", 0)), Noted()
+    mine, pulse, lease = LateDevice(late_s=0.5), ProcessLiveness(os.getpid(), lambda: died("here", 0)), Noted()
     ring = DeviceRing(device, device, 2)
     given = given_from(ring, device)
     blocks = Blocks(mine, mine, pulse)
@@ -621,7 +625,7 @@ def test_the_threads_that_open_memory_and_look_at_events_have_entered_the_device
         def enter_thread(self) -> None:
             entered.add(threading.get_ident())
 
-        def open(self, handle: Handle, /) -> torch.Tensor:
+        def open(self, handle: DeviceMemoryHandle, /) -> torch.Tensor:
             opened.add(threading.get_ident())
             return super().open(handle)
 
@@ -671,7 +675,7 @@ def test_epochs_that_are_left_and_begun_again_are_right(address: str, device: La
     ],
 )
 def test_a_place_that_does_not_lie_in_its_block_is_refused(leaf: Leaf) -> None:
-    with pytest.raises(WireError):
+    with pytest.raises(ProtocolError):
         Place(leaf, 1024)
 
 
@@ -680,9 +684,9 @@ def test_handles_of_the_wrong_size_are_refused_before_cuda_sees_them() -> None:
     with pytest.raises(HandleError, match="64 bytes, this one 3"):
         slots.open_event(b"abc")
     for handle in (
-        Handle("GPU", b"a" * 64, 0, 0, b"", 0, b"", False),
-        Handle("GPU", b"a" * 64, 1, -1, b"", 0, b"", False),
-        Handle("GPU", b"a" * 64, 1, 0, b"", 0, b"short", True),
+        DeviceMemoryHandle("GPU", b"a" * 64, 0, 0, b"", 0, b"", False),
+        DeviceMemoryHandle("GPU", b"a" * 64, 1, -1, b"", 0, b"", False),
+        DeviceMemoryHandle("GPU", b"a" * 64, 1, 0, b"", 0, b"short", True),
     ):
         with pytest.raises(HandleError):
             slots.open(handle)

@@ -26,7 +26,7 @@ from aiofeed.processes.ipc import address
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import frame
 from aiofeed.processes.ipc.peers import Peer
-from aiofeed.processes.ipc.schema import Handle
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 from aiofeed.processes.ipc.shared_memory import anonymous
 from aiofeed.processes.shared_tensors import client, server
 from aiofeed.processes.shared_tensors.api import attach_tensors, attach_through, share, share_through
@@ -492,7 +492,7 @@ LIES = {
     "segment too long": offer(place(), segments=[65537]),
     "segment of nothing": offer(place(), segments=[0]),
     "more segments": offer(place(), segments=[65536, 65536]),
-    "device memory": offer(OnDevice([4], "float32", 4, Handle("GPU", b"", 16, 0, b"", 0, b"", False))),
+    "device memory": offer(OnDevice([4], "float32", 4, DeviceMemoryHandle("GPU", b"", 16, 0, b"", 0, b"", False))),
     "no offer": 3,
 }
 
@@ -617,10 +617,10 @@ class FakeHandles:
 
     def __init__(self, *, no_open_from: int = 1 << 30, no_export_from: int = 1 << 30) -> None:
         self._no_open_from, self._no_export_from = no_open_from, no_export_from
-        self.forgotten: list[Handle] = []
+        self.forgotten: list[DeviceMemoryHandle] = []
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.settled = 0
-        self.exported: list[Handle] = []
+        self.exported: list[DeviceMemoryHandle] = []
         self.opens: list[torch.device | None] = []
         self.no_export = self.no_open = False
         self.found: torch.device | None = torch.device("cpu")
@@ -638,23 +638,23 @@ class FakeHandles:
     def settle(self, tensor: torch.Tensor) -> None:
         self.settled += 1
 
-    def export(self, tensor: torch.Tensor) -> Handle:
+    def export(self, tensor: torch.Tensor) -> DeviceMemoryHandle:
         if self.no_export or len(self.exported) >= self._no_export_from:
             raise HandleError("expandable segments")
         storage = tensor.untyped_storage()
         self.storages[storage.data_ptr()] = storage
         number = storage.data_ptr().to_bytes(8, "little")
-        self.exported.append(Handle("GPU-7", number, storage.nbytes(), 0, b"counter", 3, b"event", True))
+        self.exported.append(DeviceMemoryHandle("GPU-7", number, storage.nbytes(), 0, b"counter", 3, b"event", True))
         return self.exported[-1]
 
-    def open(self, handle: Handle, wanted: torch.device | None) -> torch.UntypedStorage:
+    def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
         self.opens.append(wanted)
         if self.no_open or len(self.opens) > self._no_open_from:
             self.forget(handle)
             raise HandleError("not visible")
         return self.storages[int.from_bytes(handle.allocation, "little")]
 
-    def forget(self, handle: Handle) -> None:
+    def forget(self, handle: DeviceMemoryHandle) -> None:
         self.forgotten.append(handle)
 
     def find(self, identity: str) -> torch.device | None:

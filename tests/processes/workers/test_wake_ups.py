@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aiofeed import Feeder, Limits
-from aiofeed.processes.workers.parent_engine import RemoteEngine
-from aiofeed.runtime.event_loop import Runtime
+from aiofeed.processes.workers.parent_engine import MultiprocessEngine
+from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 
@@ -19,13 +19,13 @@ from tests.support import process_parts as parts
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the loops of engines were woken for."""
     found: list[str] = []
-    call = Runtime.call
+    call = EventLoopThread.call
 
-    def counting(runtime: Runtime, function: Any, *args: object) -> None:
+    def counting(runtime: EventLoopThread, function: Any, *args: object) -> None:
         found.append(function.__name__)
         call(runtime, function, *args)
 
-    monkeypatch.setattr(Runtime, "call", counting)
+    monkeypatch.setattr(EventLoopThread, "call", counting)
     return found
 
 
@@ -74,7 +74,7 @@ def test_a_batch_that_is_dropped_is_gone_before_its_word_is_heard(
 ) -> None:
     """Whoever waits to be heard remembers how much room there is, and not the batch."""
     kept: list[Any] = []
-    monkeypatch.setattr(RemoteEngine, "_noted_until_heard", lambda engine, item: kept.append(item) or True)
+    monkeypatch.setattr(MultiprocessEngine, "_noted_until_heard", lambda engine, item: kept.append(item) or True)
     with Feeder(
         parts.Numbers(4),
         decode=parts.number,

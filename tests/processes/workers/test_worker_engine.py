@@ -12,26 +12,26 @@ import pytest
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import BatchPlan
-from aiofeed.processes.ipc.framing import Wire
+from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.schema import FromEngine, decode_from_engine
-from aiofeed.processes.workers.handle import EngineProcess
+from aiofeed.processes.workers.handle import WorkerHandle
 from aiofeed.processes.workers.main import _Worker
-from aiofeed.processes.workers.pool import EngineProcesses
-from aiofeed.processes.workers.spawn import Cargo
-from aiofeed.runtime.event_loop import Runtime
+from aiofeed.processes.workers.pool import WorkerPool
+from aiofeed.processes.workers.spawn import WorkerConfig
+from aiofeed.runtime.event_loop import EventLoopThread
 from tests.support import process_parts as parts
 
-CARGO = Cargo(parts.Numbers(4), parts.number, None, 4, 1, 1, 1, 2, True, FailurePolicy())
+CARGO = WorkerConfig(parts.Numbers(4), parts.number, None, 4, 1, 1, 1, 2, True, FailurePolicy())
 
 
 class Trainer:
     """The trainer's side, for a worker that lives in this process: it has one batch under way."""
 
-    def __init__(self, sock: socket.socket, processes: EngineProcesses) -> None:
+    def __init__(self, sock: socket.socket, processes: WorkerPool) -> None:
         self.number = 0
         self.at_work: dict[int, Any] = {}
         self._processes = processes
-        self._wire = Wire(sock, received=self._received, lost=lambda error: None)
+        self._wire = Connection(sock, received=self._received, lost=lambda error: None)
 
     def send(self, message: Any) -> None:
         from aiofeed.processes.ipc.schema import encode
@@ -43,17 +43,17 @@ class Trainer:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message: FromEngine = decode_from_engine(payload)
-        self._processes.heard(cast("EngineProcess", self), message)
+        self._processes.heard(cast("WorkerHandle", self), message)
 
 
 async def ask(order: Any) -> list[int]:
     """Two questions at once about positions of the epoch of batch 0."""
     ours, theirs = socket.socketpair()
-    processes = EngineProcesses(CARGO, None)
+    processes = WorkerPool(CARGO, None)
     trainer = Trainer(ours, processes)
     trainer.at_work[0] = type("Work", (), {"plan": BatchPlan(7, [0, 1, 2, 3], [4, 5, 6, 7], 1, order)})()
-    worker = _Worker(cast("Runtime", None), CARGO, os.getppid(), 0)
-    worker._wire = Wire(theirs, received=worker._received, lost=lambda error: None)
+    worker = _Worker(cast("EventLoopThread", None), CARGO, os.getppid(), 0)
+    worker._wire = Connection(theirs, received=worker._received, lost=lambda error: None)
     try:
         return await asyncio.gather(worker.ask(0, 2), worker.ask(0, 3))
     finally:
