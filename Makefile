@@ -52,11 +52,12 @@ soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS=
 kills: $(STAMP)  ## processes killed at random moments: `make kills ARGS="--times 200 --seed 7"`
 	$(BIN)/python -m tests.soak.kills $(ARGS)
 
-lint: $(STAMP)  ## ruff, mypy --strict, and the floors
+lint: $(STAMP)  ## ruff, mypy --strict, import contracts, unique class names
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_tree.py
 
 docs: $(DOCS_STAMP)  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -124,6 +125,21 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "WorkerDiedError",
     "testing",
 ]
+
+
+def _log_to_stderr(level: str) -> None:
+    """``AIOFEED_LOG=debug``: print what aiofeed does, one line per step of an epoch."""
+    import logging
+
+    log, handler = logging.getLogger("aiofeed"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(relativeCreated)9.1f ms %(threadName)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    log.propagate = False
+
+
+if _level := os.environ.get("AIOFEED_LOG"):
+    _log_to_stderr(_level)
 
 
 def __getattr__(name: str) -> object:

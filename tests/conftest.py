@@ -229,7 +229,7 @@ def jpeg_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _silent_about_the_gil(request: pytest.FixtureRequest) -> Iterator[None]:
     """Decoders as small as the tests' are Python alone: whether a machine lets that be noticed is not their matter."""
-    log = logging.getLogger("aiofeed")
+    log = logging.getLogger("aiofeed.feeder")
 
     def other(record: logging.LogRecord) -> bool:
         return "held up by the GIL" not in str(record.msg)

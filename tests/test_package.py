@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
@@ -106,6 +107,33 @@ def test_without_pillow_decode_image_says_what_to_install() -> None:
     )
     assert "aiofeed[simd]" in ended.stdout
     assert "aiofeed[pillow]" in ended.stdout
+
+
+@pytest.mark.parametrize("name", sorted(set(aiofeed.__all__) - {"testing"}))
+def test_name_reports_the_package_as_its_module(name: str) -> None:
+    """Tracebacks and reprs say `aiofeed.ReadError`, wherever the class is defined."""
+    assert getattr(aiofeed, name).__module__ == "aiofeed"
+
+
+def test_aiofeed_log_tells_the_story_of_an_epoch() -> None:
+    """`AIOFEED_LOG=debug` prints what each stage does: plan, read, decode, deliver, hand out, tune, stop."""
+    code = """
+        import torch
+        from torch.utils.data import TensorDataset
+        import aiofeed
+        with aiofeed.Feeder(TensorDataset(torch.arange(8)), batch_size=4) as feeder:
+            list(feeder)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "AIOFEED_LOG": "debug"},
+    )
+    for stage in ("planned, 4 samples", "read samples 0 to ", "decoded", "delivered", "handed out", "stopped"):
+        assert stage in ended.stderr
 
 
 def test_no_subpackage_hides_a_public_name() -> None:

@@ -64,7 +64,7 @@ class DeviceStore(ResidentStore):
         self._check_room(layout, free, where)
         self.memory.clear()  # of an attempt that failed
         try:
-            with torch.inference_mode(False), torch.no_grad(), backend.on(backend.side_stream()):
+            with torch.inference_mode(False), torch.no_grad(), backend.use_stream(backend.side_stream()):
                 for column in layout.columns:
                     seed = torch.from_numpy(np.empty(1, carrier(np.dtype(column.dtype))))
                     one = backend.copy(seed)

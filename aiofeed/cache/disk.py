@@ -14,17 +14,19 @@ from aiofeed.cache.host import check_max_bytes
 from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
+from aiofeed.core.types import public
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.cache.disk_format import CacheFile
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.cache")
 # In the place of a decoder's identity.
 NO_DECODER = "none, the items of a Dataset"
 
 
+@public
 @dataclass(frozen=True)
 class DiskCache:
     """Keep decoded samples in a file: ``cache=DiskCache("train.cache")``.

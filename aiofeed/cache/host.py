@@ -12,13 +12,15 @@ import numpy as np
 
 from aiofeed.cache.layout import Layout, told_bytes
 from aiofeed.cache.store import COMING, NONE, SampleStore
+from aiofeed.core.types import public
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.cache")
 
 
+@public
 @dataclass(frozen=True)
 class HostCache:
     """Keep decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.

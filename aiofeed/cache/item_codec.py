@@ -156,8 +156,8 @@ def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     layout = _array_layout(value) if number is None else _number_layout(value)
     if layout is None:
         raise NotCacheableError(
-            f"item{path} is {describe(value)}; a cache can keep plain CPU tensors and arrays, numbers, and tuples, lists "
-            f"and dicts of these"
+            f"item{path} is {describe(value)}; a cache can keep plain CPU tensors and arrays, numbers, and tuples, "
+            f"lists and dicts of these"
         )
     found_part = ItemPart(len(parts), number, layout)
     parts.append(layout)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiofeed.core.types import public
 
+
+@public
 class FeedError(Exception):
     """The root of all errors that a feeder raises while it runs."""
 
 
+@public
 class SampleError(FeedError):
     """One sample failed. The cause is chained (``__cause__``).
 
@@ -34,42 +38,52 @@ def _rebuild_sample_error(kind: type[SampleError], message: str, key: str, index
     return kind(message, key=key, index=index, stage=stage)
 
 
+@public
 class ReadError(SampleError):
     """The bytes of a sample could not be read."""
 
 
+@public
 class DecodeError(SampleError):
     """The bytes of a sample could not be decoded."""
 
 
+@public
 class CollateError(FeedError):
     """The samples of a batch do not fit together: shapes, types or structure differ, or ``collate_fn`` raised."""
 
 
+@public
 class BatchFailedError(FeedError):
     """Every sample of a batch was skipped, so that there is nothing to hand out."""
 
 
+@public
 class TooManyFailures(FeedError):  # noqa: N818 - the name is public
     """More samples failed than ``max_failures`` allows, or all of an epoch did."""
 
 
+@public
 class CacheError(FeedError):
     """A cache cannot be used: it is of other data or another decoder, finds no room, or a sample has no fixed form."""
 
 
+@public
 class DeviceCopyError(FeedError):
     """A batch could not be copied to the device, or ``transform`` raised there. The cause is chained."""
 
 
+@public
 class StateError(FeedError):
     """A state does not fit this feeder; the message says exactly what differs."""
 
 
+@public
 class IteratorClosedError(FeedError):
     """This iterator was stopped: by a newer one of the same feeder, by ``close``, or by a fork."""
 
 
+@public
 class WorkerDiedError(FeedError):
     """A process or thread that feeds this iterator ended without being asked to.
 

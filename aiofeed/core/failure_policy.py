@@ -8,6 +8,8 @@ import random
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from aiofeed.core.types import public
+
 Action: TypeAlias = Literal["raise", "skip", "replace"]
 
 # The first pause before a read is tried again, and the longest; each is double the one before. Object stores ask for
@@ -23,6 +25,7 @@ _PERMANENT_NAMES = (
 _PERMANENT = frozenset(getattr(errno, name) for name in _PERMANENT_NAMES if hasattr(errno, name))
 
 
+@public
 @dataclass(frozen=True)
 class FailurePolicy:
     """What a sample that cannot be read or decoded does to its epoch.

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from aiofeed.core.errors import SampleError, TooManyFailures
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import public
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.core")
 
 # A data set that is broken altogether fills neither the memory nor the log.
 KEPT_MOST = 10_000
@@ -21,6 +22,7 @@ LOGGED_MOST = 100
 _DONE = {"raise": "", "skip": "skipped: ", "replace": "replaced: "}
 
 
+@public
 @dataclass(frozen=True)
 class Failure:
     """A sample that failed.

@@ -6,6 +6,8 @@ import math
 import operator
 from dataclasses import dataclass, fields
 
+from aiofeed.core.types import public
+
 MIB = 1 << 20
 
 # A finished batch or two is what hides the jitter of steps and reads; each one more is a batch of memory. torch's
@@ -20,6 +22,7 @@ MEMORY_CEILING = 4096 * MIB
 READ_CONCURRENCY = 64
 
 
+@public
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a feeder may use at most. ``None``, the default of each, is chosen at run time.

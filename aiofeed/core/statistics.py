@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from aiofeed.core.types import public
+
 
 @dataclass(eq=False)
 class EpochStats:
@@ -36,6 +38,7 @@ class EpochStats:
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("internal")}
 
 
+@public
 @dataclass(frozen=True)
 class FeedStatistics:
     """Where the time went, for one epoch or for a feeder's life. Seconds are wall-clock seconds.

@@ -16,10 +16,20 @@ EncodedT_co = TypeVar("EncodedT_co", covariant=True)
 EncodedT_contra = TypeVar("EncodedT_contra", contravariant=True)
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 
+PublicT = TypeVar("PublicT")
+
+
+def public(value: PublicT) -> PublicT:
+    """Mark a class or function as one of ``aiofeed``'s own names, so that tracebacks and ``repr`` show that name."""
+    value.__module__ = "aiofeed"
+    return value
+
+
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """What ``collate_fn`` is: a list of samples in, one batch out."""
 
 
+@public
 @runtime_checkable
 class Source(Protocol[EncodedT_co]):
     """Where the bytes of a sample come from. Any object with these three is one.
@@ -53,6 +63,7 @@ class Source(Protocol[EncodedT_co]):
         ...
 
 
+@public
 @runtime_checkable
 class Decoder(Protocol[EncodedT_contra, SampleT_co]):
     """Any callable that turns what ``Source.read`` gave into a sample: tensor, array, dict, tuple.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import PIL
 
-from aiofeed.core.types import Row
+from aiofeed.core.types import Row, public
 from aiofeed.decoders.backends import JpegDispatch
 from aiofeed.decoders.cached_picture import keep, larger_bytes, show
 from aiofeed.decoders.geometry import Box, SplitMix64, View, center_box, random_box
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Whichever was installed last serves, and many packages pull Pillow in: say which one it is.
-_log = logging.getLogger("aiofeed")
+_log = logging.getLogger("aiofeed.decoders")
 _log.info("images are decoded by %s %s", "Pillow-SIMD" if ".post" in PIL.__version__ else "Pillow", PIL.__version__)
 
 
+@public
 @dataclass(frozen=True)
 class DecodeImage:
     """Decode the bytes of one image file, of any mode that Pillow reads, to uint8 RGB, [3, H, W].

@@ -25,7 +25,7 @@ from aiofeed.decoders.simplejpeg import read_header
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_log = logging.getLogger("aiofeed")
+_log = logging.getLogger("aiofeed.decoders")
 
 LIBRARY = Path(__file__).with_name("_native_jpeg.so")
 BUILD = (

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_log = logging.getLogger("aiofeed")
+_log = logging.getLogger("aiofeed.decoders")
 # What people train on. Left out on purpose: EPS, which Pillow hands to Ghostscript, a PostScript interpreter; what has
 # no signature (TGA, PCD, IM, ...), so that damage to another format may pass for it; what has pictures of further
 # formats inside (ICO, ICNS, BLP, IPTC); what Pillow can only recognise (WMF, HDF5, MPEG, ...); what nobody has.

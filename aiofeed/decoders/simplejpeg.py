@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_log = logging.getLogger("aiofeed")
+_log = logging.getLogger("aiofeed.decoders")
 
 # Beyond, a file's Python is a small share of its work: measured with simplejpeg 1.9.0 and Pillow-SIMD 12.1.1, CPU per
 # picture, 64x64 2.0 times as fast, 224x224 1.3 times, 341x256 1.1 times, 500x400 and 1024x768 0.96 times.

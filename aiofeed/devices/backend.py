@@ -62,7 +62,7 @@ class DeviceBackend(Protocol):
         """The stream to which the calling thread's work on this device goes."""
         ...
 
-    def on(self, stream: Stream, /) -> AbstractContextManager[None]:
+    def use_stream(self, stream: Stream, /) -> AbstractContextManager[None]:
         """Make a stream current in the calling thread, and restore what was current at exit. Nests."""
         ...
 
@@ -82,7 +82,7 @@ class DeviceBackend(Protocol):
         """Let later work on a stream wait for an event. The host does not wait."""
         ...
 
-    def hold(self, tensor: torch.Tensor, stream: Stream, /) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
         """Keep a tensor's memory, once it is dropped, until the work that is queued on a stream by then is done.
 
         Nothing happens for tensors that are not on this device.
@@ -156,7 +156,7 @@ class TorchBackend:
         return self._current()
 
     @contextmanager
-    def on(self, stream: Stream, /) -> Iterator[None]:
+    def use_stream(self, stream: Stream, /) -> Iterator[None]:
         """Make a stream current. Setting it by hand nests, which torch's own context manager long did not."""
         import torch
 
@@ -183,7 +183,7 @@ class TorchBackend:
         """Let later work on a stream wait for an event."""
         stream.wait_event(event)
 
-    def hold(self, tensor: torch.Tensor, stream: Stream, /) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
         """``record_stream``, for every part of a sparse tensor too.
 
         Raises:
@@ -302,7 +302,7 @@ class CpuBackend:
         return None
 
     @contextmanager
-    def on(self, stream: object, /) -> Iterator[None]:
+    def use_stream(self, stream: object, /) -> Iterator[None]:
         """Nothing changes."""
         yield
 
@@ -317,7 +317,7 @@ class CpuBackend:
     def wait(self, stream: object, event: object, /) -> None:
         """Nothing to wait for."""
 
-    def hold(self, tensor: torch.Tensor, stream: object, /) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: object, /) -> None:
         """Nothing to do: the host frees memory when nobody uses it."""
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:

@@ -98,7 +98,7 @@ class Copier:
             there_before = there_before or moved is leaf
             return moved
 
-        with backend.on(self._side):
+        with backend.use_stream(self._side):
             try:
                 moved = map_leaves(move, batch)
                 copied = backend.record(self._side)
@@ -121,7 +121,7 @@ class Copier:
         backend.wait(stream, in_flight.ready)
         for leaf in leaves(in_flight.batch):
             if is_tensor(leaf):
-                backend.hold(leaf, stream)
+                backend.record_stream(leaf, stream)
         self._used_on = stream
         return in_flight.batch
 

@@ -11,6 +11,7 @@ before it gets no other one: the consumer then finds none at its ``next``, and w
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -20,7 +21,6 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
-from aiofeed.runtime import trace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.threads import DaemonThread
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
     from aiofeed.devices.copier import Copier
     from aiofeed.devices.group_copier import MultiDeviceCopier
+
+log = logging.getLogger("aiofeed.devices")
 
 T = TypeVar("T")
 
@@ -201,8 +203,8 @@ class CopyThread:
         self._copying.append((in_flight.copied, item.lease))
         ended = time.perf_counter()
         item.counters.copy_s += ended - started
-        if trace.listeners:
-            trace.emit("copy", started, ended, item.number)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: issued its copies in %.1f ms", item.number, (ended - started) * 1e3)
         behind = self._behind
         if behind is not None and there:
             # It was finished long since: the consumer waited for nothing else.

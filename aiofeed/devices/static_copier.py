@@ -67,7 +67,7 @@ class StaticCopier(Copier):
                 self._guard(stream)
             for tensor, leaf in zip(tensors, (leaf for leaf in leaves(arrived) if is_tensor(leaf)), strict=True):
                 tensor.copy_(leaf)
-                self.backend.hold(tensor, stream)
+                self.backend.record_stream(tensor, stream)
         static.tensors, static.used_on = tensors, stream
         remaining: Iterator[Any] = iter(tensors)
         return map_leaves(lambda leaf: next(remaining) if is_tensor(leaf) else leaf, arrived)

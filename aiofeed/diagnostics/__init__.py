@@ -1,5 +1,6 @@
 """What the machine has for feeding a training, and what is amiss. Reads only; no network."""
 
+from aiofeed.core.types import public
 from aiofeed.devices.resolve import explain_no_accelerator
 from aiofeed.diagnostics.accelerators import accelerators
 from aiofeed.diagnostics.advice import advice
@@ -9,6 +10,7 @@ from aiofeed.diagnostics.report import AcceleratorReport, DeviceReport, Environm
 __all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
 
 
+@public
 def device_report(*, measure: bool = True) -> DeviceReport:
     """What the machine has for feeding a training, and what is amiss: ``print(aiofeed.device_report())``.
 

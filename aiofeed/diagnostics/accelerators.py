@@ -110,7 +110,7 @@ def copy_rate(backend: DeviceBackend, memory: NDArray[np.uint8], seconds: float)
     import torch
 
     source, side = torch.from_numpy(memory), backend.side_stream()
-    with backend.on(side):
+    with backend.use_stream(side):
         backend.copy(source)
         backend.record(side).synchronize()
         copies, started = 0, time.perf_counter()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiofeed.core.types import public
+
 
 @dataclass(frozen=True)
 class AcceleratorReport:
@@ -90,6 +92,7 @@ class Environment:
     forked: bool
 
 
+@public
 @dataclass(frozen=True)
 class DeviceReport:
     """What ``device_report`` found; ``str`` makes it readable.

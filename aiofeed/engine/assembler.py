@@ -44,7 +44,7 @@ class DecodeStage:
 
     Args:
         fetcher: reads and decodes.
-        new_assembly: makes the place where a batch is put together.
+        new_builder: makes the place where a batch is put together.
         wrap: turns a batch of ``ArrayLeaf`` into what is handed over. It runs in the decode thread, where what it
             touches is in the cache: in the consumer, just back from its step, the same takes ten times as long.
         memory: where the memory of batches comes from.
@@ -59,7 +59,7 @@ class DecodeStage:
         self,
         *,
         fetcher: Fetcher,
-        new_assembly: AssemblyFactory,
+        new_builder: AssemblyFactory,
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
@@ -69,7 +69,7 @@ class DecodeStage:
         tuner: ThreadTuner | None = None,
     ) -> None:
         self._fetcher = fetcher
-        self._new_assembly = new_assembly
+        self._new_builder = new_builder
         self._wrap = wrap
         self._memory = memory
         self._executor = executor
@@ -119,17 +119,17 @@ class DecodeStage:
         samples = len(encoded)
         # Memory is taken by the first chunk that is really decoded, not by those that wait for a thread.
         with batch.lock:
-            if batch.assembly is None:
+            if batch.builder is None:
                 batch.lease = self._memory.lease()
-                batch.assembly = self._new_assembly(len(batch.plan.indices), batch.lease)
-            assembly = batch.assembly
-        outcome = self._fetcher.decode(batch.plan, start, encoded, assembly, JobControl(self._stop, guard))
+                batch.builder = self._new_builder(len(batch.plan.indices), batch.lease)
+            builder = batch.builder
+        outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, guard))
         if guard is not None and not guard.finish():
             raise AbandonedError
         if self._settle(batch, outcome) and not batch.errors and not self._stop.stopped:
             self._finish(batch, outcome)
         if meter is not None:
-            decoded = assembly.nbytes * samples // len(batch.plan.indices)
+            decoded = builder.nbytes * samples // len(batch.plan.indices)
             outcome.job = meter.job(samples, outcome.nbytes + decoded)
         return outcome
 
@@ -145,9 +145,9 @@ class DecodeStage:
     def _finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Put the batch together; runs in a decode thread."""
         started = time.perf_counter()
-        assert batch.assembly is not None
+        assert batch.builder is not None
         try:
-            batch.result = self._wrap(batch.assembly.finish(BatchKeys(batch.plan, self._fetcher), batch.kept))
+            batch.result = self._wrap(batch.builder.finish(BatchKeys(batch.plan, self._fetcher), batch.kept))
         except CollateError as error:
             batch.error = error
         outcome.collate_s += time.perf_counter() - started
@@ -164,12 +164,12 @@ class DecodeStage:
             batch.error = first if self._policy.action == "raise" else others[0]
             batch.failures = [first] if batch.error is first and isinstance(first, SampleError) else []
         else:
-            failed = [(position, batch.tally.know(error)) for position, error in failed]
+            failed = [(position, batch.failure_counter.know(error)) for position, error in failed]
             batch.errors.clear()
             if self._policy.action == "skip":
                 mended = skip_failed(batch.plan, failed)
             else:
-                mended = await replace_failed(batch.plan, failed, batch.tally, partial(self._try, batch))
+                mended = await replace_failed(batch.plan, failed, batch.failure_counter, partial(self._try, batch))
             batch.kept, batch.failures, batch.error = mended.kept, mended.failures, mended.error
             if batch.error is None:
                 outcome = ChunkOutcome()
@@ -181,10 +181,10 @@ class DecodeStage:
         async with self._read_slot():
             read = await self._fetcher.read(plan.indices[position : position + 1])
         batch.count_read(read)
-        assert batch.assembly is not None
+        assert batch.builder is not None
         limit_s = self._fetcher.limit_s
         guard = None if limit_s is None else JobDeadline()
-        decode = partial(self._decode_alone, plan, position, read.samples, batch.assembly, guard)
+        decode = partial(self._decode_alone, plan, position, read.samples, batch.builder, guard)
         if guard is None or limit_s is None:
             outcome = await asyncio.get_running_loop().run_in_executor(self._executor, decode)
         else:
@@ -194,9 +194,9 @@ class DecodeStage:
         return outcome.errors[0][1] if outcome.errors else None
 
     def _decode_alone(
-        self, plan: BatchPlan, position: int, encoded: list[Any], assembly: BatchBuilder, guard: JobDeadline | None
+        self, plan: BatchPlan, position: int, encoded: list[Any], builder: BatchBuilder, guard: JobDeadline | None
     ) -> ChunkOutcome:
-        outcome = self._fetcher.decode(plan, position, encoded, assembly, JobControl(self._stop, guard))
+        outcome = self._fetcher.decode(plan, position, encoded, builder, JobControl(self._stop, guard))
         if guard is not None and not guard.finish():
             raise AbandonedError
         return outcome
@@ -226,7 +226,7 @@ def skip_failed(plan: BatchPlan, errors: Sequence[tuple[int, SampleError]]) -> R
 
 
 async def replace_failed(
-    plan: BatchPlan, errors: Sequence[tuple[int, SampleError]], tally: FailureCounter, attempt: Try
+    plan: BatchPlan, errors: Sequence[tuple[int, SampleError]], failure_counter: FailureCounter, attempt: Try
 ) -> Recovery:
     """Replace what failed, each by the next good sample behind it in the epoch's order.
 
@@ -234,7 +234,7 @@ async def replace_failed(
     """
     mended = Recovery()
     for position, error in errors:
-        met, other = await _replace_one(plan, position, tally, attempt)
+        met, other = await _replace_one(plan, position, failure_counter, attempt)
         mended.failures += [error, *met]
         mended.error = mended.error or other
         if mended.error is not None:
@@ -243,7 +243,7 @@ async def replace_failed(
 
 
 async def _replace_one(
-    plan: BatchPlan, position: int, tally: FailureCounter, attempt: Try
+    plan: BatchPlan, position: int, failure_counter: FailureCounter, attempt: Try
 ) -> tuple[list[SampleError], FeedError | None]:
     """Fill one place; what failed on the way, and the error where nothing was found."""
     order = plan.order
@@ -252,7 +252,7 @@ async def _replace_one(
     for step in range(1, order.length):
         found = order.index_at(plan.positions[position] + step)
         index = found if isinstance(found, int) else await found
-        if (known := tally.known.get(index)) is not None:
+        if (known := failure_counter.known.get(index)) is not None:
             met[index] = known
             if step % YIELD_STEPS == 0:
                 await asyncio.sleep(0)
@@ -262,8 +262,8 @@ async def _replace_one(
             error = await attempt(replace(plan, indices=indices), position)
             if not isinstance(error, SampleError):
                 return list(met.values()), error
-            met[index] = tally.know(error)
-        if len(met) > tally.allowed:
+            met[index] = failure_counter.know(error)
+        if len(met) > failure_counter.allowed:
             break  # too many have failed, whatever the next one comes to
     return list(met.values()), BatchFailedError(
         f"no sample could be found to replace one of batch {plan.number}: the {len(met)} behind it in the epoch's "

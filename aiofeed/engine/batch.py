@@ -27,14 +27,14 @@ class Batch:
     Args:
         plan: what is in it.
         counters: of its epoch.
-        tally: of its epoch's failures.
+        failure_counter: of its epoch's failures.
         reserved: bytes reserved for it.
         unread: chunks that have not been read; 1 before there are any.
         unaccounted: chunks the loop has not heard the outcome of.
         undecoded: chunks that are not decoded; guarded by ``lock``, as ``errors`` is.
         encoded_bytes: of what was read.
         lease: its memory, once the first chunk is decoded.
-        assembly: where its samples are put.
+        builder: where its samples are put.
         errors: by position, as they came.
         gate: set when it may be decoded.
         result: the finished batch.
@@ -46,7 +46,7 @@ class Batch:
 
     plan: BatchPlan
     counters: EpochStats
-    tally: FailureCounter
+    failure_counter: FailureCounter
     reserved: int
     unread: int = 1
     unaccounted: int = 0
@@ -54,7 +54,7 @@ class Batch:
     lock: threading.Lock = field(default_factory=threading.Lock)
     encoded_bytes: int = 0
     lease: BufferLease | None = None
-    assembly: BatchBuilder | None = None
+    builder: BatchBuilder | None = None
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     result: Any = None
@@ -82,7 +82,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes that were read for it, and of its memory."""
-        return self.encoded_bytes + (self.assembly.nbytes if self.assembly is not None else 0)
+        return self.encoded_bytes + (self.builder.nbytes if self.builder is not None else 0)
 
 
 class BatchKeys(Sequence[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,8 @@ from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
+
+log = logging.getLogger("aiofeed.engine")
 
 
 class Concurrency:
@@ -46,19 +49,20 @@ class Concurrency:
 
     def open_lanes(self) -> None:
         """Let as many threads decode as are worth it, or as the user said."""
-        lanes = self._admission.limits.decode_threads
+        max_running = self._admission.limits.decode_threads
         if self._tuner is None or not self._tuner.decoding.given:
-            lanes = self._fetcher.lanes(lanes)
+            max_running = self._fetcher.max_running(max_running)
         if self._tuner is not None:
-            self._tuner.lanes = lanes
-        if lanes != self._executor.lanes:
-            self._executor.widen(lanes)
+            self._tuner.max_running = max_running
+        if max_running != self._executor.max_running:
+            self._executor.set_max_running(max_running)
 
     def follow(self, tuner: Tuner) -> None:
         """Take over what was chosen."""
         limits = self._admission.limits
         chosen = tuner.decoding.threads, tuner.reading.concurrency
         if chosen != (limits.decode_threads, limits.read_concurrency):
+            log.debug("tuned: %d decode threads, %d reads at a time", *chosen)
             self._admission.change(replace(limits, decode_threads=chosen[0], read_concurrency=chosen[1]))
             self.open_lanes()
 
@@ -71,7 +75,7 @@ class Concurrency:
 
     def learn_reads(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
         """Let a chunk's reads count."""
-        starving = self._admission.held_by_reads and self._executor.running < self._executor.lanes
+        starving = self._admission.held_by_reads and self._executor.running < self._executor.max_running
         now = perf_counter()
         tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
         self.follow(tuner)
@@ -102,5 +106,5 @@ class JobTimer:
 
 def _at_work(pool: ThreadPool) -> int:
     """How many threads may be at work, if all of them are; else 0."""
-    lanes = pool.lanes
-    return lanes if pool.running >= lanes else 0
+    max_running = pool.max_running
+    return max_running if pool.running >= max_running else 0

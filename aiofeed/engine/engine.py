@@ -9,6 +9,7 @@ before it, nothing can deadlock.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,13 +27,14 @@ from aiofeed.engine.concurrency import Concurrency
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.runtime import trace
 from aiofeed.runtime.buffers import BufferPool
 from aiofeed.runtime.cancellation import TaskScope, is_cancelled
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.sampling.epochs import EpochBegins, EpochEnds, Step
+
+log = logging.getLogger("aiofeed.engine")
 
 
 class Engine:
@@ -42,11 +44,11 @@ class Engine:
         steps: what to assemble, in order, and where epochs begin and end.
         batch_size: samples of a full batch.
         fetcher: reads and decodes chunks.
-        new_assembly: makes the place where a batch is put together.
+        new_builder: makes the place where a batch is put together.
         wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
         memory: where its memory comes from.
         executor: the decode threads.
-        handoff: where finished batches go.
+        queue: where finished batches go.
         limits: what may be in flight.
         budget: bytes in flight.
         in_order: hand batches out in order; otherwise whichever of an epoch is finished.
@@ -63,11 +65,11 @@ class Engine:
         *,
         batch_size: int,
         fetcher: Fetcher,
-        new_assembly: AssemblyFactory,
+        new_builder: AssemblyFactory,
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
-        handoff: BatchQueue[QueueItem],
+        queue: BatchQueue[QueueItem],
         limits: ResolvedLimits,
         budget: MemoryBudget,
         in_order: bool,
@@ -79,7 +81,7 @@ class Engine:
     ) -> None:
         self._steps = steps
         self._fetcher = fetcher
-        self._handoff = handoff
+        self._queue = queue
         self._budget = budget
         self._buffer = buffer or ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self._admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self._buffer)
@@ -87,12 +89,12 @@ class Engine:
         self._concurrency = Concurrency(self._admission, fetcher=fetcher, executor=executor, tuner=tuner, tell=tell)
         self._policy = policy or FailurePolicy()
         self._length = length
-        self._tally = FailureCounter(self._policy, length)
+        self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         self._stop = StopFlag()
         self._assembler = DecodeStage(
             fetcher=fetcher,
-            new_assembly=new_assembly,
+            new_builder=new_builder,
             wrap=wrap,
             memory=memory,
             executor=executor,
@@ -126,7 +128,7 @@ class Engine:
     ) -> None:
         if not self._admission.closed:
             self._admission.closed = True
-            self._handoff.put(FeedFailure(error, number, failures))
+            self._queue.put(FeedFailure(error, number, failures))
 
     async def _plan(self) -> None:
         for step in self._steps:
@@ -137,7 +139,7 @@ class Engine:
     async def _plan_step(self, step: Step) -> None:
         if isinstance(step, EpochBegins):
             self._counters = step.counters
-            self._tally = FailureCounter(self._policy, self._length)
+            self._failure_counter = FailureCounter(self._policy, self._length)
         elif isinstance(step, EpochEnds):
             self._buffer.line.append(step)
             self._deliver()
@@ -149,7 +151,7 @@ class Engine:
                 await admission.until(partial(admission.has_room, samples))
             if admission.closed:
                 return
-            batch = Batch(step, self._counters, self._tally, self._budget.reserve(samples))
+            batch = Batch(step, self._counters, self._failure_counter, self._budget.reserve(samples))
             self._buffer.line.append(batch)
             self._buffer.assembling += 1
             self._buffer.open_gates()
@@ -161,6 +163,8 @@ class Engine:
         self.chunk_size = size
         self._concurrency.open_lanes()
         starts = range(0, samples, size)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: planned, %d samples in %d chunks", batch.plan.number, samples, len(starts))
         batch.unread = batch.unaccounted = batch.undecoded = len(starts)
         for start in starts:
             stop = min(start + size, samples)
@@ -188,8 +192,9 @@ class Engine:
             batch.unread -= 1
             if not self._buffer.in_order:
                 self._buffer.open_gates()
-            if trace.listeners:
-                trace.emit("read", started, ended, batch.plan.number)
+            if log.isEnabledFor(logging.DEBUG):
+                ms = (ended - started) * 1e3
+                log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
             # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the
             # loop. Once the decode thread has work, it wants the GIL, and they would wait for it half a millisecond.
             for _ in range(3 if read.waited else 0):
@@ -204,6 +209,8 @@ class Engine:
 
     def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
         batch.count(outcome)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: decoded a chunk in %.1f ms", batch.plan.number, outcome.decode_s * 1e3)
         if outcome.job is not None and self._tuner is not None:
             self._concurrency.learn(self._tuner, outcome.job, wanted=not self._buffer.waiting)
         batch.unaccounted -= 1
@@ -229,7 +236,7 @@ class Engine:
         """Hand over what may leave: the batches whose turn it is, and the ends of epochs behind their last batch."""
         while not self._admission.closed and (entry := self._buffer.pop()) is not None:
             if isinstance(entry, EpochEnds):
-                self._handoff.put(EndOfEpoch())
+                self._queue.put(EndOfEpoch())
                 self._buffer.open_gates()
             else:
                 self._hand_over(entry)
@@ -240,17 +247,19 @@ class Engine:
     def _hand_over(self, batch: Batch) -> None:
         failures = tuple(batch.failures)
         if failures:
-            batch.tally.count(failures)
-            batch.error = batch.tally.too_many(failures[-1]) or batch.error
+            batch.failure_counter.count(failures)
+            batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
         if batch.error is not None:
             self._deliver_failure(batch.error, batch.plan.number, failures)
             batch.error = None  # its traceback may refer to frames that refer to the batch
             batch.failures = []
             return
         self._buffer.waiting += 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: delivered, %d waiting", batch.plan.number, self._buffer.waiting)
         if self._tuner is not None:
             self._tuner.decoding.warm = True
-        self._handoff.put(
+        self._queue.put(
             ReadyBatch(
                 batch.plan.number,
                 len(batch.plan.indices) if batch.kept is None else len(batch.kept),

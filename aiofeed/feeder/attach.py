@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats, FeedStatistics
+from aiofeed.core.types import public
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.arguments import a_callable
 from aiofeed.feeder.iterator import FeedIterator
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 
 Transform = Callable[[Any], Any]
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.feeder")
 
 # How long close() waits for the threads.
 JOIN_S = 5.0
 _NO_STATE = "the server's feeder has the state: save and load it there, beside the server"
 
 
+@public
 def attach(
     address: str | os.PathLike[str],
     device: str | int | torch.device | DeviceBackend | None = None,
@@ -87,7 +89,7 @@ class AttachedFeed:
         self._backend = backend
         self._transform = transform
         self._pid = os.getpid()
-        self._runtime: EventLoopThread | None = None
+        self._loop_thread: EventLoopThread | None = None
         self._attachment: Subscription | None = None
         self._iterator: weakref.ref[FeedIterator[Any]] | None = None
         self._delivery: HostPass | DevicePass | None = None
@@ -99,7 +101,7 @@ class AttachedFeed:
 
         backend, said = self._backend, _Said()
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
-        runtime = EventLoopThread(read_threads=1, decode_threads=1)
+        loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._attachment is not None and self._attachment.host_only
         attachment, said.batches = join(
             self._path,
@@ -107,22 +109,22 @@ class AttachedFeed:
             backend,
             memory=memory,
             wrap=as_tensors if backend is None else _unchanged,
-            executor=runtime.decode_pool,
+            executor=loop_thread.decode_pool,
             begun=said.begun,
             host_only=host_only,
         )
         attachment.host_only = host_only
         self._said = said
         self._pid = os.getpid()
-        self._attachment, self._runtime = attachment, runtime
-        runtime.at_exit(attachment.close_unused)
-        runtime.at_exit(memory.close)
-        runtime.watch(self)
+        self._attachment, self._loop_thread = attachment, loop_thread
+        loop_thread.at_exit(attachment.close_unused)
+        loop_thread.at_exit(memory.close)
+        loop_thread.watch(self)
         try:
-            runtime.launch()
-            runtime.start(attachment.run)
+            loop_thread.launch()
+            loop_thread.start(attachment.run)
         except BaseException:
-            runtime.stop()
+            loop_thread.stop()
             attachment.close_unused()
             raise
 
@@ -137,15 +139,15 @@ class AttachedFeed:
 
     def __iter__(self) -> FeedIterator[Any]:
         """Take part in the next epoch; an iterator that is still open is closed."""
-        if self._runtime is None or self._runtime.inherited or self._runtime.stopping:
+        if self._loop_thread is None or self._loop_thread.inherited or self._loop_thread.stopping:
             # Closed before, or in a fork, which has none of the threads.
             self._iterator = self._delivery = None
             self._connect(0.0)
-        runtime, attachment = self._runtime, self._attachment
-        assert runtime is not None
+        loop_thread, attachment = self._loop_thread, self._attachment
+        assert loop_thread is not None
         assert attachment is not None
         self._close_iterator("a newer iterator of the same consumer was started", superseded=True)
-        delivery = self._deliver(runtime, attachment)
+        delivery = self._deliver(loop_thread, attachment)
         self._past.add(self._counters)
         self._counters = delivery.pass_.counters
         iterator: FeedIterator[Any] = FeedIterator(delivery, self._counters, observer=_Keeper(self))
@@ -153,7 +155,7 @@ class AttachedFeed:
         try:
             delivery.watch(iterator)
             delivery.launch()
-            runtime.call(attachment.begin, delivery.pass_)
+            loop_thread.call(attachment.begin, delivery.pass_)
         except BaseException:  # Ctrl-C, or no more threads
             delivery.stop()
             raise
@@ -163,10 +165,10 @@ class AttachedFeed:
         """Take part in the next epoch; an iterator that is still open is closed."""
         return iter(self)
 
-    def _deliver(self, runtime: EventLoopThread, attachment: Subscription) -> HostPass | DevicePass:
+    def _deliver(self, loop_thread: EventLoopThread, attachment: Subscription) -> HostPass | DevicePass:
         from aiofeed.feeder.attached_passes import deliver
 
-        return deliver(runtime, attachment, self._backend, self._transform)
+        return deliver(loop_thread, attachment, self._backend, self._transform)
 
     def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
         if self._delivery is not None:
@@ -184,7 +186,7 @@ class AttachedFeed:
         if total:
             counters.add(self._past)
         counters.add(self._counters)
-        depth = 0 if self._delivery is None else len(self._delivery.handoff)
+        depth = 0 if self._delivery is None else len(self._delivery.queue)
         return FeedStatistics(**counters.totals(), queue_depth=depth)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,30 +216,30 @@ class AttachedFeed:
     def close(self) -> None:
         """Leave the server and stop the threads, 5 s at most. Idempotent; the next ``iter()`` attaches anew."""
         delivery = self._delivery
-        if (runtime := self._stop()) is None:
+        if (loop_thread := self._stop()) is None:
             return
-        ended = runtime.join(JOIN_S) and (delivery is None or delivery.join(JOIN_S))
+        ended = loop_thread.join(JOIN_S) and (delivery is None or delivery.join(JOIN_S))
         _release_unused()
         if not ended:
             log.warning("the threads of attach(%r) did not end within %.0f s", str(self._path), JOIN_S)
-            threads.forget(runtime)
+            threads.forget(loop_thread)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
         delivery = self._delivery
-        if (runtime := self._stop()) is not None:
-            await asyncio.wait([asyncio.wrap_future(runtime.finished)], timeout=JOIN_S)
+        if (loop_thread := self._stop()) is not None:
+            await asyncio.wait([asyncio.wrap_future(loop_thread.finished)], timeout=JOIN_S)
             if delivery is not None:
                 await delivery.stopped()
             _release_unused()
 
     def _stop(self) -> EventLoopThread | None:
-        runtime, self._runtime = self._runtime, None
-        if runtime is None or runtime.inherited:
+        loop_thread, self._loop_thread = self._loop_thread, None
+        if loop_thread is None or loop_thread.inherited:
             return None
         self._close_iterator("the consumer was closed")
-        runtime.stop()
-        return runtime
+        loop_thread.stop()
+        return loop_thread
 
     def __enter__(self) -> AttachedFeed:
         return self

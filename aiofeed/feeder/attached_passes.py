@@ -27,23 +27,23 @@ class HostPass(HostDelivery):
     """Batches in memory of this process.
 
     Args:
-        runtime: the consumer's.
+        loop_thread: the consumer's.
         attachment: to the server.
         pass_: of this iterator.
         transform: applied to each batch, in the consumer's thread.
     """
 
     def __init__(
-        self, runtime: EventLoopThread, attachment: Subscription, pass_: EpochFeed, transform: Transform | None
+        self, loop_thread: EventLoopThread, attachment: Subscription, pass_: EpochFeed, transform: Transform | None
     ) -> None:
-        super().__init__(runtime, pass_.handoff, transform=transform)
+        super().__init__(loop_thread, pass_.queue, transform=transform)
         self.pass_ = pass_
         self._attachment = attachment
 
     def take(self, item: ReadyBatch) -> Any:
         """The batch, transformed where there is a transform."""
         if not self.pass_.touched:
-            self._runtime.call(self._attachment.touch, self.pass_)
+            self._loop_thread.call(self._attachment.touch, self.pass_)
         return super().take(item)
 
     def watch(self, owner: object) -> None:
@@ -52,7 +52,7 @@ class HostPass(HostDelivery):
 
     def stop(self) -> None:
         """The pass wants no more; never blocks."""
-        self._runtime.call(self._attachment.end, self.pass_)
+        self._loop_thread.call(self._attachment.end, self.pass_)
 
     def ended(self) -> None:
         """The end was seen: nothing to stop."""
@@ -65,22 +65,24 @@ class DevicePass:
     """Batches on a device: a copy thread of this pass issues, the consumer's stream waits.
 
     Args:
-        runtime: the consumer's.
+        loop_thread: the consumer's.
         attachment: to the server.
         pass_: of this iterator.
         copier: of this pass alone.
     """
 
-    def __init__(self, runtime: EventLoopThread, attachment: Subscription, pass_: EpochFeed, copier: Copier) -> None:
-        self.handoff: BatchQueue[QueueItem] = BatchQueue()
+    def __init__(
+        self, loop_thread: EventLoopThread, attachment: Subscription, pass_: EpochFeed, copier: Copier
+    ) -> None:
+        self.queue: BatchQueue[QueueItem] = BatchQueue()
         self.pass_ = pass_
-        self._runtime = runtime
+        self._loop_thread = loop_thread
         self._attachment = attachment
         self._copier = copier
         copier.follow()
         # Nothing here may refer to this object: the copy thread would then keep it, and itself, alive.
-        issued = partial(_issued, runtime)
-        self._thread = CopyThread(copier, pass_.handoff, self.handoff, room=DEVICE_BATCHES, issued=issued)
+        issued = partial(_issued, loop_thread)
+        self._thread = CopyThread(copier, pass_.queue, self.queue, room=DEVICE_BATCHES, issued=issued)
 
     def watch(self, owner: object) -> None:
         """End the pass when ``owner`` is dropped."""
@@ -94,13 +96,13 @@ class DevicePass:
     def take(self, item: ReadyBatch) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy."""
         if not self.pass_.touched:
-            self._runtime.call(self._attachment.touch, self.pass_)
+            self._loop_thread.call(self._attachment.touch, self.pass_)
         return self._thread.take(item)
 
     def stop(self) -> None:
         """The pass wants no more; never blocks."""
         self._thread.stop()
-        self._runtime.call(self._attachment.end, self.pass_)
+        self._loop_thread.call(self._attachment.end, self.pass_)
 
     def ended(self) -> None:
         """The end was seen: the copy thread ends."""
@@ -116,16 +118,16 @@ class DevicePass:
 
 
 def deliver(
-    runtime: EventLoopThread, attachment: Subscription, backend: DeviceBackend | None, transform: Transform | None
+    loop_thread: EventLoopThread, attachment: Subscription, backend: DeviceBackend | None, transform: Transform | None
 ) -> HostPass | DevicePass:
     """The way of one epoch to one iterator."""
     pass_ = EpochFeed(room=PREFETCH_BATCHES)
     if backend is None:
-        return HostPass(runtime, attachment, pass_, transform)
-    return DevicePass(runtime, attachment, pass_, attachment.taker.copier(backend, transform))
+        return HostPass(loop_thread, attachment, pass_, transform)
+    return DevicePass(loop_thread, attachment, pass_, attachment.taker.copier(backend, transform))
 
 
-def _issued(runtime: EventLoopThread, item: ReadyBatch) -> None:
+def _issued(loop_thread: EventLoopThread, item: ReadyBatch) -> None:
     """A batch has left the host's queue."""
     if item.release is not None:
-        runtime.call(item.release, item)
+        loop_thread.call(item.release, item)

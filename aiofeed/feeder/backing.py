@@ -82,72 +82,72 @@ class BatchPipeline(Protocol):
         ...
 
 
-def new_pipeline(recipe: FeederConfig, stream: EpochStream, after: BatchPipeline | None = None) -> BatchPipeline:
+def new_pipeline(config: FeederConfig, stream: EpochStream, after: BatchPipeline | None = None) -> BatchPipeline:
     """What a recipe needs for a stream, to take the place of ``after``, which is of the same recipe."""
-    if recipe.cache is None and not isinstance(recipe.source, Tensors):
-        return StreamingPipeline(recipe, after=cast("StreamingPipeline | None", after))
+    if config.cache is None and not isinstance(config.source, Tensors):
+        return StreamingPipeline(config, after=cast("StreamingPipeline | None", after))
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
 
-    source = _resident_source(recipe, stream, after)
+    source = _resident_source(config, stream, after)
     if source is None:
         return StreamingPipeline(
-            recipe,
+            config,
             after=after.before if isinstance(after, ResidentPipeline) else cast("StreamingPipeline | None", after),
         )
     if isinstance(after, ResidentPipeline) and not after.inherited and after.source is source:
         return after.successor()
-    assert not isinstance(recipe.backend, DeviceGroup)
+    assert not isinstance(config.backend, DeviceGroup)
     store = ResidentData(
-        source, batch_size=recipe.batch_size, backend=recipe.backend, memory_bytes=recipe.limits.memory_bytes
+        source, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
     )
-    found = ResidentPipeline(store, recipe.transform, source.batch if isinstance(source, CachedData) else None)
+    found = ResidentPipeline(store, config.transform, source.batch if isinstance(source, CachedData) else None)
     found.before = after.before if isinstance(after, ResidentPipeline) else cast("StreamingPipeline | None", after)
     return found
 
 
-def serves(recipe: FeederConfig, running: BatchPipeline, stream: EpochStream) -> bool:
+def serves(config: FeederConfig, running: BatchPipeline, stream: EpochStream) -> bool:
     """Whether what runs can give another stream, and nothing would give it faster."""
-    if (cache := _kept_in_place(recipe)) is None:
+    if (cache := _kept_in_place(config)) is None:
         return True
     return not _holds(cache, stream) if isinstance(running, StreamingPipeline) else cache.holds()
 
 
-def tie_memory(owner: object, recipe: FeederConfig) -> None:
+def tie_memory(owner: object, config: FeederConfig) -> None:
     """Let what a cache keeps on a device go with ``owner``; nothing of it waits for the collector."""
-    if recipe.cache is None:
+    if config.cache is None:
         return
     from aiofeed.cache.device import DeviceStore
 
-    if isinstance(recipe.cache, DeviceStore):
-        weakref.finalize(owner, recipe.cache.memory.clear).atexit = False
+    if isinstance(config.cache, DeviceStore):
+        weakref.finalize(owner, config.cache.memory.clear).atexit = False
 
 
-def goes_on(recipe: FeederConfig, running: BatchPipeline | None) -> bool:
+def goes_on(config: FeederConfig, running: BatchPipeline | None) -> bool:
     """Whether an epoch may follow in the stream of the one before; not while a cache fills, for the next is faster."""
-    cache = _kept_in_place(recipe)
+    cache = _kept_in_place(config)
     return cache is None or (cache.holds() and not isinstance(running, StreamingPipeline))
 
 
-def _kept_in_place(recipe: FeederConfig) -> ResidentStore | None:
+def _kept_in_place(config: FeederConfig) -> ResidentStore | None:
     """The cache, where it keeps samples where batches are wanted."""
-    if recipe.cache is None:
+    if config.cache is None:
         return None
     from aiofeed.cache.resident import ResidentStore
 
-    return recipe.cache if isinstance(recipe.cache, ResidentStore) else None
+    return config.cache if isinstance(config.cache, ResidentStore) else None
 
 
 def _resident_source(
-    recipe: FeederConfig, stream: EpochStream, after: BatchPipeline | None
+    config: FeederConfig, stream: EpochStream, after: BatchPipeline | None
 ) -> Tensors | CachedData | None:
     """The data, where all that a stream asks for are in memory; those that ``after`` has, where there are no others."""
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentPipeline
 
-    if isinstance(recipe.source, Tensors):
-        return recipe.source
-    cache = _kept_in_place(recipe)
+    if isinstance(config.source, Tensors):
+        return config.source
+    cache = _kept_in_place(config)
     if cache is None or not _holds(cache, stream):
         return None
     if (
@@ -156,8 +156,8 @@ def _resident_source(
         and after.source.samples == cache.held
     ):
         return after.source
-    row: Row | None = recipe.decode.row if decodes_in_place(recipe.decode) else None  # type: ignore[union-attr]
-    targets = getattr(recipe.source, "target", None) is not None
+    row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
+    targets = getattr(config.source, "target", None) is not None
     return CachedData(cache, None if row is None else row.axes, targets=targets)
 
 
@@ -165,5 +165,5 @@ def _holds(cache: ResidentStore, stream: EpochStream) -> bool:
     if cache.holds():
         return True
     first = stream.first
-    wanted = stream.schedule.stretches(first.position, first.permutation).at(0, sys.maxsize)
+    wanted = stream.schedule.batch_ranges(first.position, first.permutation).at(0, sys.maxsize)
     return wanted is not None and cache.holds(wanted.indices)

@@ -81,7 +81,7 @@ def new_config(
         TypeError, ValueError: an argument is of the wrong kind or out of range, or two do not go together.
     """
     static_batches = a_bool("static_batches", static_batches)
-    recipe = FeederConfig(
+    config = FeederConfig(
         source=source,
         decode=adopt_decoder(source, decode),
         batch_size=batch_size,
@@ -95,26 +95,26 @@ def new_config(
         engines=an_engine(engine),
         said=limits or Limits(),
     )
-    check_travels(recipe)
+    check_travels(config)
     kept = adopt_cache(
         cache,
         source,
-        recipe.decode,
-        engines=recipe.engines,
+        config.decode,
+        engines=config.engines,
         batch_size=batch_size,
-        backend=recipe.backend,
-        collate_fn=recipe.collate_fn,
+        backend=config.backend,
+        collate_fn=config.collate_fn,
         static_batches=static_batches,
         fingerprint=partial(fingerprint_of, source, length),
     )
-    recipe = replace(recipe, cache=kept)
+    config = replace(config, cache=kept)
     if static_batches:
-        recipe = with_statics(recipe, drop_last=drop_last, sampled=sampled)
-    check_resident(recipe)
-    return recipe
+        config = with_statics(config, drop_last=drop_last, sampled=sampled)
+    check_resident(config)
+    return config
 
 
-def with_statics(recipe: FeederConfig, *, drop_last: bool, sampled: bool) -> FeederConfig:
+def with_statics(config: FeederConfig, *, drop_last: bool, sampled: bool) -> FeederConfig:
     """The recipe, with the tensors that every batch is to be handed out in.
 
     Raises:
@@ -124,44 +124,44 @@ def with_statics(recipe: FeederConfig, *, drop_last: bool, sampled: bool) -> Fee
 
     check_static(
         drop_last=drop_last,
-        length=None if sampled else recipe.length,
-        batch_size=recipe.batch_size,
-        policy=recipe.policy,
+        length=None if sampled else config.length,
+        batch_size=config.batch_size,
+        policy=config.policy,
     )
-    return renew_statics(recipe)
+    return renew_statics(config)
 
 
-def renew_statics(recipe: FeederConfig) -> FeederConfig:
+def renew_statics(config: FeederConfig) -> FeederConfig:
     """The same with no tensors made yet, in another process, say."""
     from aiofeed.devices.static_copier import statics_for
 
-    backend = recipe.backend or CpuBackend()
-    return replace(recipe, backend=backend, statics=statics_for(backend))
+    backend = config.backend or CpuBackend()
+    return replace(config, backend=backend, statics=statics_for(backend))
 
 
-def check_resident(recipe: FeederConfig) -> None:
+def check_resident(config: FeederConfig) -> None:
     """``ValueError`` where data that stay in memory are asked for what only batches on their way can have."""
-    if not isinstance(recipe.source, Tensors):
+    if not isinstance(config.source, Tensors):
         return
-    if isinstance(recipe.backend, DeviceGroup):
+    if isinstance(config.backend, DeviceGroup):
         raise ValueError(
             "the data of Tensors stay on one device: for several make a feeder for each, with shard=(rank, world_size)"
         )
-    if recipe.statics:
+    if config.statics:
         raise ValueError(
             "static_batches=True copies every batch, and those of Tensors are views that cost nothing: copy_ them into "
             "tensors of your own where addresses have to stay"
         )
-    if recipe.engines:
+    if config.engines:
         raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
 
 
-def check_travels(recipe: FeederConfig) -> None:
+def check_travels(config: FeederConfig) -> None:
     """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
-    if recipe.engines:
+    if config.engines:
         from aiofeed.processes.workers import spawn
 
-        spawn.check_travels(source=recipe.source, decode=recipe.decode, collate_fn=recipe.collate_fn)
+        spawn.check_travels(source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
 def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:

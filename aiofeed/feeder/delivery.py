@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 Transform = Callable[[Any], Any]
 
 
-def _released(runtime: EventLoopThread, item: ReadyBatch) -> None:
+def _released(loop_thread: EventLoopThread, item: ReadyBatch) -> None:
     """Tell the engine that a batch has left the host's queue."""
     item.left_at = time.perf_counter()
     if item.release is not None and (item.note is None or not item.note(item)):
-        runtime.call(release, item)
+        loop_thread.call(release, item)
 
 
 class HostDelivery:
     """Batches of tensors in host memory.
 
     Args:
-        runtime: the threads behind it.
-        handoff: where the engine puts finished batches.
+        loop_thread: the threads behind it.
+        queue: where the engine puts finished batches.
         transform: applied to each batch, in the consumer's thread.
     """
 
     def __init__(
         self,
-        runtime: EventLoopThread,
-        handoff: BatchQueue[QueueItem],
+        loop_thread: EventLoopThread,
+        queue: BatchQueue[QueueItem],
         *,
         transform: Transform | None,
     ) -> None:
-        self.handoff = handoff
-        self._runtime = runtime
+        self.queue = queue
+        self._loop_thread = loop_thread
         self._transform = transform
 
     def launch(self) -> None:
@@ -55,7 +55,7 @@ class HostDelivery:
     def take(self, item: ReadyBatch) -> Any:
         """The batch, transformed where there is a transform."""
         batch = item.batch
-        _released(self._runtime, item)
+        _released(self._loop_thread, item)
         if self._transform is None:
             return batch
         try:
@@ -66,23 +66,23 @@ class HostDelivery:
 
     def stop(self) -> None:
         """Stop the threads; never blocks."""
-        self._runtime.stop()
+        self._loop_thread.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end, up to ``timeout_s``; whether they have."""
-        return self._runtime.join(timeout_s)
+        return self._loop_thread.join(timeout_s)
 
     async def stopped(self) -> None:
         """Wait for the threads without blocking the caller's loop."""
-        if not self._runtime.inherited:
-            await asyncio.wait([asyncio.wrap_future(self._runtime.finished)])
+        if not self._loop_thread.inherited:
+            await asyncio.wait([asyncio.wrap_future(self._loop_thread.finished)])
 
 
 class DeviceDelivery:
     """Batches on a device: the copy thread issues, the consumer's stream waits.
 
     Args:
-        runtime: the threads behind it.
+        loop_thread: the threads behind it.
         finished: where the engine puts finished batches.
         copier: issues copies and makes the consumer's stream wait for them.
         room: batches that may be on the device before the consumer asks.
@@ -90,19 +90,19 @@ class DeviceDelivery:
 
     def __init__(
         self,
-        runtime: EventLoopThread,
+        loop_thread: EventLoopThread,
         finished: BatchQueue[QueueItem],
         copier: Copier | MultiDeviceCopier,
         *,
         room: int,
     ) -> None:
-        self.handoff: BatchQueue[QueueItem] = BatchQueue()
-        self._runtime = runtime
+        self.queue: BatchQueue[QueueItem] = BatchQueue()
+        self._loop_thread = loop_thread
         self._copier = copier
 
         # Nothing here may refer to this object: the copy thread would then keep it, and itself, alive.
-        self._thread = CopyThread(copier, finished, self.handoff, room=room, issued=partial(_released, runtime))
-        runtime.at_exit(self._thread.stop)
+        self._thread = CopyThread(copier, finished, self.queue, room=room, issued=partial(_released, loop_thread))
+        loop_thread.at_exit(self._thread.stop)
 
     def launch(self) -> None:
         """Start the copy thread."""
@@ -119,13 +119,13 @@ class DeviceDelivery:
     def stop(self) -> None:
         """Stop the threads; never blocks."""
         self._thread.stop()
-        self._runtime.stop()
+        self._loop_thread.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end, up to ``timeout_s``; whether they have."""
-        return self._runtime.join(timeout_s) and self._thread.join(timeout_s)
+        return self._loop_thread.join(timeout_s) and self._thread.join(timeout_s)
 
     async def stopped(self) -> None:
         """Wait for the threads without blocking the caller's loop."""
-        if not self._runtime.inherited:
-            await asyncio.wait([asyncio.wrap_future(self._runtime.finished)])
+        if not self._loop_thread.inherited:
+            await asyncio.wait([asyncio.wrap_future(self._loop_thread.finished)])

@@ -10,7 +10,7 @@ from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits, positive_int
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import Source
+from aiofeed.core.types import Source, public
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_foreign_arguments
 from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, renew_statics
@@ -42,6 +42,7 @@ else:
 JOIN_S = 5.0
 
 
+@public
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates the next batches, and copies them to the device, while the present one is used.
 
@@ -130,7 +131,7 @@ class Feeder(Generic[BatchT]):
             sampler=sampler,
             shard=shard,
         )
-        recipe = new_config(
+        config = new_config(
             self._source,
             length=self._length,
             decode=decode,
@@ -149,58 +150,58 @@ class Feeder(Generic[BatchT]):
         )
         self._device = device
         self._progress = Checkpoint()
-        self._failures = FailureLog(recipe.policy)
+        self._failures = FailureLog(config.policy)
         self._past = EpochStats()
         self._fingerprint: str | None = None
-        self._passes = self._new_passes(recipe)
+        self._session = self._new_passes(config)
 
-    def _new_passes(self, recipe: FeederConfig) -> FeederSession[BatchT]:
+    def _new_passes(self, config: FeederConfig) -> FeederSession[BatchT]:
         return FeederSession(
-            recipe, order=self._order, progress=self._progress, failures=self._failures, past=self._past
+            config, order=self._order, progress=self._progress, failures=self._failures, past=self._past
         )
 
     @property
-    def _recipe(self) -> FeederConfig:
-        return self._passes.recipe
+    def _config(self) -> FeederConfig:
+        return self._session.config
 
     def _pass_on(self, passable: Passable) -> None:
         """Let memory of engine processes that are still to be started be passed on; for a server."""
-        self._passes.recipe = replace(self._passes.recipe, passable=passable)
+        self._session.config = replace(self._session.config, passable=passable)
 
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
         kept = self.__dict__.copy()
-        recipe = kept.pop("_passes").recipe
+        config = kept.pop("_passes").config
         return kept | {
-            "recipe": replace(recipe, backend=None, statics=(), passable=None),
-            "static": bool(recipe.statics),
+            "recipe": replace(config, backend=None, statics=(), passable=None),
+            "static": bool(config.statics),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        recipe, static = state.pop("recipe"), state.pop("static")
+        config, static = state.pop("recipe"), state.pop("static")
         self.__dict__.update(state)
-        recipe = replace(recipe, backend=resolve_devices(self._device))
-        self._passes = self._new_passes(renew_statics(recipe) if static else recipe)
+        config = replace(config, backend=resolve_devices(self._device))
+        self._session = self._new_passes(renew_statics(config) if static else config)
 
     def __len__(self) -> int:
         """Batches per epoch of this rank; it does not change after a resume."""
-        return self._order.schedule().stripe().batches
+        return self._order.schedule().shard().batches
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Begin an epoch; an iterator that is still open is closed."""
-        return self._passes.begin()
+        return self._session.begin()
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Begin an epoch; an iterator that is still open is closed."""
         return iter(self)
 
     def __repr__(self) -> str:
-        return f"Feeder({self._source!r}, batch_size={self._recipe.batch_size})"
+        return f"Feeder({self._source!r}, batch_size={self._config.batch_size})"
 
     @property
     def batch_size(self) -> int:
         """Samples per batch; for another, make another feeder, which may load this one's state."""
-        return self._recipe.batch_size
+        return self._config.batch_size
 
     @property
     def dataset(self) -> Any:
@@ -217,7 +218,7 @@ class Feeder(Generic[BatchT]):
 
         A loaded position in the same epoch stays, in any other it is discarded.
         """
-        self._progress.set_epoch(an_int("epoch", epoch), live=self._passes.live)
+        self._progress.set_epoch(an_int("epoch", epoch), live=self._session.live)
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of the epochs that are left of ``n``, the loaded one first: iterate the feeder in each.
@@ -228,7 +229,7 @@ class Feeder(Generic[BatchT]):
         Raises:
             TypeError, ValueError: ``n`` is no positive int.
         """
-        return self._passes.epochs(positive_int("n", n) - 1)
+        return self._session.epochs(positive_int("n", n) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the user stands: batches handed out count, those read ahead do not.
@@ -258,11 +259,11 @@ class Feeder(Generic[BatchT]):
             self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._progress.reported
         schedule, sampler = self._order.schedule(self._length), self._order.saved_sampler(position.epoch)
-        return SavedState(schedule, position, self._fingerprint, self._recipe.in_order, sampler)
+        return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Where the time went: of the current or last epoch, or of the feeder's life with ``total=True``."""
-        return self._passes.statistics(total)
+        return self._session.statistics(total)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -278,11 +279,11 @@ class Feeder(Generic[BatchT]):
         A thread that is inside a read or a decode it cannot leave is left behind, with a log line; it holds up
         neither this call beyond that time nor the interpreter's exit.
         """
-        self._passes.close(JOIN_S)
+        self._session.close(JOIN_S)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""
-        await self._passes.aclose(JOIN_S)
+        await self._session.aclose(JOIN_S)
 
     def __enter__(self) -> Feeder[BatchT]:
         return self
@@ -290,7 +291,7 @@ class Feeder(Generic[BatchT]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Ctrl-C or sys.exit: the process is about to end, and waits no longer than it would without `with`.
         leaving = kind is not None and not issubclass(kind, Exception)
-        self._passes.close(threads.EXIT_S if leaving else JOIN_S)
+        self._session.close(threads.EXIT_S if leaving else JOIN_S)
 
     async def __aenter__(self) -> Feeder[BatchT]:
         return self

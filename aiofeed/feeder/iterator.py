@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from queue import Empty
@@ -9,8 +10,9 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiofeed.core.errors import IteratorClosedError
 from aiofeed.core.statistics import EpochStats
-from aiofeed.runtime import trace
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
+
+log = logging.getLogger("aiofeed.feeder")
 
 # The end of an epoch follows its last batch within the time that a thread takes to be scheduled.
 END_S = 1.0
@@ -21,7 +23,7 @@ BatchT_co = TypeVar("BatchT_co", covariant=True)
 class Delivery(Protocol):
     """What stands behind an iterator: finished batches, and ways to answer."""
 
-    handoff: BatchQueue[QueueItem]
+    queue: BatchQueue[QueueItem]
 
     def take(self, item: ReadyBatch) -> Any:
         """The batch as the user gets it, and word to the producer that there is room; in the consumer's thread.
@@ -75,7 +77,7 @@ class FeedIterator(Generic[BatchT_co]):
     ) -> None:
         self._delivery = delivery
         self._counters = counters
-        self._handoff = delivery.handoff
+        self._queue = delivery.queue
         self._observer = observer
         self._pid = os.getpid()
         self._started = counters.asked_at = time.perf_counter()
@@ -104,7 +106,7 @@ class FeedIterator(Generic[BatchT_co]):
             self._refuse()
             raise StopIteration
         asked = time.perf_counter()
-        item = self._handoff.first()
+        item = self._queue.peek()
         if type(item) is not ReadyBatch:
             try:
                 self._settle(item, asked)
@@ -115,7 +117,7 @@ class FeedIterator(Generic[BatchT_co]):
         # From here to the caller's line the interpreter does not look for signals (see handoff.py).
         self._observer.handed_out(item)
         item.batch = None  # word of it may still be on its way
-        del self._handoff.items[0]
+        del self._queue.items[0]
         return batch
 
     async def __anext__(self) -> BatchT_co:
@@ -124,7 +126,7 @@ class FeedIterator(Generic[BatchT_co]):
             self._refuse()
             raise StopAsyncIteration
         asked = time.perf_counter()
-        item = await self._handoff.first_async()
+        item = await self._queue.peek_async()
         if type(item) is not ReadyBatch:
             try:
                 self._settle(item, asked)
@@ -134,7 +136,7 @@ class FeedIterator(Generic[BatchT_co]):
         batch: BatchT_co = self._take(item, asked)
         self._observer.handed_out(item)
         item.batch = None  # word of it may still be on its way
-        del self._handoff.items[0]
+        del self._queue.items[0]
         return batch
 
     def _refuse(self) -> None:
@@ -157,8 +159,8 @@ class FeedIterator(Generic[BatchT_co]):
         self._observer.handing_out(item)
         now = time.perf_counter()
         stall_s = now - asked - _overlap_s(item.behind, asked, now)
-        if trace.listeners:
-            trace.emit("stall", now - stall_s, now, item.number)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
         counters = self._counters
         counters.stall_s += stall_s
         counters.batches += 1
@@ -177,7 +179,7 @@ class FeedIterator(Generic[BatchT_co]):
             counters.wall_s = now - self._started
             self._observer.ended()
             self._finished = True
-            del self._handoff.items[0]
+            del self._queue.items[0]
             return
         if isinstance(item, FeedFailure):
             self._observer.failed(item)
@@ -187,7 +189,7 @@ class FeedIterator(Generic[BatchT_co]):
             finally:
                 # The traceback refers to this frame, which must not refer to the error: dropped, it is to be gone.
                 # Nor may the queue, while the iterator is kept.
-                self._handoff.items.clear()
+                self._queue.items.clear()
                 del item
         assert isinstance(item, Stopped)
         raise IteratorClosedError(self._closed or "this iterator was closed")
@@ -204,7 +206,7 @@ class FeedIterator(Generic[BatchT_co]):
 
     def conclude(self) -> bool:
         """See the end without being asked for it; whether it stood right there."""
-        self._finished = self.live and see_end(self._handoff)
+        self._finished = self.live and see_end(self._queue)
         return self._finished
 
     def close(self, reason: str = "this iterator was closed") -> None:
@@ -212,7 +214,7 @@ class FeedIterator(Generic[BatchT_co]):
         if not self._finished:
             # Also where it was closed before: that may have been interrupted half-way.
             self._closed = self._closed or reason
-            self._handoff.put(Stopped())
+            self._queue.put(Stopped())
             self._delivery.stop()
 
     async def aclose(self) -> None:
@@ -226,9 +228,9 @@ def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> fl
     return 0.0 if span is None else max(min(span[1], end) - max(span[0], start), 0.0)
 
 
-def see_end(handoff: BatchQueue[QueueItem]) -> bool:
+def see_end(queue: BatchQueue[QueueItem]) -> bool:
     """Take the end of an epoch whose last batch was handed out; whether it stood right behind that."""
     try:
-        return isinstance(handoff.get(END_S), EndOfEpoch)
+        return isinstance(queue.get(END_S), EndOfEpoch)
     except Empty:
         return False

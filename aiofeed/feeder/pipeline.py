@@ -15,7 +15,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import BatchBuilder
-from aiofeed.engine.fetch.factory import new_assembly, new_fetcher
+from aiofeed.engine.fetch.factory import new_builder, new_fetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
@@ -34,7 +34,7 @@ from aiofeed.sources.tensors import Tensors
 if TYPE_CHECKING:
     from aiofeed.processes.workers.pool import WorkerPool
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.feeder")
 
 # Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
 MOST_READ_THREADS = 64
@@ -44,99 +44,99 @@ class StreamingPipeline:
     """Threads that live from one ``iter()`` to ``close``, and what they work with. ``start`` starts them.
 
     Args:
-        recipe: what to run.
+        config: what to run.
         after: a pipeline that has to be gone before the source is opened again.
     """
 
-    def __init__(self, recipe: FeederConfig, after: StreamingPipeline | None = None) -> None:
-        self._recipe = recipe
-        limits = recipe.limits
-        self._processes = _processes(recipe)
-        self.runtime: EventLoopThread = EventLoopThread(
+    def __init__(self, config: FeederConfig, after: StreamingPipeline | None = None) -> None:
+        self._config = config
+        limits = config.limits
+        self._processes = _processes(config)
+        self.loop_thread: EventLoopThread = EventLoopThread(
             read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
             decode_threads=limits.decode_threads,
-            after=None if after is None or after.runtime.inherited else after.runtime,
+            after=None if after is None or after.loop_thread.inherited else after.loop_thread,
         )
-        _attach_cache(recipe)
-        self._fetcher = _fetcher(recipe)
+        _attach_cache(config)
+        self._fetcher = _fetcher(config)
         # What one pipeline has found out the next goes by. A fork may have caught a parent's in the middle of a step,
         # and new processes find out for themselves.
-        known = after is not None and not after.runtime.inherited and not recipe.engines
-        self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(recipe)
+        known = after is not None and not after.loop_thread.inherited and not config.engines
+        self.tuner: Tuner | None = after.tuner if after is not None and known else _tuner(config)
         # One more than may wait or be decoded: the consumer's.
-        keep = limits.prefetch_batches + 1 + max(recipe.engines - 1, 0)
+        keep = limits.prefetch_batches + 1 + max(config.engines - 1, 0)
         self._memory: HostBufferPool | PinnedBufferPool
-        if recipe.backend is None:
+        if config.backend is None:
             self._memory = HostBufferPool(keep)
         else:
-            self._memory = PinnedBufferPool(recipe.backend.pin, keep * 4)
+            self._memory = PinnedBufferPool(config.backend.pin, keep * 4)
         self._launched = self._opened = False
         self._budget = MemoryBudget(limits.memory_bytes, self._known_bytes_per_sample())
         finished: BatchQueue[QueueItem] = BatchQueue()
         self._finished = finished
         # A feeder that was left or closed may live on for long; what was read ahead does not.
-        self.runtime.at_exit(partial(drop_batches, self._finished))
-        self.runtime.at_death(lambda error: finished.put(FeedFailure(error)))
-        self.runtime.at_exit(self._memory.close)
+        self.loop_thread.at_exit(partial(drop_batches, self._finished))
+        self.loop_thread.at_death(lambda error: finished.put(FeedFailure(error)))
+        self.loop_thread.at_exit(self._memory.close)
         self._engine: Engine | None = None
         try:
             self.delivery: HostDelivery | DeviceDelivery = self._deliver()
         except BaseException:  # nobody will ever hold this pipeline, to stop it
-            self.runtime.stop()
+            self.loop_thread.stop()
             raise
 
     def start(self, stream: EpochStream) -> None:
         """Begin with a stream's epochs; the engine starts at once."""
-        recipe = self._recipe
+        config = self._config
         make: Callable[..., Engine] = partial(
             Engine,
-            new_assembly=partial(_new_assembly, recipe, self._fetcher),
+            new_builder=partial(_new_builder, config, self._fetcher),
             tuner=self.tuner,
-            tell=partial(_tell_limit, recipe),
+            tell=partial(_tell_limit, config),
         )
-        limits = recipe.limits
+        limits = config.limits
         if self._processes is not None:
             from aiofeed.processes.workers.parent_engine import MultiprocessEngine
 
             make = partial(MultiprocessEngine, processes=self._processes, tuner=self.tuner)
             # Each process beyond the first is to have a batch to decode while the others do.
-            limits = replace(limits, prefetch_batches=limits.prefetch_batches + recipe.engines - 1)
+            limits = replace(limits, prefetch_batches=limits.prefetch_batches + config.engines - 1)
         self._engine = make(
             stream,
-            batch_size=recipe.batch_size,
+            batch_size=config.batch_size,
             fetcher=self._fetcher,
-            wrap=as_tensors if recipe.backend is None else _unchanged,
+            wrap=as_tensors if config.backend is None else _unchanged,
             memory=self._memory,
-            executor=self.runtime.decode_pool,
-            handoff=self._finished,
+            executor=self.loop_thread.decode_pool,
+            queue=self._finished,
             limits=limits,
             budget=self._budget,
-            in_order=recipe.in_order,
-            policy=recipe.policy,
-            length=recipe.length,
+            in_order=config.in_order,
+            policy=config.policy,
+            length=config.length,
         )
         if not self._launched:
             self._launched = True
-            self.runtime.launch()
+            self.loop_thread.launch()
             self.delivery.launch()
-        self.runtime.start(partial(self._run, self._engine))
+        self.loop_thread.start(partial(self._run, self._engine))
 
     def _deliver(self) -> HostDelivery | DeviceDelivery:
-        backend = self._recipe.backend
+        backend = self._config.backend
         if backend is None:
-            return HostDelivery(self.runtime, self._finished, transform=self._recipe.transform)
+            return HostDelivery(self.loop_thread, self._finished, transform=self._config.transform)
         from aiofeed.devices.group_copier import copier_for
 
         return DeviceDelivery(
-            self.runtime,
+            self.loop_thread,
             self._finished,
-            copier_for(backend, self._recipe.transform, self._recipe.statics),
-            room=self._recipe.limits.device_batches,
+            copier_for(backend, self._config.transform, self._config.statics),
+            room=self._config.limits.device_batches,
         )
 
     async def _run(self, engine: Engine) -> None:
-        runtime = self.runtime
-        with EndedBy(lambda: runtime.stopping):
+        loop_thread = self.loop_thread
+        with EndedBy(lambda: loop_thread.stopping):
             if not await self._begin():
                 return
         await engine.run()
@@ -153,37 +153,37 @@ class StreamingPipeline:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if not opened and self._processes is None:
-                error.add_note(f"in {type(self._recipe.source).__name__}.open()")
+                error.add_note(f"in {type(self._config.source).__name__}.open()")
             self._finished.put(FeedFailure(as_exception(error)))
             return False
         return True
 
     async def _prepare(self) -> None:
-        if self._recipe.cache is None:
+        if self._config.cache is None:
             return
         from aiofeed.engine.fetch.kept_items import KeptItemsFetcher
         from aiofeed.engine.fetch.resident import ResidentFetcher
 
         if isinstance(self._fetcher, ResidentFetcher | KeptItemsFetcher):
-            await self._fetcher.prepare(self.runtime.decode_pool)
+            await self._fetcher.prepare(self.loop_thread.decode_pool)
 
     async def _open_source(self) -> None:
         if self._opened:
             return
         if self._processes is not None:
             self._opened = True
-            self.runtime.at_stop(self._processes.aclose)
+            self.loop_thread.at_stop(self._processes.aclose)
             await self._processes.start()  # the source is opened there
             return
-        source = self._recipe.source
+        source = self._config.source
         if (opener := getattr(source, "open", None)) is not None:
             await opener()
         if (closer := getattr(source, "aclose", None)) is not None:
-            self.runtime.at_stop(closer)
+            self.loop_thread.at_stop(closer)
         self._opened = True
 
     def _known_bytes_per_sample(self) -> float:
-        row = getattr(self._recipe.decode, "row", None)
+        row = getattr(self._config.decode, "row", None)
         if row is None:
             return 0.0
         import math
@@ -195,7 +195,7 @@ class StreamingPipeline:
     @property
     def queue_depth(self) -> int:
         """Finished batches that wait for the consumer."""
-        return len(self.delivery.handoff)
+        return len(self.delivery.queue)
 
     @property
     def chunk_size(self) -> int:
@@ -205,15 +205,15 @@ class StreamingPipeline:
     @property
     def inherited(self) -> bool:
         """Whether its threads live in a parent process."""
-        return self.runtime.inherited
+        return self.loop_thread.inherited
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped; it replaces the one watched before."""
-        self.runtime.watch(owner)
+        self.loop_thread.watch(owner)
 
     def reusable(self) -> bool:
         """Whether another pass can run on the same threads."""
-        return not self.runtime.stopping and not self.runtime.inherited
+        return not self.loop_thread.stopping and not self.loop_thread.inherited
 
     def stop(self) -> None:
         """Signal the threads to end; never blocks."""
@@ -223,7 +223,7 @@ class StreamingPipeline:
         """Wait for the threads to end, up to ``timeout_s``; whether they have."""
         if self.delivery.join(timeout_s):
             return True
-        threads.forget(self.runtime)
+        threads.forget(self.loop_thread)
         return False
 
     async def stopped(self) -> None:
@@ -231,83 +231,85 @@ class StreamingPipeline:
         await self.delivery.stopped()
 
 
-def _attach_cache(recipe: FeederConfig) -> None:
+def _attach_cache(config: FeederConfig) -> None:
     """Tell a cache that keeps samples on the device which one it is."""
-    if recipe.cache is None:
+    if config.cache is None:
         return
     from aiofeed.cache.device import DeviceStore
 
-    if isinstance(recipe.cache, DeviceStore) and not isinstance(recipe.backend, DeviceGroup | None):
-        recipe.cache.attach(recipe.backend)
+    if isinstance(config.cache, DeviceStore) and not isinstance(config.backend, DeviceGroup | None):
+        config.cache.attach(config.backend)
 
 
-def _new_assembly(recipe: FeederConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
+def _new_builder(config: FeederConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
     # No method: the engine would refer to its pipeline, and what that keeps on a device would wait for the collector.
-    return new_assembly(
+    return new_builder(
         fetcher,
-        recipe.decode,
-        recipe.collate_fn,
+        config.decode,
+        config.collate_fn,
         samples,
         lease,
-        staged=recipe.backend is not None,
-        cached=recipe.cache is not None,
+        staged=config.backend is not None,
+        cached=config.cache is not None,
     )
 
 
-def _processes(recipe: FeederConfig) -> WorkerPool | None:
-    if not recipe.engines:
+def _processes(config: FeederConfig) -> WorkerPool | None:
+    if not config.engines:
         return None
     from aiofeed.processes.workers.pool import WorkerPool
     from aiofeed.processes.workers.spawn import WorkerConfig, check_not_starting
 
     check_not_starting()
-    limits, source = recipe.limits, recipe.source
-    cargo = WorkerConfig(
+    limits, source = config.limits, config.source
+    worker_config = WorkerConfig(
         source=source,
-        decode=recipe.decode,
-        collate_fn=recipe.collate_fn,
-        length=recipe.length,
-        engines=recipe.engines,
+        decode=config.decode,
+        collate_fn=config.collate_fn,
+        length=config.length,
+        engines=config.engines,
         read_concurrency=limits.read_concurrency,
         # Each process has a copy of a Dataset.
-        decode_threads=limits.decode_threads * (recipe.engines if isinstance(source, FromDataset) else 1),
-        keep=limits.prefetch_batches + 1 + (recipe.passable.slots if recipe.passable is not None else 0),
-        in_order=recipe.in_order,
-        policy=recipe.policy,
-        cache=recipe.cache,
-        reads_given=_reads_given(recipe),
-        threads_given=recipe.said is None or recipe.said.decode_threads is not None,
+        decode_threads=limits.decode_threads * (config.engines if isinstance(source, FromDataset) else 1),
+        keep=limits.prefetch_batches + 1 + (config.passable.slots if config.passable is not None else 0),
+        in_order=config.in_order,
+        policy=config.policy,
+        cache=config.cache,
+        reads_given=_reads_given(config),
+        threads_given=config.said is None or config.said.decode_threads is not None,
     )
-    backend = recipe.backend
+    backend = config.backend
     # What one device's driver has locked, all of its kind copy from.
-    return WorkerPool(cargo, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, recipe.passable)
+    return WorkerPool(
+        worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, config.passable
+    )
 
 
-def _tuner(recipe: FeederConfig) -> Tuner | None:
+def _tuner(config: FeederConfig) -> Tuner | None:
     """What is left to be found out; engine processes do that themselves, and tell how many samples they read."""
-    if recipe.said is None:
+    if config.said is None:
         return None
-    limits, said = recipe.limits, recipe.said
+    limits, said = config.limits, config.said
     # Whoever said how many threads a Dataset bears knows it; those of processes stay as they are.
-    threads_given = said.decode_threads is not None or isinstance(recipe.source, FromDataset) or bool(recipe.engines)
+    threads_given = said.decode_threads is not None or isinstance(config.source, FromDataset) or bool(config.engines)
     return Tuner(
         decode_threads=limits.decode_threads,
         threads_given=threads_given,
         read_concurrency=limits.read_concurrency,
-        reads_given=_reads_given(recipe),
+        reads_given=_reads_given(config),
     )
 
 
-def _reads_given(recipe: FeederConfig) -> bool:
-    return recipe.said is None or recipe.said.read_concurrency is not None
+def _reads_given(config: FeederConfig) -> bool:
+    return config.said is None or config.said.read_concurrency is not None
 
 
-def _tell_limit(recipe: FeederConfig, limit: GilLimit) -> None:
+def _tell_limit(config: FeederConfig, limit: GilLimit) -> None:
     from aiofeed.decoders.native_jpeg import native_decoder
 
-    backend = getattr(recipe.decode, "backend", None)
+    backend = getattr(config.decode, "backend", None)
     without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
-    log.warning(gil_message(limit, cores=recipe.limits.decode_threads, turbo=without or backend == "pillow"))
+    log.warning(gil_message(limit, cores=config.limits.decode_threads, turbo=without or backend == "pillow"))
 
 
 def _unchanged(batch: Any) -> Any:
@@ -315,13 +317,13 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _fetcher(recipe: FeederConfig) -> Fetcher:
-    assert not isinstance(recipe.source, Tensors)
+def _fetcher(config: FeederConfig) -> Fetcher:
+    assert not isinstance(config.source, Tensors)
     return new_fetcher(
-        recipe.source,
-        recipe.decode,
-        recipe.collate_fn,
-        length=recipe.length,
-        policy=recipe.policy,
-        cache=recipe.cache,
+        config.source,
+        config.decode,
+        config.collate_fn,
+        length=config.length,
+        policy=config.policy,
+        cache=config.cache,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, positive_int
 from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import public
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import a_callable
@@ -33,6 +34,7 @@ BatchT = TypeVar("BatchT")
 Transform = Callable[[Any], Any]
 
 
+@public
 def prefetch(
     batches: Iterable[BatchT] | AsyncIterable[BatchT],
     device: Device | Sequence[Device] = None,
@@ -133,33 +135,33 @@ class _LoopProducer:
     """A ``LoopPull`` and the runtime that it lives on."""
 
     def __init__(
-        self, batches: AsyncIterable[Any], handoff: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
+        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
-        self._runtime = EventLoopThread(read_threads=1, decode_threads=1)
-        self._pull = LoopPull(batches, handoff, room=room, memory=memory)
+        self._loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
+        self._pull = LoopPull(batches, queue, room=room, memory=memory)
 
     def launch(self) -> None:
-        self._runtime.launch()
-        self._runtime.start(partial(_run, self._runtime, self._pull))
+        self._loop_thread.launch()
+        self._loop_thread.start(partial(_run, self._loop_thread, self._pull))
 
     def watch(self, owner: object) -> None:
-        self._runtime.watch(owner)
+        self._loop_thread.watch(owner)
 
     def at_exit(self, function: Callable[[], object]) -> None:
-        self._runtime.at_exit(function)
+        self._loop_thread.at_exit(function)
 
     def taken(self) -> None:
-        self._runtime.call(self._pull.taken)
+        self._loop_thread.call(self._pull.taken)
 
     def stop(self) -> None:
-        self._runtime.stop()
+        self._loop_thread.stop()
 
     def join(self, timeout_s: float) -> bool:
-        return self._runtime.join(timeout_s)
+        return self._loop_thread.join(timeout_s)
 
 
-async def _run(runtime: EventLoopThread, pull: LoopPull) -> None:
-    with EndedBy(lambda: runtime.stopping):
+async def _run(loop_thread: EventLoopThread, pull: LoopPull) -> None:
+    with EndedBy(lambda: loop_thread.stopping):
         await pull.run()
 
 
@@ -167,9 +169,9 @@ class _PullDelivery:
     """Batches as they came, transformed in the consumer's thread."""
 
     def __init__(
-        self, producer: ThreadPull | _LoopProducer, handoff: BatchQueue[QueueItem], transform: Transform | None
+        self, producer: ThreadPull | _LoopProducer, queue: BatchQueue[QueueItem], transform: Transform | None
     ) -> None:
-        self.handoff = handoff
+        self.queue = queue
         self._producer = producer
         self._transform = transform
 
@@ -210,7 +212,7 @@ class _CopiedDelivery(_PullDelivery):
         def issued(item: ReadyBatch) -> None:
             producer.taken()
 
-        self._thread = CopyThread(self._copier, finished, self.handoff, room=room, issued=issued)
+        self._thread = CopyThread(self._copier, finished, self.queue, room=room, issued=issued)
         if isinstance(producer, _LoopProducer):
             # It says nothing when it is stopped in the middle; the copy thread would wait for its next batch for ever.
             producer.at_exit(self._thread.stop)
@@ -263,17 +265,17 @@ class ThreadPull:
 
     Args:
         batches: iterated in a thread of its own, started and closed there.
-        handoff: where the batches go.
+        queue: where the batches go.
         room: how many may wait.
         memory: pinned memory that tensors are moved to; ``None`` leaves them where they are.
     """
 
     def __init__(
-        self, batches: Iterable[Any], handoff: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
     ) -> None:
         self._batches: Iterable[Any] | None = batches
         self.pid = os.getpid()
-        self._handoff = handoff
+        self._queue = queue
         self._memory = memory
         self._stopped = False
         self._watched: weakref.ref[Any] | None = None
@@ -320,9 +322,9 @@ class ThreadPull:
                 if close is not None:
                     close()
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; it is raised at the `for` line
-            self._handoff.put(FeedFailure(error))
+            self._queue.put(FeedFailure(error))
         else:
-            self._handoff.put(Stopped())  # where it has not ended: a copy thread behind this one ends too
+            self._queue.put(Stopped())  # where it has not ended: a copy thread behind this one ends too
 
     def _over(self) -> bool:
         return self._stopped or (self._watched is not None and self._watched() is None)
@@ -334,9 +336,9 @@ class ThreadPull:
             try:
                 batch = next(iterator)
             except StopIteration:
-                self._handoff.put(EndOfEpoch())
+                self._queue.put(EndOfEpoch())
                 return
-            self._handoff.put(_ready(batch, number, self._memory))
+            self._queue.put(_ready(batch, number, self._memory))
             del batch
             number += 1
 
@@ -346,16 +348,16 @@ class LoopPull:
 
     Args:
         batches: iterated by one task.
-        handoff: where the batches go.
+        queue: where the batches go.
         room: how many may wait.
         memory: pinned memory that tensors are moved to; ``None`` leaves them where they are.
     """
 
     def __init__(
-        self, batches: AsyncIterable[Any], handoff: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
     ) -> None:
         self._batches = batches
-        self._handoff = handoff
+        self._queue = queue
         self._memory = memory
         self._room = asyncio.Semaphore(room)
 
@@ -374,14 +376,14 @@ class LoopPull:
                 try:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
-                    self._handoff.put(EndOfEpoch())
+                    self._queue.put(EndOfEpoch())
                     return
                 await clear_cancellation()  # the iterable may have swallowed ours, or left one of its own
                 if self._memory is None:
                     item = ReadyBatch(number, 0, batch)
                 else:
                     item = await asyncio.to_thread(_ready, batch, number, self._memory)
-                self._handoff.put(item)
+                self._queue.put(item)
                 number += 1
         except BaseException as error:  # the user's iterable may raise anything; it is raised at the `for` line
             if isinstance(error, GeneratorExit):
@@ -390,7 +392,7 @@ class LoopPull:
                 if isinstance(error, asyncio.CancelledError):
                     raise
                 return  # it failed as it was stopped, and nobody asks any more
-            self._handoff.put(FeedFailure(as_exception(error)))
+            self._queue.put(FeedFailure(as_exception(error)))
         finally:
             close = getattr(iterator, "aclose", None)
             if close is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from aiofeed.core.types import public
 from aiofeed.devices.group_copier import copier_for
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 BatchT = TypeVar("BatchT")
 
 
+@public
 def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | DeviceBackend]) -> tuple[BatchT, ...]:
     """A batch in parts, one per device, as ``Feeder(..., device=[...])`` gives them.
 

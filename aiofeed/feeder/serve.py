@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import WorkerDiedError, as_exception
 from aiofeed.core.limits import positive_int
+from aiofeed.core.types import public
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.feeder")
 
 # How long close() waits: for consumers to hear of it, and for what cannot be left.
 JOIN_S = 5.0
@@ -47,6 +48,7 @@ class ServedConsumer:
     batches: int
 
 
+@public
 def serve(
     feeder: Feeder[Any],
     address: str | os.PathLike[str],
@@ -86,8 +88,8 @@ def serve(
     """
     if not isinstance(feeder, Feeder):
         raise TypeError(f"serve takes a Feeder, got {feeder!r}")
-    backend = feeder._recipe.backend
-    if backend is None and feeder._recipe.transform is not None:
+    backend = feeder._config.backend
+    if backend is None and feeder._config.transform is not None:
         raise ValueError(
             "a feeder with transform= and no device= cannot be served: leave it out, and give it to each attach()"
         )
@@ -114,7 +116,7 @@ class Server:
         self._feeder = feeder
         self._path = path
         self._terms = terms
-        self._runtime: EventLoopThread | None = None
+        self._loop_thread: EventLoopThread | None = None
         self._hub: Hub | None = None
         self._done: Future[None] = Future()
 
@@ -170,7 +172,7 @@ class Server:
             self.close()
 
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
-        if self._runtime is not None and not self._runtime.stopping and not self._done.done():
+        if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
             raise RuntimeError(f"it serves already, at {self._path}")
         number = _ENDLESS if epochs is None else positive_int("epochs", epochs)
         if not len(self._feeder):
@@ -185,28 +187,28 @@ class Server:
         ring = self._ring()
         listener = Listener(self._path, SERVER)
         # Of engine processes that are still to be started, the memory is handed on as it is.
-        passable = self._feeder._recipe.passable or Passable(self._terms.lag)
+        passable = self._feeder._config.passable or Passable(self._terms.lag)
         self._feeder._pass_on(passable)
-        runtime = EventLoopThread(read_threads=1, decode_threads=1)
+        loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
-            hub = Hub(self._feeder, listener, self._terms, runtime.decode_pool, passable, ring)
+            hub = Hub(self._feeder, listener, self._terms, loop_thread.decode_pool, passable, ring)
             self._hub = hub
             done: Future[None] = Future()
             self._done = done
-            runtime.at_exit(listener.close)
-            runtime.at_exit(partial(_finish, done, None))
-            runtime.at_death(partial(_finish, done))
-            runtime.watch(self)
-            self._runtime = runtime
-            runtime.launch()
-            runtime.start(partial(_serve, hub, number, go_on, done, runtime.stop))
+            loop_thread.at_exit(listener.close)
+            loop_thread.at_exit(partial(_finish, done, None))
+            loop_thread.at_death(partial(_finish, done))
+            loop_thread.watch(self)
+            self._loop_thread = loop_thread
+            loop_thread.launch()
+            loop_thread.start(partial(_serve, hub, number, go_on, done, loop_thread.stop))
         except BaseException:
-            runtime.stop()
+            loop_thread.stop()
             listener.close()
             raise
 
     def _ring(self) -> DeviceRing | None:
-        backend = self._feeder._recipe.backend
+        backend = self._feeder._config.backend
         if backend is None:
             return None
         from aiofeed.processes.serving.device_ring import DeviceRing
@@ -218,13 +220,13 @@ class Server:
 
         Consumers still get what they were sent, then an error that says so. The feeder stays open.
         """
-        runtime, self._runtime = self._runtime, None
-        if runtime is None or runtime.inherited:
+        loop_thread, self._loop_thread = self._loop_thread, None
+        if loop_thread is None or loop_thread.inherited:
             return
-        runtime.stop()
-        if not runtime.join(JOIN_S):
+        loop_thread.stop()
+        if not loop_thread.join(JOIN_S):
             log.warning("the server at %s did not end within %.0f s of close() and is left behind", self._path, JOIN_S)
-            threads.forget(runtime)
+            threads.forget(loop_thread)
         self._hub = None
 
     def __enter__(self) -> Server:

@@ -22,7 +22,7 @@ from aiofeed.sources.dataset_slots import refuse_within_itself
 
 BatchT = TypeVar("BatchT")
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.feeder")
 
 
 class FeederSession(Generic[BatchT]):
@@ -31,7 +31,7 @@ class FeederSession(Generic[BatchT]):
     It is kept alive by its feeder and by the open iterator; once both are gone, the threads end.
 
     Args:
-        recipe: what to run.
+        config: what to run.
         order: the feeder's.
         progress: where its user stands; advanced as batches are handed out.
         failures: the samples that failed.
@@ -39,9 +39,9 @@ class FeederSession(Generic[BatchT]):
     """
 
     def __init__(
-        self, recipe: FeederConfig, *, order: FeedOrder, progress: Checkpoint, failures: FailureLog, past: EpochStats
+        self, config: FeederConfig, *, order: FeedOrder, progress: Checkpoint, failures: FailureLog, past: EpochStats
     ) -> None:
-        self.recipe = recipe
+        self.config = config
         self._order = order
         self._progress = progress
         self._failures = failures
@@ -54,7 +54,7 @@ class FeederSession(Generic[BatchT]):
         # Epochs that were finished one after the other, and the last one that is sure to be asked for.
         self._in_a_row = 0
         self._last_epoch: int | None = None
-        tie_memory(self, recipe)
+        tie_memory(self, config)
 
     @property
     def live(self) -> bool:
@@ -67,14 +67,14 @@ class FeederSession(Generic[BatchT]):
         if total:
             counters.add(self._past)
         counters.add(self.counters)
-        limits, pipeline = self.recipe.limits, self.pipeline
+        limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
         gil = tuner.decoding.gil if tuner is not None else None
         return FeedStatistics(
             **counters.totals(),  # type: ignore[arg-type]
             queue_depth=pipeline.queue_depth if pipeline is not None else 0,
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
-            decode_threads=limits.decode_threads if tuner is None else tuner.lanes,
+            decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
         )
@@ -101,20 +101,20 @@ class FeederSession(Generic[BatchT]):
             raise
 
     def _begin(self) -> FeedIterator[BatchT]:
-        if isinstance(self.recipe.source, FromDataset) and not self.recipe.engines:
-            refuse_within_itself(self.recipe.source)
+        if isinstance(self.config.source, FromDataset) and not self.config.engines:
+            refuse_within_itself(self.config.source)
         if not self._conclude():
             self._close_iterator("a newer iterator of the same feeder was started")
         begun = self._order.begin(self._progress.next_position())
         start = begun.start
         claimed, stream = None, self._stream
         if self.pipeline is not None and self.pipeline.reusable() and stream is not None:
-            follows = begun.permutation is None and goes_on(self.recipe, self.pipeline)
-            claimed = stream.claim(begun.schedule, start) if follows else None
+            follows = begun.permutation is None and goes_on(self.config, self.pipeline)
+            claimed = stream.take_over(begun.schedule, start) if follows else None
         if claimed is None or stream is None:
             claimed = EpochStats()
             stream = EpochStream(begun.schedule, start, claimed, begun.permutation)
-        if begun.permutation is None and goes_on(self.recipe, None):
+        if begun.permutation is None and goes_on(self.config, None):
             # Before it starts: a short epoch is planned at once, and then it is too late.
             self._look_ahead(stream, start.epoch)
         if stream is not self._stream:
@@ -125,7 +125,7 @@ class FeederSession(Generic[BatchT]):
         self.counters = claimed
         self._progress.begin(start.epoch)
         self._failures.begin()
-        self._account = EpochProgress(begun.schedule, start, self.recipe.in_order)
+        self._account = EpochProgress(begun.schedule, start, self.config.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(
             self.pipeline.delivery, claimed, observer=_SessionObserver(self, self._account)
         )
@@ -144,7 +144,7 @@ class FeederSession(Generic[BatchT]):
         if (iterator := self._live_iterator()) is not None:
             ended = iterator.conclude()
         else:
-            ended = account.ended or see_end(pipeline.delivery.handoff)
+            ended = account.ended or see_end(pipeline.delivery.queue)
         if ended and not account.ended:
             self._ended(account)
         return ended
@@ -160,25 +160,25 @@ class FeederSession(Generic[BatchT]):
     def _start_stream(self, stream: EpochStream) -> None:
         old = self.pipeline
         drained = self._stream is not None and self._stream.drained()
-        if old is not None and old.reusable() and drained and serves(self.recipe, old, stream):
+        if old is not None and old.reusable() and drained and serves(self.config, old, stream):
             self.pipeline = old
         else:
             # Whatever was read ahead belongs to an epoch that is not wanted any more.
             if old is not None and not old.inherited:
                 old.stop()
-            self.pipeline = new_pipeline(self.recipe, stream, after=old)
+            self.pipeline = new_pipeline(self.config, stream, after=old)
             self.pipeline.watch(self)
         self._stream = stream
         self.pipeline.start(stream)
 
     def _look_ahead(self, stream: EpochStream, epoch: int) -> None:
         """Allow the next epochs to be begun while this one is consumed, where they are sure or likely to come."""
-        if not stream.schedule.stripe().batches:
+        if not stream.schedule.shard().batches:
             return  # planning epochs without a batch waits for nothing: all of them would be, at once
         if self._last_epoch is not None:
-            stream.allow(self._last_epoch)
+            stream.permit_until(self._last_epoch)
         elif self._in_a_row:
-            stream.allow(epoch + 1)
+            stream.permit_until(epoch + 1)
 
     def stop(self, reason: str) -> BatchPipeline | None:
         """Close the open iterator and signal the threads to end; never blocks. Returns what is to be waited for."""
@@ -219,31 +219,31 @@ class FeederSession(Generic[BatchT]):
 class _SessionObserver:
     """What is learnt from an iterator. Keeps the passes alive while one iterates."""
 
-    def __init__(self, passes: FeederSession[Any], account: EpochProgress) -> None:
-        self._passes = passes
+    def __init__(self, session: FeederSession[Any], account: EpochProgress) -> None:
+        self._session = session
         self._account = account
 
     def handing_out(self, item: ReadyBatch) -> None:
-        passes = self._passes
+        session = self._session
         if item.failures:
-            passes.counters.failures += passes._failures.add(item.failures, self._account.start.epoch)
+            session.counters.failures += session._failures.add(item.failures, self._account.start.epoch)
         if not self._account.began:
-            passes._progress.follow(self._account)
-            passes._order.began()
-        if self._account.last_to_come and passes.pipeline is not None:
+            session._progress.follow(self._account)
+            session._order.began()
+        if self._account.last_to_come and session.pipeline is not None:
             # The iterator may be dropped then: all it could still give is the end.
-            passes.pipeline.watch(passes)
+            session.pipeline.watch(session)
 
     def handed_out(self, item: ReadyBatch) -> None:
         self._account.handed_out(item.number)
 
     def failed(self, item: FeedFailure) -> None:
-        self._passes.counters.failures += self._passes._failures.add(item.failures, self._account.start.epoch)
-        self._passes._progress.failed(self._account)
-        self._passes._in_a_row = 0
+        self._session.counters.failures += self._session._failures.add(item.failures, self._account.start.epoch)
+        self._session._progress.failed(self._account)
+        self._session._in_a_row = 0
 
     def ended(self) -> None:
-        passes = self._passes
-        passes._ended(self._account)
-        if passes.pipeline is not None:
-            passes.pipeline.watch(passes)
+        session = self._session
+        session._ended(self._account)
+        if session.pipeline is not None:
+            session.pipeline.watch(session)

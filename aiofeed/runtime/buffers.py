@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.runtime")
 
 # Below this, malloc is faster than the bookkeeping, and a user who keeps only the labels keeps nothing else alive.
 SMALL_BYTES = 64 * 1024

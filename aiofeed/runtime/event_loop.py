@@ -29,7 +29,7 @@ from aiofeed.runtime import threads
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.threads import DaemonThread
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.runtime")
 
 # Dropped feeders are noticed within this; 20 wake-ups a second cost a ten-thousandth of a core.
 HEARTBEAT_S = 0.05
@@ -66,7 +66,7 @@ class EventLoopThread:
     def __init__(self, *, read_threads: int, decode_threads: int, after: EventLoopThread | None = None) -> None:
         self.pid = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.read_pool = ThreadPool("read", read_threads, lanes=1)
+        self.read_pool = ThreadPool("read", read_threads, max_running=1)
         self.decode_pool = ThreadPool("decode", decode_threads)
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._after = after
@@ -189,12 +189,14 @@ class EventLoopThread:
             for function in self._at_exit:
                 function()
             self.loop.close()
+            log.debug("event loop: stopped")
             self.finished.set_result(None)
 
     async def _serve(self) -> None:
         if self._after is not None:
             predecessor, self._after = self._after.finished, None
             await asyncio.wait([asyncio.wrap_future(predecessor)], timeout=CLEANUP_S)
+        log.debug("event loop: started")
         early, self._early = self._early or [], None
         for function in early:
             self._start(function)
@@ -221,14 +223,14 @@ class EventLoopThread:
         added where reads wait for storage and decoders for reads, and taken away where decoders have a backlog.
         """
         reads, decodes = self.read_pool, self.decode_pool
-        starving = bool(reads.backlog) and decodes.running < decodes.lanes
+        starving = bool(reads.backlog) and decodes.running < decodes.max_running
         if starving and reads.waiting_share > WAITING_SHARE:
-            reads.widen(reads.lanes * 2)
-        elif decodes.backlog > decodes.max_threads and reads.lanes > 1:
+            reads.set_max_running(reads.max_running * 2)
+        elif decodes.backlog > decodes.max_threads and reads.max_running > 1:
             self._surplus += 1
             if self._surplus >= SURPLUS_LOOKS:
                 self._surplus = 0
-                reads.widen(reads.lanes // 2)
+                reads.set_max_running(reads.max_running // 2)
         asyncio.get_running_loop().call_later(LOOK_S if starving else HEARTBEAT_S, self._watch_reads)
 
     def _beat(self) -> None:

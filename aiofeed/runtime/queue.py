@@ -71,11 +71,11 @@ class BatchQueue(Generic[T]):
         Raises:
             queue.Empty: there was none within ``timeout_s``.
         """
-        item = self.first(timeout_s)
+        item = self.peek(timeout_s)
         del self.items[0]
         return item
 
-    def first(self, timeout_s: float | None = None) -> T:
+    def peek(self, timeout_s: float | None = None) -> T:
         """The next item, which stays; blocks the calling thread until there is one. See ``get``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.items:
@@ -96,12 +96,12 @@ class BatchQueue(Generic[T]):
             self._asleep = False
 
     async def get_async(self) -> T:
-        """The next item; suspends the calling task. Cancelling it loses nothing. See ``first_async``."""
-        item = await self.first_async()
+        """The next item; suspends the calling task. Cancelling it loses nothing. See ``peek_async``."""
+        item = await self.peek_async()
         del self.items[0]
         return item
 
-    async def first_async(self) -> T:
+    async def peek_async(self) -> T:
         """The next item, which stays; suspends the calling task. Cancelling it loses nothing.
 
         Raises:
@@ -195,15 +195,15 @@ def release(item: ReadyBatch) -> None:
         said(item)
 
 
-def drop_batches(handoff: BatchQueue[QueueItem]) -> None:
+def drop_batches(queue: BatchQueue[QueueItem]) -> None:
     """Let go of finished batches that nobody is going to take; what else is there stays."""
     others = []
     try:
         while True:
-            item = handoff.get_nowait()
+            item = queue.get_nowait()
             if not isinstance(item, ReadyBatch):
                 others.append(item)
     except Empty:
         pass
     for other in others:
-        handoff.put(other)
+        queue.put(other)

@@ -52,13 +52,13 @@ class ThreadPool(ThreadPoolExecutor):
     Args:
         name: threads are called ``aiofeed-<name>-<number>``.
         max_threads: the most there may be.
-        lanes: how many jobs may run at a time; others wait. It can be changed as the pool runs.
+        max_running: how many jobs may run at a time; others wait. It can be changed as the pool runs.
     """
 
-    def __init__(self, name: str, max_threads: int, lanes: int | None = None) -> None:
+    def __init__(self, name: str, max_threads: int, max_running: int | None = None) -> None:
         self.name = name
         self.max_threads = max_threads
-        self._lanes = max_threads if lanes is None else lanes
+        self._max_running = max_threads if max_running is None else max_running
         self._ready: SimpleQueue[_Work | None] = SimpleQueue()
         self._backlog: deque[_Work] = deque()
         self._own_threads: list[DaemonThread] = []
@@ -77,9 +77,9 @@ class ThreadPool(ThreadPoolExecutor):
         return tuple(thread.thread for thread in self._own_threads)
 
     @property
-    def lanes(self) -> int:
+    def max_running(self) -> int:
         """How many jobs may run at a time."""
-        return self._lanes
+        return self._max_running
 
     @property
     def running(self) -> int:
@@ -101,10 +101,10 @@ class ThreadPool(ThreadPoolExecutor):
         """The part of its time that a job spends off the processor: near 1 for slow storage."""
         return 1.0 - self._cpu_s / self._wall_s if self._wall_s else 0.0
 
-    def widen(self, lanes: int) -> None:
+    def set_max_running(self, max_running: int) -> None:
         """Let so many jobs run at a time, within ``max_threads``; takes effect at once, or as jobs end."""
         with self._lock:
-            self._lanes = max(1, min(lanes, self.max_threads))
+            self._max_running = max(1, min(max_running, self.max_threads))
             self._dispatch()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -150,7 +150,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._draining = True
 
     def _dispatch(self) -> None:
-        while self._backlog and self._running < self._lanes:
+        while self._backlog and self._running < self._max_running:
             if self._running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
                 return
             self._ready.put(self._take())
@@ -204,7 +204,7 @@ class ThreadPool(ThreadPoolExecutor):
             if wall:
                 self._wall_s = self._wall_s * 0.9 + time.perf_counter() - wall
                 self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu
-            work = self._take() if self._backlog and self._running < self._lanes else None
+            work = self._take() if self._backlog and self._running < self._max_running else None
             self._dispatch()
             return work
 

@@ -105,12 +105,12 @@ class EpochStream:
             counters = self._counters.setdefault(epoch, EpochStats())
         return counters
 
-    def allow(self, epoch: int) -> None:
+    def permit_until(self, epoch: int) -> None:
         """Epochs up to this one may be begun before they are claimed."""
         with self._lock:
             self._allowed = max(self._allowed, epoch)
 
-    def claim(self, schedule: Schedule, position: Position) -> EpochStats | None:
+    def take_over(self, schedule: Schedule, position: Position) -> EpochStats | None:
         """Take the next epoch of this stream, if it is the one that is wanted; its counters."""
         with self._lock:
             follows = position.fresh and position.epoch == self._claimed + 1 and schedule == self.schedule

@@ -12,7 +12,7 @@ from aiofeed.sampling.sampler import SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule, Shuffle
 from aiofeed.sampling.sharding import check_shard, find_shard
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.sampling")
 
 # From here on the list of a shuffled epoch takes 80 MB, and a tenth of a second to make.
 LISTED_MOST = 10_000_000
@@ -117,7 +117,7 @@ class FeedOrder:
 
     def _warn_of_nothing(self, schedule: Schedule) -> None:
         """Say once that an epoch has no batch: a loop over it does nothing, and looks like one that is done."""
-        if self._warned or schedule.stripe().batches:
+        if self._warned or schedule.shard().batches:
             return
         self._warned = True
         ranks = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""

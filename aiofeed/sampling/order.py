@@ -192,23 +192,23 @@ class PermutedOrder:
 
 
 def plans(
-    stripe: Shard, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
+    shard: Shard, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
 ) -> Iterator[BatchPlan]:
     """The batches of a stripe, in order, computed as they are asked for; those numbered in ``skip`` are left out.
 
     ``permute`` is called once, with the first batch, by whoever asks for it: a list of a hundred million indices
     takes a second to shuffle, and the caller of ``iter()`` should not wait for it.
     """
-    if not stripe.batches:
+    if not shard.batches:
         return
     permutation = permute()
-    order = PermutedOrder(stripe.length, permutation)
-    size, batches = stripe.batch_size, stripe.batches
+    order = PermutedOrder(shard.length, permutation)
+    size, batches = shard.batch_size, shard.batches
     # Some batches at a time: six steps of numpy's on 64 numbers cost ten times what the numbers do.
     several = max(PLANNED // size, 1)
     for first in range(0, batches, several):
-        found = stripe.positions(first, several)
-        indices, positions = _as_list(permutation(found % stripe.length)), _as_list(found)
+        found = shard.positions(first, several)
+        indices, positions = _as_list(permutation(found % shard.length)), _as_list(found)
         for number in range(first, min(first + several, batches)):
             if number not in skip:
                 piece = slice((number - first) * size, (number - first + 1) * size)
@@ -241,13 +241,13 @@ class BatchRanges:
     """The batches of a stripe as ``plans`` gives them, but several at once, from wherever they are asked for.
 
     Args:
-        stripe: the rank's part.
+        shard: the rank's part.
         permute: called once, when the first are asked for.
         skip: numbers that are left out.
     """
 
-    def __init__(self, stripe: Shard, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
-        self._stripe = stripe
+    def __init__(self, shard: Shard, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
+        self._stripe = shard
         self._permute = permute
         self._permutation: Permutation | None = None
         self._skip = skip
@@ -257,10 +257,10 @@ class BatchRanges:
 
     def at(self, first: int, most: int) -> BatchRange | None:
         """Up to ``most`` batches, the first of them number ``first`` or the next that is not left out."""
-        stripe, skip = self._stripe, self._skip
+        shard, skip = self._stripe, self._skip
         while first in skip:
             first += 1
-        count = min(most, stripe.batches - first)
+        count = min(most, shard.batches - first)
         if count <= 0:
             return None
         numbers: Sequence[int] = range(first, first + count)
@@ -270,20 +270,20 @@ class BatchRanges:
         else:
             indices = self._indices(first, count)
         # With one rank there is no padding, so that positions that follow one another are a run.
-        run = isinstance(self._permutation, Sequential) and stripe.world_size == 1 and isinstance(numbers, range)
-        return BatchRange(numbers, indices, stripe.batch_size, run)
+        run = isinstance(self._permutation, Sequential) and shard.world_size == 1 and isinstance(numbers, range)
+        return BatchRange(numbers, indices, shard.batch_size, run)
 
     def _indices(self, first: int, count: int) -> Int64:
         """Of ``count`` batches from ``first`` on. A view of memory that is not written to again."""
-        stripe = self._stripe
+        shard = self._stripe
         if first not in self._of or first + count > self._of.stop:
             if self._permutation is None:
                 self._permutation = self._permute()
-            several = max(count, STRETCHED // stripe.batch_size)
-            block = self._permutation(stripe.positions(first, several) % stripe.length)
+            several = max(count, STRETCHED // shard.batch_size)
+            block = self._permutation(shard.positions(first, several) % shard.length)
             self._block, self._of = block, range(first, first + several)
-        at = (first - self._of.start) * stripe.batch_size
-        return self._block[at : at + count * stripe.batch_size]
+        at = (first - self._of.start) * shard.batch_size
+        return self._block[at : at + count * shard.batch_size]
 
 
 def _as_list(values: Int64) -> Sequence[int]:

@@ -79,7 +79,7 @@ class Schedule:
     rank: int = 0
     world_size: int = 1
 
-    def stripe(self, consumed: int = 0) -> Shard:
+    def shard(self, consumed: int = 0) -> Shard:
         """What is left for this rank after ``consumed`` positions."""
         return Shard(
             length=self.length,
@@ -94,11 +94,11 @@ class Schedule:
     def plans(self, start: Position, listed: Permutation | None = None) -> Iterator[BatchPlan]:
         """The batches from a position to the end of its epoch; ``listed`` is what a sampler gave for it."""
         permute = self._permute(start, listed)
-        return plans(self.stripe(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
+        return plans(self.shard(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
 
-    def stretches(self, start: Position, listed: Permutation | None = None) -> BatchRanges:
+    def batch_ranges(self, start: Position, listed: Permutation | None = None) -> BatchRanges:
         """The same batches, to be had several at once."""
-        return BatchRanges(self.stripe(start.consumed), self._permute(start, listed), start.ahead)
+        return BatchRanges(self.shard(start.consumed), self._permute(start, listed), start.ahead)
 
     def _permute(self, start: Position, listed: Permutation | None) -> Callable[[], Permutation]:
         return partial(self._permutation, start.epoch) if listed is None else partial(_given, listed)
@@ -120,15 +120,15 @@ class Schedule:
         prefix = number + 1 if others is None else 0
         while prefix in done:
             prefix += 1
-        stripe = self.stripe(start.consumed)
-        if prefix >= stripe.batches:
+        shard = self.shard(start.consumed)
+        if prefix >= shard.batches:
             return Position(start.epoch + 1)
         ahead = frozenset(batch - prefix for batch in done if batch > prefix)
-        return Position(start.epoch, stripe.consumed_after(prefix), ahead)
+        return Position(start.epoch, shard.consumed_after(prefix), ahead)
 
     def begin(self, position: Position) -> Position:
         """The position itself, or the next epoch where nothing is left of this one."""
-        if position.fresh or self.stripe(position.consumed).batches > len(position.ahead):
+        if position.fresh or self.shard(position.consumed).batches > len(position.ahead):
             return position
         return Position(position.epoch + 1)
 

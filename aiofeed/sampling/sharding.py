@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.sampling")
 
 
 def find_shard() -> tuple[int, int]:

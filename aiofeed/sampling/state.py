@@ -151,7 +151,7 @@ class EpochProgress:
         self.start = start
         self._schedule = schedule
         self._last = -1
-        self._left = schedule.stripe(start.consumed).batches - len(start.ahead)
+        self._left = schedule.shard(start.consumed).batches - len(start.ahead)
         self.ended = False
         # A dict, because to put something into a set is a call, and a signal handler may run after it.
         self._numbers: dict[int, None] | None = None if in_order else {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from aiofeed.core.limits import positive_int
-from aiofeed.core.types import Source
+from aiofeed.core.types import Source, public
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -24,6 +24,7 @@ class MapDataset(Protocol[ItemT_co]):
         ...
 
 
+@public
 class FromDataset:
     """A map-style ``Dataset``; ``__getitems__`` is used where it has one.
 

@@ -18,7 +18,7 @@ from aiofeed.core.errors import FeedError
 from aiofeed.runtime.time_limits import AbandonedError, StopFlag
 from aiofeed.sources.dataset import FromDataset
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.sources")
 
 # A call that is waited for longer than this is named in the log.
 TELL_S = 5.0

@@ -11,6 +11,7 @@ from typing import Any
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed.core.limits import positive_int
+from aiofeed.core.types import public
 from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
@@ -37,6 +38,7 @@ GROUP_LEAST = 4
 AT_ONCE_S = 0.0005
 
 
+@public
 class Files:
     """One sample per file; regular files only, each read whole.
 

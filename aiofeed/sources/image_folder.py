@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from aiofeed.core.types import public
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
 
@@ -12,6 +13,7 @@ from aiofeed.sources.files import Files
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
+@public
 class ImageFolder(Files):
     """``root/class_name/.../image.jpg``: one sample per image, its class's number as target.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-_log = logging.getLogger("aiofeed")
+_log = logging.getLogger("aiofeed.sources")
 
 LIBRARY = Path(__file__).with_name("_native_files.so")
 _RELEASE = 1

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.core.types import public
+
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
@@ -16,6 +18,7 @@ FINGERPRINT_ROWS = 1024
 FINGERPRINT_BYTES = 1 << 20
 
 
+@public
 class Tensors:
     """Tensors or arrays of one length, sample ``i`` being row ``i`` of each; they are held, not copied.
 

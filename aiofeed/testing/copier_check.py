@@ -155,7 +155,7 @@ class _CopyConsumer:
 
     def take(self, mover: Copier, in_flight: PendingCopy) -> None:
         number, self.taken = self.taken, self.taken + 1
-        with self.backend.on(self.streams[number // _SWITCH % len(self.streams)]):
+        with self.backend.use_stream(self.streams[number // _SWITCH % len(self.streams)]):
             if number // _PHASE % 2:
                 self.slow()
             named, (labels, plain), key = mover.deliver(in_flight)

@@ -124,7 +124,7 @@ class _streams:  # noqa: N801 - used as a function
     """Every consumer's stream of the moment, as the current one of its device."""
 
     def __init__(self, consumers: Sequence[_FeedConsumer], number: int) -> None:
-        self._contexts = [consumer.backend.on(consumer.stream(number)) for consumer in consumers]
+        self._contexts = [consumer.backend.use_stream(consumer.stream(number)) for consumer in consumers]
 
     def __enter__(self) -> None:
         for context in self._contexts:

@@ -83,7 +83,7 @@ class SimulatedDevice:
         return stream
 
     @contextmanager
-    def on(self, stream: SimulatedStream, /) -> Iterator[None]:
+    def use_stream(self, stream: SimulatedStream, /) -> Iterator[None]:
         """Make a stream current in the calling thread."""
         before = self.current_stream()
         self._local.stream = stream
@@ -117,7 +117,7 @@ class SimulatedDevice:
         with self._turn():
             self._schedule.push(stream, Queued(None, after=event))
 
-    def hold(self, tensor: torch.Tensor, stream: SimulatedStream, /) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream, /) -> None:
         """Keep the memory, once it is dropped, until the work queued on a stream by then has run."""
         if isinstance(tensor, SimulatedTensor) and tensor.simulated is self:
             with self._schedule.lock:

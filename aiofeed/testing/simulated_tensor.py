@@ -44,7 +44,7 @@ class SimulatedTensor(torch.Tensor):
 
     def record_stream(self, s: Any) -> None:
         """``SimulatedDevice.hold``; torch's own takes no streams but torch's."""
-        self.simulated.hold(self, s)
+        self.simulated.record_stream(self, s)
 
     @classmethod
     def __torch_function__(

@@ -28,7 +28,7 @@ def run(setup: Setup) -> list[Figure]:
     def bare() -> Mapping[str, float]:
         side = backend.side_stream()
         ahead: list[Any] = []
-        with backend.on(side):
+        with backend.use_stream(side):
             for number in range(batches):
                 backend.copy(in_pinned[number % len(in_pinned)])
                 ahead.append(backend.record(side))

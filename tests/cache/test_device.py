@@ -128,7 +128,7 @@ def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, targ
     with plain, feeder:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._passes.pipeline, ResidentPipeline) == (epoch > 0)
+            assert isinstance(feeder._session.pipeline, ResidentPipeline) == (epoch > 0)
         assert feeder.statistics().bytes_read == 0
     probes = 0 if isinstance(decode, Planar) else 1
     assert sum(source.reads.values()) == 22 + probes
@@ -195,7 +195,7 @@ def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
     with feeder:
         for epoch in feeder.epochs(4):
             assert len([flat(batch) for batch in feeder]) == 6
-            assert isinstance(feeder._passes.pipeline, ResidentPipeline if epoch else StreamingPipeline)
+            assert isinstance(feeder._session.pipeline, ResidentPipeline if epoch else StreamingPipeline)
         assert source.reads == Counter([*range(22), 0])
 
 
@@ -225,7 +225,7 @@ def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
     with cached, plain:
         for _ in range(12):
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
-        assert isinstance(cached._passes.pipeline, ResidentPipeline)
+        assert isinstance(cached._session.pipeline, ResidentPipeline)
     assert source.reads - Counter([0]) == Counter(range(40)) - (Counter([0]) if source.reads[0] == 1 else Counter())
 
 
@@ -236,7 +236,7 @@ def test_a_shard_that_never_changes_is_resident_from_the_second_epoch() -> None:
     with feeder:
         first = [flat(batch) for batch in feeder]
         assert [flat(batch) for batch in feeder] == first
-        assert isinstance(feeder._passes.pipeline, ResidentPipeline)
+        assert isinstance(feeder._session.pipeline, ResidentPipeline)
     assert set(source.reads) == {0, *range(1, 40, 2)}
 
 
@@ -466,9 +466,9 @@ def test_what_was_made_of_a_part_is_used_again(kind: str | None) -> None:
     with feeder:
         list(feeder)
         list(feeder)
-        held = feeder._passes.pipeline.source  # type: ignore[union-attr]
+        held = feeder._session.pipeline.source  # type: ignore[union-attr]
         list(feeder)
-        assert feeder._passes.pipeline.source is held  # type: ignore[union-attr]
+        assert feeder._session.pipeline.source is held  # type: ignore[union-attr]
     assert len(asked) == 11
 
 
@@ -478,9 +478,9 @@ def test_close_waits_for_the_threads_of_the_first_epoch(kind: str | None) -> Non
     source = Numbers()
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=device_of(kind))
     list(feeder)
-    pipeline = feeder._passes.pipeline
+    pipeline = feeder._session.pipeline
     list(feeder)
-    assert feeder._passes.pipeline is not pipeline
+    assert feeder._session.pipeline is not pipeline
     feeder.close()
     assert source.opened == 0
     assert pipeline.join(0)  # type: ignore[union-attr]
@@ -493,9 +493,9 @@ def test_a_pickled_feeder_begins_without() -> None:
         other = pickle.loads(pickle.dumps(feeder))
     with other:
         assert [flat(batch) for batch in other] == first
-        assert isinstance(other._passes.pipeline, StreamingPipeline)
+        assert isinstance(other._session.pipeline, StreamingPipeline)
         assert [flat(batch) for batch in other] == first
-        assert isinstance(other._passes.pipeline, ResidentPipeline)
+        assert isinstance(other._session.pipeline, ResidentPipeline)
 
 
 @DEVICES
@@ -509,7 +509,7 @@ def test_a_sampler_is_respected(kind: str | None) -> None:
     with feeder, plain:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._passes.pipeline, ResidentPipeline) == (epoch > 0)
+            assert isinstance(feeder._session.pipeline, ResidentPipeline) == (epoch > 0)
 
 
 @pytest.mark.parametrize("latency", LATENCIES)

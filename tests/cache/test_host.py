@@ -374,7 +374,7 @@ def test_memory_goes_with_the_feeder() -> None:
 
     feeder = Feeder(Numbers(), decode=tensor, batch_size=4, cache="host")
     kept = list(feeder)
-    arena = weakref.ref(feeder._recipe.cache._arena)  # type: ignore[union-attr]
+    arena = weakref.ref(feeder._config.cache._arena)  # type: ignore[union-attr]
     feeder.close()
     del feeder
     gc.collect()

@@ -133,7 +133,7 @@ def test_batches_equal_those_without_a_cache(kind: str | None, cache: Any, item:
     with plain, feeder:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._passes.pipeline, ResidentPipeline) == (epoch > 0 and cache == "device")
+            assert isinstance(feeder._session.pipeline, ResidentPipeline) == (epoch > 0 and cache == "device")
     assert dataset.reads == Counter(range(22))
 
 
@@ -230,7 +230,7 @@ def test_a_sampler_is_respected(kind: str | None, many: bool) -> None:
     with feeder, plain:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._passes.pipeline, ResidentPipeline) == (epoch > 0)
+            assert isinstance(feeder._session.pipeline, ResidentPipeline) == (epoch > 0)
         met = Counter(dataset.reads)
         list(feeder)
         assert dataset.reads == met
@@ -246,7 +246,7 @@ def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
     with cached, plain:
         for _ in range(12):
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
-        assert isinstance(cached._passes.pipeline, ResidentPipeline)
+        assert isinstance(cached._session.pipeline, ResidentPipeline)
     assert dataset.reads - Counter([0]) == Counter(range(1, 40)) + (
         Counter([0]) if dataset.reads[0] == 2 else Counter()
     )
@@ -314,7 +314,7 @@ def test_items_that_all_fail_at_first(kind: str | None, caplog: pytest.LogCaptur
         plain = [flat(batch) for batch in Feeder(Items(22), batch_size=4)]
         for _ in range(3):
             assert [flat(batch) for batch in feeder] == plain
-        assert isinstance(feeder._passes.pipeline, ResidentPipeline)
+        assert isinstance(feeder._session.pipeline, ResidentPipeline)
 
 
 @DEVICES
@@ -432,7 +432,7 @@ def test_a_copy_that_fails(at: int) -> None:
             list(feeder)
         for _ in range(3):
             assert [flat(batch) for batch in feeder] == plain
-        assert isinstance(feeder._passes.pipeline, ResidentPipeline)
+        assert isinstance(feeder._session.pipeline, ResidentPipeline)
 
 
 # What items are, what the ninth is, and what is said of that.
@@ -670,7 +670,7 @@ def test_a_pickled_feeder_begins_without(cache: Any) -> None:
     with other:
         for _ in range(2):
             assert [flat(batch) for batch in other] == first
-            assert isinstance(other._passes.pipeline, StreamingPipeline) == (cache == "host" or _ == 0)
+            assert isinstance(other._session.pipeline, StreamingPipeline) == (cache == "host" or _ == 0)
 
 
 @DEVICES

@@ -37,7 +37,7 @@ class NoWait(Copier):
     def deliver(self, in_flight):
         for leaf in leaves(in_flight.batch):
             if isinstance(leaf, torch.Tensor):
-                self.backend.hold(leaf, self.backend.current_stream())
+                self.backend.record_stream(leaf, self.backend.current_stream())
         return in_flight.batch
 
 
@@ -107,7 +107,7 @@ class TestBackend:
         # The device's memory is there from now on: to get it from the driver may take until the device idles.
         copier.deliver(copier.issue(HostTensor(memory, pinned=True)))
         torch.cuda.synchronize()
-        with backend.on(backend.side_stream()):
+        with backend.use_stream(backend.side_stream()):
             torch.cuda._sleep(500_000_000)
         in_flight = copier.issue(HostTensor(memory, pinned=True))
         batch = copier.deliver(in_flight)
@@ -134,7 +134,11 @@ class TestBackend:
         with torch.cuda.stream(torch.cuda.Stream()) as _:
             before = torch.cuda.current_stream()
             assert backend.current_stream() == before
-            with pytest.raises(KeyError), backend.on(backend.side_stream()), backend.on(backend.side_stream()):
+            with (
+                pytest.raises(KeyError),
+                backend.use_stream(backend.side_stream()),
+                backend.use_stream(backend.side_stream()),
+            ):
                 assert torch.cuda.current_stream() == backend.side_stream()
                 raise KeyError
             assert torch.cuda.current_stream() == before

@@ -207,7 +207,7 @@ class TestRunAhead:
         with aiofeed.Feeder(TensorDataset(x), batch_size=8, static_batches=static, device="cuda") as feeder:
             batches = iter(feeder)
             for number in range(len(feeder)):
-                with backend.on(taken[number % len(taken)]):
+                with backend.use_stream(taken[number % len(taken)]):
                     next(batches)
                     torch.cuda._sleep(20_000_000)
             ahead = not backend.record(taken[number % len(taken)]).query()

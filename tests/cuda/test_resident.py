@@ -51,7 +51,7 @@ def test_no_wrong_byte_behind_slow_kernels(backend):
             with torch.cuda.stream(streams[at]):
                 rows, labels = next(iterator)
                 if (number + epoch) % 4 == 0:
-                    with backend.on(backend.side_stream() if epoch % 2 else streams[at]):
+                    with backend.use_stream(backend.side_stream() if epoch % 2 else streams[at]):
                         slow()
                 wrong[at] += (rows != labels.unsqueeze(1)).sum()
                 seen[at] += labels.sum() * (number + 1)

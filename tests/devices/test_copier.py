@@ -57,7 +57,7 @@ class NoWait(Copier):
     def deliver(self, in_flight):
         for leaf in leaves(in_flight.batch):
             if isinstance(leaf, torch.Tensor):
-                self.backend.hold(leaf, self.backend.current_stream())
+                self.backend.record_stream(leaf, self.backend.current_stream())
         return in_flight.batch
 
 
@@ -83,7 +83,7 @@ class StreamOfTheFirstBatch(Copier):
 
     def deliver(self, in_flight):
         self.stream = self.stream or self.backend.current_stream()
-        with self.backend.on(self.stream):
+        with self.backend.use_stream(self.stream):
             return super().deliver(in_flight)
 
 
@@ -110,7 +110,7 @@ class HoldForTheSideStream(Copier):
         self.backend.wait(self.backend.current_stream(), in_flight.ready)
         for leaf in leaves(in_flight.batch):
             if isinstance(leaf, torch.Tensor):
-                self.backend.hold(leaf, self.backend.side_stream())
+                self.backend.record_stream(leaf, self.backend.side_stream())
         return in_flight.batch
 
 
@@ -121,7 +121,7 @@ class HoldTheTopLevelAlone(Copier):
         NoHold.deliver(self, in_flight)
         for leaf in in_flight.batch:
             if isinstance(leaf, torch.Tensor):
-                self.backend.hold(leaf, self.backend.current_stream())
+                self.backend.record_stream(leaf, self.backend.current_stream())
         return in_flight.batch
 
 
@@ -204,7 +204,7 @@ class TestStreams:
         """Neither issuing, nor a transform that raises, leaves the side stream current."""
         simulated = SimulatedDevice()
         stream = simulated.new_stream()
-        with simulated.on(stream):
+        with simulated.use_stream(stream):
             Copier(simulated).issue(torch.ones(2))
             assert simulated.current_stream() is stream
             with pytest.raises(DeviceCopyError):

@@ -70,7 +70,7 @@ class TestDevices:
         monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: cuda_devices.set(1))
         backend = TorchBackend(torch.device("cuda", 1))
         monkeypatch.setattr(backend, "_current", lambda: "before")
-        with pytest.raises(KeyError), backend.on("side"), backend.on("side"):
+        with pytest.raises(KeyError), backend.use_stream("side"), backend.use_stream("side"):
             assert cuda_devices.current == 1
             raise KeyError
         assert cuda_devices.current == 0
@@ -120,8 +120,8 @@ class TestRegister:
         def check_error(status):
             raise RuntimeError(f"status {status}")
 
-        runtime = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=lambda *given: 712)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        loop_thread = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=lambda *given: 712)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: loop_thread)
         monkeypatch.setattr(torch.cuda, "check_error", check_error)
         monkeypatch.setattr(torch, "ones", ones)
         with pytest.raises(RuntimeError, match="status 712"):

@@ -187,7 +187,7 @@ class TestTorchBackend:
 
     def test_hold_ignores_other_devices(self):
         """record_stream, which raises for CPU tensors, is not called for them."""
-        TorchBackend(torch.device("cuda", 0)).hold(torch.ones(1), object())
+        TorchBackend(torch.device("cuda", 0)).record_stream(torch.ones(1), object())
 
     @pytest.mark.parametrize("layout", ["strided", "sparse_coo", "sparse_csr", "sparse_csc"])
     @pytest.mark.filterwarnings("ignore:Sparse")
@@ -196,14 +196,14 @@ class TestTorchBackend:
         held = []
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor.layout, stream)))
         tensor = torch.eye(3).to_sparse(layout=getattr(torch, layout)) if layout != "strided" else torch.eye(3)
-        TorchBackend(torch.device("cpu")).hold(tensor, "stream")
+        TorchBackend(torch.device("cpu")).record_stream(tensor, "stream")
         parts = {"strided": 1, "sparse_coo": 2}.get(layout, 3)
         assert held == [(torch.strided, "stream")] * parts
 
     def test_hold_where_there_is_no_record_stream(self):
         """A device whose torch cannot record streams is refused, with the way out; never used as if it could."""
         with pytest.raises(DeviceCopyError, match=r"no record_stream for cpu: .* device=None, and batch.to\('cpu'\)"):
-            TorchBackend(torch.device("cpu")).hold(torch.ones(1), torch.Stream(device="cpu"))
+            TorchBackend(torch.device("cpu")).record_stream(torch.ones(1), torch.Stream(device="cpu"))
 
     @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
     def test_memory_of_a_device_that_cannot_tell_is_unknown(self, monkeypatch, error):
@@ -227,7 +227,7 @@ class TestTorchBackend:
         held = []
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor, stream)))
         tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-        TorchBackend(torch.device("cpu")).hold(tensor, "stream")
+        TorchBackend(torch.device("cpu")).record_stream(tensor, "stream")
         assert [(found is tensor, stream) for found, stream in held] == [(True, "stream")]
 
     def test_one_side_stream_per_device(self, monkeypatch):
@@ -257,9 +257,9 @@ class TestTorchBackend:
         monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
         backend = TorchBackend(torch.device("xpu", 0))
         monkeypatch.setattr(backend, "_current", lambda: current["stream"])
-        with pytest.raises(KeyError), backend.on("side"):
+        with pytest.raises(KeyError), backend.use_stream("side"):
             assert current == {"device": 0, "stream": "side"}
-            with backend.on("side"):
+            with backend.use_stream("side"):
                 pass
             assert current["stream"] == "side"
             raise KeyError

@@ -78,7 +78,7 @@ class FilledOnTheSideStream(StaticCopier):
     """Filled where the copies run, which nobody waits for."""
 
     def deliver(self, in_flight):
-        with self.backend.on(self.backend.side_stream()):
+        with self.backend.use_stream(self.backend.side_stream()):
             return super().deliver(in_flight)
 
 

@@ -52,10 +52,10 @@ class FakeMeter(JobTimer):
 
     def __init__(self, pool: ThreadPool) -> None:
         type(self).made += 1
-        self._lanes = pool.lanes
+        self._max_running = pool.max_running
 
     def job(self, samples: int, nbytes: int) -> JobTiming:
-        return JobTiming(samples, self._lanes * samples * 1e-4, samples * 0.9e-4, 0.0, self._lanes)
+        return JobTiming(samples, self._max_running * samples * 1e-4, samples * 0.9e-4, 0.0, self._max_running)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_what_was_found_outlives_close() -> None:
     feeder.close()
     for _ in feeder:
         break
-    assert feeder._passes.pipeline.runtime.decode_pool.lanes == 1  # type: ignore[union-attr]
+    assert feeder._session.pipeline.loop_thread.decode_pool.max_running == 1  # type: ignore[union-attr]
     feeder.close()
 
 
@@ -142,7 +142,7 @@ class Near(Numbers):
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize(("limits", "lanes"), [(None, 1), (Limits(decode_threads=3), 3)])
 def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
-    limits: Limits | None, lanes: int, monkeypatch: pytest.MonkeyPatch
+    limits: Limits | None, max_running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a look; statistics say what is in force."""
     for name in ("TINY_DECODE_S", "SMALL_DECODE_S"):
@@ -151,8 +151,8 @@ def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
     with feeding(Near(), decode=decode, batch_size=BATCH, limits=limits) as feeder:
         for _ in feeder:
             pass
-        assert feeder.statistics().decode_threads == lanes
-        assert feeder._passes.pipeline.runtime.decode_pool.lanes == lanes  # type: ignore[union-attr]
+        assert feeder.statistics().decode_threads == max_running
+        assert feeder._session.pipeline.loop_thread.decode_pool.max_running == max_running  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("four_cores")

@@ -50,15 +50,15 @@ class Gauge:
 
 def settled(feeder: Feeder[Any], source: Gauge) -> None:
     """Let the engine do all that it may: its loop has gone round with nothing left to start."""
-    pipeline = feeder._passes.pipeline
+    pipeline = feeder._session.pipeline
     assert pipeline is not None
     last = None
     for _ in range(200):
         done = threading.Event()
-        pipeline.runtime.call(done.set)
+        pipeline.loop_thread.call(done.set)
         assert done.wait(10)
         state = (source.read_ever, source.decoded, source.reading)
-        pipeline.runtime.decode_pool.submit(int).result(10)
+        pipeline.loop_thread.decode_pool.submit(int).result(10)
         if state == last:
             return
         last = state

@@ -164,10 +164,10 @@ def staged(stage: str, caplog: pytest.LogCaptureFixture) -> Iterator[Staged]:
 
 def released_on_stop(feeder: Feeder[Any], hold: Hold) -> threading.Thread:
     """Let the engine go once it was told to stop, and not before."""
-    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
+    loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
 
     def release() -> None:
-        until(lambda: runtime.stopping)
+        until(lambda: loop_thread.stopping)
         hold.release()
 
     thread = threading.Thread(target=release)
@@ -184,17 +184,17 @@ def check_nothing_left(staged: Staged, feeder: Feeder[Any]) -> None:
 
     The feeder lives on: closed, it keeps nothing.
     """
-    left = feeder._passes.pipeline
+    left = feeder._session.pipeline
     iterator = iter(feeder)
-    if left is not feeder._passes.pipeline:
+    if left is not feeder._session.pipeline:
         memory = weakref.ref(left._memory)  # type: ignore[union-attr]
-        runtime = left.runtime  # type: ignore[union-attr]
+        loop_thread = left.loop_thread  # type: ignore[union-attr]
         del left
-        until(runtime.loop.is_closed)
-        assert not runtime._tasks
-        assert not asyncio.all_tasks(runtime.loop)
-        assert runtime.join(BOUND_S)
-        del runtime
+        until(loop_thread.loop.is_closed)
+        assert not loop_thread._tasks
+        assert not asyncio.all_tasks(loop_thread.loop)
+        assert loop_thread.join(BOUND_S)
+        del loop_thread
         # More than once: what a thread of the copier holds is within reach when that has ended.
         until(lambda: gc.collect() >= 0 and memory() is None)
     assert [batch.tolist() for batch in iterator] == WHOLE
@@ -310,13 +310,13 @@ def test_everything_is_dropped(stage: str, staged: Staged) -> None:
         next(iterator)
     assert staged.hold.reached.wait(BOUND_S)
     releasing = released_on_stop(feeder, staged.hold)
-    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
+    loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
     del feeder, iterator
     gc.collect()
     releasing.join(BOUND_S)
     until(lambda: not engine_threads())
-    assert runtime.loop.is_closed()
-    assert not asyncio.all_tasks(runtime.loop)
+    assert loop_thread.loop.is_closed()
+    assert not asyncio.all_tasks(loop_thread.loop)
     assert staged.opened == staged.closed
     gc.collect()
     if staged.device is not None:
@@ -410,7 +410,7 @@ def test_after_an_epoch_no_slot_is_lent(stage: str, staged: Staged) -> None:
     """With nothing read ahead, every slot has come back once the copies are complete."""
     feeder = staged.feeder()
     assert [batch.tolist() for batch in feeder] == WHOLE
-    until(lambda: feeder._passes.pipeline._memory.lent == 0)  # type: ignore[union-attr]
+    until(lambda: feeder._session.pipeline._memory.lent == 0)  # type: ignore[union-attr]
     check_nothing_left(staged, feeder)
 
 

@@ -149,7 +149,7 @@ def test_a_file_that_shrinks_between_epochs(tmp_path: Path) -> None:
 
 def test_a_pool_without_a_thread_refuses_each_job_and_keeps_none() -> None:
     """Every job is told so, none waits for ever; once there are threads again the pool works."""
-    pool = ThreadPool("test", 3, lanes=1)
+    pool = ThreadPool("test", 3, max_running=1)
     with threads_refused("aiofeed-test", 3):
         for _ in range(3):
             with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -174,7 +174,7 @@ def test_a_pool_that_gets_no_further_thread_does_with_those_it_has() -> None:
         assert started.wait(5)
         futures += [pool.submit(lambda: None) for _ in range(5)]
         assert (len(pool.threads), pool.running, pool.backlog) == (1, 1, 5)
-        pool.widen(2)
+        pool.set_max_running(2)
         release.set()
         for future in futures:
             future.result(5)
@@ -429,8 +429,8 @@ def test_a_pool_that_was_stopped_refuses(executor: str, caplog: pytest.LogCaptur
     feeder = Feeder(Threaded(400), decode=number, batch_size=4)
     iterator = iter(feeder)
     next(iterator)
-    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
-    getattr(runtime, f"{executor}_pool").stop()
+    loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
+    getattr(loop_thread, f"{executor}_pool").stop()
     with pytest.raises((RuntimeError, FeedError)):
         list(iterator)
     del iterator

@@ -629,14 +629,14 @@ def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: boo
     epochs = []
     for _ in range(5):
         iterator = iter(feeder)
-        threads.add(feeder._passes.pipeline.runtime)  # type: ignore[union-attr]
+        threads.add(feeder._session.pipeline.loop_thread)  # type: ignore[union-attr]
         epochs.append(sorted(x for _ in range(len(feeder)) for x in next(iterator)[0].flatten().tolist()))
         if drop:
             del iterator
     assert epochs == [list(range(40))] * 5
     assert len(threads) == 1
     assert feeder.epoch == 4
-    assert feeder._passes._in_a_row == 4
+    assert feeder._session._in_a_row == 4
     feeder.close()
 
 
@@ -663,7 +663,7 @@ def test_an_epoch_is_idle_no_longer_than_it_lasts_though_the_engine_hears_late()
         iterator = iter(feeder)
         while feeder.statistics().queue_depth < 2:
             threading.Event().wait(0.001)
-        feeder._passes.pipeline.runtime.call(hold)  # type: ignore[union-attr]
+        feeder._session.pipeline.loop_thread.call(hold)  # type: ignore[union-attr]
         assert entered.wait(20)
         assert len([next(iterator), next(iterator)]) == 2
         taken = feeder.statistics()
@@ -679,7 +679,7 @@ async def test_a_cancellation_that_comes_as_the_threads_end_is_not_lost(turns: i
     """`aclose` is cancelled then as at any other moment, or has ended before."""
     feeder = feeder_of()
     list(feeder)
-    pipeline: Any = feeder._passes.pipeline
+    pipeline: Any = feeder._session.pipeline
     ended = asyncio.Event()
     pipeline.stopped = ended.wait
     closing = asyncio.create_task(feeder.aclose())
@@ -699,7 +699,7 @@ def test_an_epoch_is_idle_no_longer_than_it_lasts() -> None:
     feeder = feeder_of(40)
     for _ in range(4):
         list(feeder)
-        feeder._passes.pipeline.runtime.decode_pool.submit(threading.Event().wait, 0.05).result(5)  # type: ignore[union-attr]
+        feeder._session.pipeline.loop_thread.decode_pool.submit(threading.Event().wait, 0.05).result(5)  # type: ignore[union-attr]
         statistics = feeder.statistics()
         assert statistics.idle_s <= statistics.wall_s
     feeder.close()

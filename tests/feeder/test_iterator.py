@@ -97,7 +97,7 @@ def test_an_interrupted_next_loses_no_batch(options: dict[str, Any], step: int) 
         iterator = iter(feeder)
         seen = [next(iterator) for _ in range(step)]
         # So that the same code runs each time: nobody has to be waited for.
-        iterator._handoff.first(30)
+        iterator._queue.peek(30)
         with Interrupt(place) as interrupt:
             try:
                 seen.append(next(iterator))
@@ -265,8 +265,8 @@ def test_an_interrupted_close_can_be_repeated() -> None:
             with pytest.raises(KeyboardInterrupt):
                 feeder.close()
             thread.join()
-        assert feeder._passes.pipeline is not None
-        assert not feeder._passes.pipeline.join(0.01)
+        assert feeder._session.pipeline is not None
+        assert not feeder._session.pipeline.join(0.01)
         release.set()
         feeder.close()
         assert not any(thread.name.startswith("aiofeed") for thread in threading.enumerate())
@@ -279,11 +279,11 @@ def test_leaving_a_with_block_to_end_the_process_waits_as_long_as_the_exit(
     """A stuck decoder costs what it costs without `with`, and not once more when the interpreter ends."""
     monkeypatch.setattr(threads, "EXIT_S", 0.05)
     with stuck_feeder() as (feeder, _), contextlib.suppress(error), feeder:
-        assert feeder._passes.pipeline is not None
-        assert feeder._passes.pipeline.runtime in threads._registered()
+        assert feeder._session.pipeline is not None
+        assert feeder._session.pipeline.loop_thread in threads._registered()
         raise error
     assert "left behind" in caplog.text
-    assert feeder._passes.pipeline.runtime not in threads._registered()
+    assert feeder._session.pipeline.loop_thread not in threads._registered()
 
 
 def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:

@@ -242,8 +242,8 @@ async def test_an_iterable_that_fails_as_it_is_stopped_fails_for_nobody(ending: 
         yield 0
         raise KeyError(1)
 
-    handoff: BatchQueue[QueueItem] = BatchQueue()
-    pull = LoopPull(failing(), handoff, room=2, memory=None)
-    with EndedBy(lambda: ending and bool(handoff.items)):
+    queue: BatchQueue[QueueItem] = BatchQueue()
+    pull = LoopPull(failing(), queue, room=2, memory=None)
+    with EndedBy(lambda: ending and bool(queue.items)):
         await pull.run()
-    assert [type(item) for item in handoff.items] == ([ReadyBatch] if ending else [ReadyBatch, FeedFailure])
+    assert [type(item) for item in queue.items] == ([ReadyBatch] if ending else [ReadyBatch, FeedFailure])

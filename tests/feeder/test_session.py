@@ -102,14 +102,14 @@ def shuffled(n: int, epoch: int) -> list[int]:
 
 def settled(feeder: Feeder[Any], source: Watched) -> None:
     """Let the engine do all that it may: its loop has gone round with nothing left to start."""
-    pipeline = feeder._passes.pipeline
+    pipeline = feeder._session.pipeline
     assert pipeline is not None
     last = None
     for _ in range(200):
         done = threading.Event()
-        pipeline.runtime.call(done.set)
+        pipeline.loop_thread.call(done.set)
         assert done.wait(SECONDS)
-        pipeline.runtime.decode_pool.submit(int).result(SECONDS)
+        pipeline.loop_thread.decode_pool.submit(int).result(SECONDS)
         state = (len(source.reads), source.decoded)
         if state == last:
             return

@@ -73,7 +73,11 @@ class TestBackend:
         """A stream that the user makes current is what the backend calls current, and ``on`` nests in it."""
         with torch.Stream(backend.device) as before:
             assert backend.current_stream() == before
-            with pytest.raises(KeyError), backend.on(backend.side_stream()), backend.on(backend.side_stream()):
+            with (
+                pytest.raises(KeyError),
+                backend.use_stream(backend.side_stream()),
+                backend.use_stream(backend.side_stream()),
+            ):
                 assert torch.accelerator.current_stream(backend.device) == backend.side_stream()
                 raise KeyError
             assert torch.accelerator.current_stream(backend.device) == before
@@ -102,7 +106,7 @@ class TestBackend:
         """Every tensor that is delivered is recorded on the stream it is delivered to."""
         copier = Copier(backend)
         stream = torch.Stream(backend.device)
-        with backend.on(stream):
+        with backend.use_stream(stream):
             batch = copier.deliver(copier.issue({"x": torch.arange(4), "y": [torch.ones(2), "z"]}))
         if record_stream:
             wanted = [batch["x"], batch["y"][0]]

@@ -180,5 +180,5 @@ def test_an_error_of_a_decoder(start: ForkServer) -> None:
     assert (end.returncode, end.left) == (1, ())
     assert end.err.count("Traceback") == 2  # the cause's, and its own
     assert "direct cause" in end.err
-    assert "aiofeed.core.errors.DecodeError" in end.err.splitlines()[-1]
+    assert "aiofeed.DecodeError" in end.err.splitlines()[-1]
     assert "Exception ignored" not in end.err

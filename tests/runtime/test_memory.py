@@ -89,13 +89,13 @@ class Sized:
 
 def settled(feeder: Feeder[Any], source: Sized) -> None:
     """Let the engine do all that it may: its loop has gone round a few times with nothing new to count."""
-    runtime = feeder._passes.pipeline.runtime  # type: ignore[union-attr]
+    loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
     seen, same = -1, 0
     while same < 5:
         done = threading.Event()
-        runtime.call(done.set)
+        loop_thread.call(done.set)
         assert done.wait(10)
-        runtime.decode_pool.submit(int).result(10)
+        loop_thread.decode_pool.submit(int).result(10)
         same = same + 1 if source.ledger.added == seen else 0
         seen = source.ledger.added
 

@@ -14,62 +14,62 @@ from aiofeed.runtime.queue import BatchQueue
 
 def test_items_come_out_in_order() -> None:
     """First in, first out, across threads."""
-    handoff: BatchQueue[int] = BatchQueue()
-    thread = threading.Thread(target=lambda: [handoff.put(number) for number in range(1000)])
+    queue: BatchQueue[int] = BatchQueue()
+    thread = threading.Thread(target=lambda: [queue.put(number) for number in range(1000)])
     thread.start()
-    assert [handoff.get() for _ in range(1000)] == list(range(1000))
+    assert [queue.get() for _ in range(1000)] == list(range(1000))
     thread.join()
     with pytest.raises(Empty):
-        handoff.get_nowait()
+        queue.get_nowait()
 
 
 async def test_a_coroutine_is_woken_from_another_thread() -> None:
     """Every item put by a thread reaches the awaiting task, in order."""
-    handoff: BatchQueue[int] = BatchQueue()
-    thread = threading.Thread(target=lambda: [handoff.put(number) for number in range(2000)])
+    queue: BatchQueue[int] = BatchQueue()
+    thread = threading.Thread(target=lambda: [queue.put(number) for number in range(2000)])
     thread.start()
-    assert [await handoff.get_async() for _ in range(2000)] == list(range(2000))
+    assert [await queue.get_async() for _ in range(2000)] == list(range(2000))
     thread.join()
 
 
 async def test_cancelling_a_waiting_coroutine_loses_nothing() -> None:
     """An item that arrives after a cancelled get is there for the next."""
-    handoff: BatchQueue[str] = BatchQueue()
-    waiting = asyncio.create_task(handoff.get_async())
+    queue: BatchQueue[str] = BatchQueue()
+    waiting = asyncio.create_task(queue.get_async())
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    handoff.put("kept")
-    assert await handoff.get_async() == "kept"
+    queue.put("kept")
+    assert await queue.get_async() == "kept"
 
 
 async def test_an_item_put_while_the_get_is_cancelled_is_kept() -> None:
     """Put and cancel in the same turn of the loop: the item stays in the queue."""
-    handoff: BatchQueue[str] = BatchQueue()
-    waiting = asyncio.create_task(handoff.get_async())
+    queue: BatchQueue[str] = BatchQueue()
+    waiting = asyncio.create_task(queue.get_async())
     await asyncio.sleep(0)
-    handoff.put("kept")
+    queue.put("kept")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert handoff.get_nowait() == "kept"
+    assert queue.get_nowait() == "kept"
 
 
 def test_put_survives_a_consumer_whose_loop_is_closed() -> None:
     """A consumer that is gone does not make the producer fail."""
-    handoff: BatchQueue[int] = BatchQueue()
+    queue: BatchQueue[int] = BatchQueue()
 
     async def abandoned() -> None:
-        task = asyncio.ensure_future(handoff.get_async())
+        task = asyncio.ensure_future(queue.get_async())
         await asyncio.sleep(0)
-        handoff._waiter_kept = handoff._waiter  # type: ignore[attr-defined]
+        queue._waiter_kept = queue._waiter  # type: ignore[attr-defined]
         task.cancel()
 
     asyncio.run(abandoned())
-    handoff._waiter = handoff._waiter_kept  # type: ignore[attr-defined]
-    handoff.put(1)
-    assert handoff.get() == 1
+    queue._waiter = queue._waiter_kept  # type: ignore[attr-defined]
+    queue.put(1)
+    assert queue.get() == 1
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
@@ -93,12 +93,12 @@ def test_a_signal_breaks_a_blocked_get() -> None:
 
 async def test_a_second_task_that_waits_is_refused() -> None:
     """One task at a time may wait; the first goes on undisturbed."""
-    handoff: BatchQueue[str] = BatchQueue()
-    waiting = asyncio.create_task(handoff.get_async())
+    queue: BatchQueue[str] = BatchQueue()
+    waiting = asyncio.create_task(queue.get_async())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="another task waits"):
-        await handoff.get_async()
-    handoff.put("item")
+        await queue.get_async()
+    queue.put("item")
     assert await waiting == "item"
-    handoff.put("next")
-    assert await handoff.get_async() == "next"
+    queue.put("next")
+    assert await queue.get_async() == "next"

@@ -42,7 +42,7 @@ def test_a_job_that_waits_goes_on_in_the_thread_that_is_done() -> None:
     barrier.wait()
     for future in both:
         future.result(10)
-    pool.widen(1)
+    pool.set_max_running(1)
     begin = threading.Event()
     first = pool.submit(lambda: begin.wait(10) and threading.get_ident())
     rest = [pool.submit(threading.get_ident) for _ in range(5)]
@@ -101,15 +101,15 @@ def test_threads_are_daemons() -> None:
 
 def test_lanes_bound_what_runs_and_can_be_changed() -> None:
     """Jobs beyond the lanes wait, and start when lanes are added."""
-    pool = ThreadPool("test", 4, lanes=1)
+    pool = ThreadPool("test", 4, max_running=1)
     release = threading.Event()
     futures = [pool.submit(release.wait) for _ in range(6)]
     assert (pool.running, pool.backlog, len(pool.threads)) == (1, 5, 1)
-    pool.widen(3)
+    pool.set_max_running(3)
     assert (pool.running, pool.backlog, len(pool.threads)) == (3, 3, 3)
-    pool.widen(100)
-    assert pool.lanes == 4
-    pool.widen(1)
+    pool.set_max_running(100)
+    assert pool.max_running == 4
+    pool.set_max_running(1)
     release.set()
     assert all(future.result(5) for future in futures)
     pool.stop()

@@ -21,8 +21,8 @@ from aiofeed.sampling.order import (
 )
 
 
-def indices_of(stripe: Shard, permutation: object, of_epoch: int = 0) -> list[int]:
-    return [index for plan in plans(stripe, lambda: permutation, of_epoch) for index in plan.indices]
+def indices_of(shard: Shard, permutation: object, of_epoch: int = 0) -> list[int]:
+    return [index for plan in plans(shard, lambda: permutation, of_epoch) for index in plan.indices]
 
 
 @given(
@@ -38,10 +38,10 @@ def test_every_rank_gets_what_distributed_sampler_gives_it(n, world, seed, epoch
     for rank in range(world):
         sampler = DistributedSampler(range(n), world, rank, shuffle=shuffle, seed=seed, drop_last=drop)
         sampler.set_epoch(epoch)
-        stripe = Shard(length=n, batch_size=1, rank=rank, world_size=world, drop_last=drop)
+        shard = Shard(length=n, batch_size=1, rank=rank, world_size=world, drop_last=drop)
         permutation = shuffled(n, seed, epoch) if shuffle else Sequential()
         # With fewer samples than ranks, DistributedSampler(drop_last=True) is empty, as here.
-        assert indices_of(stripe, permutation) == list(sampler)
+        assert indices_of(shard, permutation) == list(sampler)
 
 
 @given(n=st.integers(0, 300), world=st.integers(1, 7), batch=st.integers(1, 40), drop=st.booleans(), pad=st.booleans())
@@ -49,13 +49,13 @@ def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
     """Batches are full but for the last, and all ranks together see each sample, unless something is dropped."""
     seen: list[int] = []
     for rank in range(world):
-        stripe = Shard(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
-        sizes = [len(plan.indices) for plan in plans(stripe, Sequential, 0)]
-        assert len(sizes) == stripe.batches
-        assert sum(sizes) == stripe.samples
+        shard = Shard(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
+        sizes = [len(plan.indices) for plan in plans(shard, Sequential, 0)]
+        assert len(sizes) == shard.batches
+        assert sum(sizes) == shard.samples
         assert all(size == batch for size in sizes[:-1])
         assert not (drop and sizes and sizes[-1] != batch)
-        seen += indices_of(stripe, Sequential())
+        seen += indices_of(shard, Sequential())
     if not drop:
         assert set(seen) == set(range(n))
         if not pad:
@@ -135,11 +135,11 @@ def test_batches_are_planned_alike_wherever_blocks_of_them_meet() -> None:
     """Plans are computed in blocks; each is what its own positions say, left-out ones and a short last one included."""
     order = shuffled(5000, seed=1, epoch=2)
     for batch_size in (1, 7, 64, 1024, 3000):
-        stripe = Shard(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)
-        skip = frozenset(range(0, stripe.batches, 3))
-        planned = {plan.number: plan for plan in plans(stripe, lambda: order, 0, skip)}
-        assert list(planned) == [number for number in range(stripe.batches) if number not in skip]
+        shard = Shard(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)
+        skip = frozenset(range(0, shard.batches, 3))
+        planned = {plan.number: plan for plan in plans(shard, lambda: order, 0, skip)}
+        assert list(planned) == [number for number in range(shard.batches) if number not in skip]
         for number, plan in planned.items():
-            positions = stripe.positions(number)
+            positions = shard.positions(number)
             assert plan.positions == positions.tolist()
             assert plan.indices == order(positions % 5000).tolist()

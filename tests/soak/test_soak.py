@@ -49,15 +49,15 @@ def test_what_is_lost_and_doubled_is_seen(soak: Soak, monkeypatch: pytest.Monkey
     """The checks fail where a batch is dropped on its way, comes twice, or has a wrong sample."""
     put = BatchQueue.put
 
-    def lossy(handoff: BatchQueue[object], item: object) -> None:
+    def lossy(queue: BatchQueue[object], item: object) -> None:
         if not (isinstance(item, ReadyBatch) and item.number == 1):
-            put(handoff, item)
+            put(queue, item)
 
-    def doubling(handoff: BatchQueue[object], item: object) -> None:
+    def doubling(queue: BatchQueue[object], item: object) -> None:
         again = copy.copy(item)  # before it is handed out: of a batch that was nothing is left in its item
-        put(handoff, item)
+        put(queue, item)
         if isinstance(item, ReadyBatch) and item.number == 1 and item.release is not None:
-            put(handoff, again)
+            put(queue, again)
 
     number = next(
         number for number in range(1000) if soak.run(number) and soak.tally["kind: epochs in a row"] and number

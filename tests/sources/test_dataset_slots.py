@@ -110,7 +110,7 @@ def left_by_error(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 def closed(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
     begin(feeder, items)
-    feeder._passes.close(0.0)  # `close()` after its 5 s
+    feeder._session.close(0.0)  # `close()` after its 5 s
     return feeder
 
 
@@ -133,7 +133,7 @@ def dropped(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 def wrapped_anew(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
     begin(feeder, items)
-    feeder._passes.close(0.0)
+    feeder._session.close(0.0)
     return Feeder(FromDataset(items, threads=1), batch_size=4)
 
 
@@ -227,7 +227,7 @@ def test_a_time_limit_gives_a_call_up(action: Any, caplog: pytest.LogCaptureFixt
     on_error = FailurePolicy(action, read_timeout_s=LIMIT_S)
     feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
     begin(feeder, items)
-    feeder._passes.stop("left")
+    feeder._session.stop("left")
     assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
     assert not items.returned.is_set()
     assert any("Items[5]" in message and "given up" in message for message in caplog.messages)
@@ -241,7 +241,7 @@ def test_who_was_given_up_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> No
     on_error = FailurePolicy(retries=3, read_timeout_s=LIMIT_S)
     feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
     begin(feeder, items)
-    feeder._passes.stop("left")
+    feeder._session.stop("left")
     iterator = iter(feeder)
     next(iterator)
     items.most = 0

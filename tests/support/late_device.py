@@ -149,7 +149,7 @@ class LateDevice:
         return getattr(self._local, "stream", self._host)
 
     @contextmanager
-    def on(self, stream: Any, /) -> Iterator[None]:
+    def use_stream(self, stream: Any, /) -> Iterator[None]:
         before = self.current_stream()
         self._local.stream = stream
         try:
@@ -168,7 +168,7 @@ class LateDevice:
     def wait(self, stream: Any, event: LateEvent, /) -> None:
         event.wait(stream)
 
-    def hold(self, tensor: torch.Tensor, stream: Any, /) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: Any, /) -> None:
         pass  # what is queued refers to its tensors
 
     def pin(self, nbytes: int, /) -> Any:

@@ -40,16 +40,16 @@ class TestOrder:
     def test_a_copy_has_not_run_when_copy_returns(self, late):
         """Another stream that waits for nothing reads poison."""
         source = torch.arange(4, dtype=torch.uint8)
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             copy = late.copy(source)
         assert copy.tolist() == [POISON] * 4
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             assert copy.tolist() == [0, 1, 2, 3]
 
     def test_wait_orders_two_streams(self, late):
         """Work after a wait comes after the event, and the host waits for nothing."""
         source = torch.arange(4, dtype=torch.uint8)
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             copy = late.copy(source)
         event = late.record(late.side_stream())
         late.wait(late.current_stream(), event)
@@ -83,7 +83,7 @@ class TestOrder:
     def test_operations_under_another_stream_are_not_seen_without_a_wait(self, late):
         """A result computed on the side stream is poison elsewhere until somebody waits."""
         x = on_device(late, torch.ones(2, dtype=torch.uint8))
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             y = x + 1
         assert y.tolist() == [POISON, POISON]
         late.wait(late.current_stream(), late.record(late.side_stream()))
@@ -93,7 +93,7 @@ class TestOrder:
     def test_query_comes_true(self, latency):
         """Whoever only polls gets there."""
         simulated = SimulatedDevice(latency=latency)
-        with simulated.on(simulated.side_stream()):
+        with simulated.use_stream(simulated.side_stream()):
             simulated.sleep()
             copy = simulated.copy(source := torch.ones(3))
             event = simulated.record(simulated.side_stream())
@@ -107,7 +107,7 @@ class TestOrder:
         simulated = SimulatedDevice(latency="early")
         ran = []
         simulated.launch(lambda: ran.append("kernel"))
-        with simulated.on(simulated.side_stream()):
+        with simulated.use_stream(simulated.side_stream()):
             simulated.launch(lambda: ran.append("copy"))
         assert ran == ["copy"]
 
@@ -119,7 +119,7 @@ class TestOrder:
             ran = []
             streams = [simulated.new_stream() for _ in range(3)]
             for number in range(200):
-                with simulated.on(streams[number % 3]):
+                with simulated.use_stream(streams[number % 3]):
                     simulated.launch(lambda number=number: ran.append(number))
             return ran
 
@@ -136,8 +136,8 @@ class TestOrder:
         """A stream set in one thread is not current in another, and is restored after an error."""
         seen = []
         stream = late.new_stream()
-        with pytest.raises(KeyError), late.on(stream), late.on(late.side_stream()):
-            with late.on(stream):
+        with pytest.raises(KeyError), late.use_stream(stream), late.use_stream(late.side_stream()):
+            with late.use_stream(stream):
                 pass
             assert late.current_stream() is late.side_stream()
             thread = threading.Thread(target=lambda: (late.enter_thread(), seen.append(late.current_stream())))
@@ -172,7 +172,7 @@ class TestMemory:
 
     def test_dropped_memory_is_poisoned_for_late_kernels(self, late):
         """A kernel queued elsewhere reads poison once the tensor is gone, as nobody held it."""
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             x = on_device(late, torch.ones(4, dtype=torch.uint8))
         y = x + 1
         del x
@@ -182,22 +182,22 @@ class TestMemory:
 
     def test_hold_keeps_memory_for_what_is_queued(self, late):
         """Held memory is not used again before the stream's work is done, and is then."""
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             x = on_device(late, torch.ones(4, dtype=torch.uint8))
         address = x.data_ptr()
-        late.hold(x, late.current_stream())
+        late.record_stream(x, late.current_stream())
         y = x + 1
         del x
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             assert late.copy(torch.zeros(4, dtype=torch.uint8)).data_ptr() != address
         late.record(late.side_stream()).synchronize()
         assert y.tolist() == [2] * 4
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             assert late.copy(torch.zeros(4, dtype=torch.uint8)).data_ptr() == address
 
     def test_record_stream_is_hold(self, late):
         """A user's own record_stream counts."""
-        with late.on(late.side_stream()):
+        with late.use_stream(late.side_stream()):
             x = on_device(late, torch.ones(4, dtype=torch.uint8))
         x.record_stream(late.current_stream())
         y = x + 1
@@ -248,13 +248,13 @@ class TestMemory:
     def test_out_of_memory_waits_for_held_blocks_first(self):
         """What other streams only have to finish with is waited for, as CUDA does."""
         simulated = SimulatedDevice(latency="late", memory_bytes=512)
-        with simulated.on(simulated.side_stream()):
+        with simulated.use_stream(simulated.side_stream()):
             x = on_device(simulated, torch.ones(4))
         ran = []
         simulated.launch(lambda: ran.append(1))
-        simulated.hold(x, simulated.current_stream())
+        simulated.record_stream(x, simulated.current_stream())
         del x
-        with simulated.on(simulated.side_stream()):
+        with simulated.use_stream(simulated.side_stream()):
             simulated.copy(torch.ones(4))
         assert ran == [1]
 

@@ -77,11 +77,11 @@ class CachedFetcher(SourceFetcher):
             return self._warm_pace.chunk_size(samples, limits.decode_threads)
         return super().chunk_size(samples, limits)
 
-    def lanes(self, threads: int) -> int:
+    def max_running(self, threads: int) -> int:
         """One where samples are small and only copied."""
         if self._warm and self._store.layout is not None:
             return 1 if self._store.layout.nbytes < SMALL_BYTES else threads
-        return super().lanes(threads)
+        return super().max_running(threads)
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
         """Read what is not kept."""
@@ -104,7 +104,7 @@ class CachedFetcher(SourceFetcher):
         return read
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> ChunkOutcome:
         """Copy a chunk that is all there in one go; otherwise one sample after the other."""
         if not all(data is KEPT for data in encoded):
@@ -113,32 +113,32 @@ class CachedFetcher(SourceFetcher):
             for at in np.flatnonzero(self._store.has(indices)).tolist():
                 encoded[at] = KEPT
         copies = watch.guard is None and self._form.direct
-        if copies and isinstance(assembly, RowBatchBuilder) and all(data is KEPT for data in encoded):
-            return self._copy(plan, start, len(encoded), assembly)
+        if copies and isinstance(builder, RowBatchBuilder) and all(data is KEPT for data in encoded):
+            return self._copy(plan, start, len(encoded), builder)
         before = ChunkOutcome()
         if unread := [at for at, data in enumerate(encoded) if data is UNREAD]:
             assert self._blocking_reader is not None
             read = self._blocking_reader.read([plan.indices[start + at] for at in unread], before, watch.stop)
             for at, data in zip(unread, read, strict=True):
                 encoded[at] = data
-        outcome = super().decode(plan, start, encoded, assembly, watch)
+        outcome = super().decode(plan, start, encoded, builder, watch)
         outcome.read_s += before.read_s
         outcome.nbytes += before.nbytes
         outcome.retries += before.retries
         return outcome
 
-    def _copy(self, plan: BatchPlan, start: int, count: int, assembly: RowBatchBuilder) -> ChunkOutcome:
+    def _copy(self, plan: BatchPlan, start: int, count: int, builder: RowBatchBuilder) -> ChunkOutcome:
         outcome = ChunkOutcome()
         began = time.perf_counter()
         indices = plan.indices[start : start + count]
-        rows = assembly.rows[start : start + count].reshape(count, -1).view(np.uint8)
+        rows = builder.rows[start : start + count].reshape(count, -1).view(np.uint8)
         self._store.take(np.asarray(indices, np.int64), rows)
         for position, index in enumerate(indices, start):
-            self._placed(assembly, position, index, there=True)
+            self._placed(builder, position, index, there=True)
         if (target := self._target) is not None:
             for position, index in enumerate(indices, start):
                 try:
-                    assembly.put(position, target(index))
+                    builder.put(position, target(index))
                 except BaseException as error:  # noqa: BLE001 - the user's source may raise anything; it becomes a value with a name
                     outcome.errors.append((position, self._named(error, index, reading=False)))
                     if self._policy.action == "raise":
@@ -147,40 +147,40 @@ class CachedFetcher(SourceFetcher):
         self._warm_pace.observe(outcome.decode_s, count)
         return outcome
 
-    def _decode_into(self, plan: BatchPlan, assembly: BatchBuilder) -> Callable[[int, Any], None]:
-        return partial(self._decode_one, plan, assembly)
+    def _decode_into(self, plan: BatchPlan, builder: BatchBuilder) -> Callable[[int, Any], None]:
+        return partial(self._decode_one, plan, builder)
 
-    def _decode_one(self, plan: BatchPlan, assembly: BatchBuilder, position: int, data: Any) -> None:
-        row = assembly.rows[position, ...] if isinstance(assembly, RowBatchBuilder) else None
+    def _decode_one(self, plan: BatchPlan, builder: BatchBuilder, position: int, data: Any) -> None:
+        row = builder.rows[position, ...] if isinstance(builder, RowBatchBuilder) else None
         fresh, sample = self._make(plan, position, data, row)
         index = plan.indices[position]
         target = None if self._target is None else self._target(index)
         self._note(index, target)
-        self._placed(assembly, position, index, there=data is KEPT)
+        self._placed(builder, position, index, there=data is KEPT)
         if row is not None:
-            assembly.put(position, target)
+            builder.put(position, target)
         else:
-            assembly.put(position, sample if self._target is None else (sample, target))
+            builder.put(position, sample if self._target is None else (sample, target))
         if fresh is not None:
             self._store.put(index, as_bytes(fresh))
 
     def _decode_guarded(
-        self, plan: BatchPlan, position: int, data: Any, assembly: BatchBuilder, guard: JobDeadline
+        self, plan: BatchPlan, position: int, data: Any, builder: BatchBuilder, guard: JobDeadline
     ) -> None:
         guard.begin(position)
-        row = assembly.rows[position, ...] if isinstance(assembly, RowBatchBuilder) else None
+        row = builder.rows[position, ...] if isinstance(builder, RowBatchBuilder) else None
         out = None if row is None else np.empty_like(row)
         fresh, sample = self._make(plan, position, data, out)
         index = plan.indices[position]
         target = None if self._target is None else self._target(index)
         self._note(index, target)
         with guard.commit():
-            self._placed(assembly, position, index, there=data is KEPT)
+            self._placed(builder, position, index, there=data is KEPT)
             if row is not None:
                 row[...] = out
-                assembly.put(position, target)
+                builder.put(position, target)
             else:
-                assembly.put(position, sample if self._target is None else (sample, target))
+                builder.put(position, sample if self._target is None else (sample, target))
         if fresh is not None:
             self._store.put(index, as_bytes(fresh))
 
@@ -209,7 +209,7 @@ class CachedFetcher(SourceFetcher):
     def _note(self, index: int, target: Any) -> None:
         """A sample has this target; for a store that keeps those too."""
 
-    def _placed(self, assembly: BatchBuilder, position: int, index: int, *, there: bool) -> None:
+    def _placed(self, builder: BatchBuilder, position: int, index: int, *, there: bool) -> None:
         """A sample goes to its place in a batch, ``there`` where it was kept before; for who keeps account of them."""
 
     def _settle(self, layout: Layout, index: int) -> None:

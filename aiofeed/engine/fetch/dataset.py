@@ -52,7 +52,7 @@ class DatasetFetcher:
         """The dataset's name and the index."""
         return self._source.key(index)
 
-    def lanes(self, threads: int) -> int:
+    def max_running(self, threads: int) -> int:
         """All of them: whoever said so many knows the dataset."""
         return threads
 
@@ -61,10 +61,10 @@ class DatasetFetcher:
         return ReadResult([None] * len(indices), waited=False)
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> ChunkOutcome:
         """Get the items and store them."""
-        return self._get_items(plan, range(start, start + len(encoded)), assembly.put, watch)
+        return self._get_items(plan, range(start, start + len(encoded)), builder.put, watch)
 
     def _get_items(
         self,

@@ -63,7 +63,7 @@ def new_fetcher(
     return make(source, decode, in_place=in_place, length=length, policy=policy)
 
 
-def new_assembly(
+def new_builder(
     fetcher: Fetcher,
     decode: Callable[..., Any] | None,
     collate_fn: Collate | None,
@@ -93,7 +93,7 @@ def new_assembly(
 
         if (
             isinstance(fetcher, ResidentFetcher | KeptItemsFetcher)
-            and (held := fetcher.assembly(samples, lease)) is not None
+            and (held := fetcher.builder(samples, lease)) is not None
         ):
             return held
     if decodes_in_place(decode):

@@ -55,7 +55,7 @@ class Fetcher(Protocol):
         """How many samples the next executor job should have."""
         ...
 
-    def lanes(self, threads: int) -> int:
+    def max_running(self, threads: int) -> int:
         """How many of ``threads`` decode threads are worth using now."""
         ...
 
@@ -67,7 +67,7 @@ class Fetcher(Protocol):
         ...
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> ChunkOutcome:
         """Decode samples ``start``, ``start + 1``, ... of a batch into their places.
 

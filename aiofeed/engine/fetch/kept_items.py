@@ -34,7 +34,7 @@ from aiofeed.sources.dataset_slots import Call
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.engine")
 
 # So many items are tried, to learn what they look like, before an epoch is fed without that.
 PROBES = 8
@@ -106,7 +106,7 @@ class KeptItemsFetcher(DatasetFetcher):
         self._known: dict[int, NDArray[np.uint8]] = {}
         store.begin(None)
 
-    def assembly(self, samples: int, lease: BufferLease) -> HeldItemsAssembly | None:
+    def builder(self, samples: int, lease: BufferLease) -> HeldItemsAssembly | None:
         """Where a batch for a device is put together; ``None`` where nothing is kept on one."""
         layout = self._layout
         if not isinstance(self._store, DeviceStore) or layout is None:
@@ -174,7 +174,7 @@ class KeptItemsFetcher(DatasetFetcher):
             raise self._named(error, index) from None
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> ChunkOutcome:
         """Put what is kept into its places, then get the other items."""
         positions = range(start, start + len(encoded))
@@ -183,35 +183,35 @@ class KeptItemsFetcher(DatasetFetcher):
         for position, there in zip(positions, has, strict=True):
             index = plan.indices[position]
             if there:
-                self._put_kept(assembly, position, index)
+                self._put_kept(builder, position, index)
             elif (row := self._known.get(index)) is not None and (layout := self._layout) is not None:
-                self._keep(plan, assembly, position, item_of(layout.split(row), layout))
+                self._keep(plan, builder, position, item_of(layout.split(row), layout))
             else:
                 missing.append(position)
         kept_s = time.perf_counter() - began
-        put = partial(self._keep, plan, assembly)
+        put = partial(self._keep, plan, builder)
         outcome = self._get_items(plan, missing, put, watch) if missing else ChunkOutcome()
         outcome.decode_s += kept_s
         return outcome
 
-    def _put_kept(self, assembly: BatchBuilder, position: int, index: int) -> None:
-        if isinstance(assembly, HeldItemsAssembly):
-            assembly.placed(position, index, there=True)
+    def _put_kept(self, builder: BatchBuilder, position: int, index: int) -> None:
+        if isinstance(builder, HeldItemsAssembly):
+            builder.placed(position, index, there=True)
         else:
             layout = self._layout
             assert layout is not None
-            assembly.put(position, item_of(layout.split(self._store.row(index)), layout))
+            builder.put(position, item_of(layout.split(self._store.row(index)), layout))
 
-    def _keep(self, plan: BatchPlan, assembly: BatchBuilder, position: int, item: Any) -> None:
+    def _keep(self, plan: BatchPlan, builder: BatchBuilder, position: int, item: Any) -> None:
         """Store an item in its place, and keep it."""
         index, store = plan.indices[position], self._store
-        if isinstance(assembly, HeldItemsAssembly):
-            assembly.put(position, item)
-            assembly.placed(position, index, there=False)
+        if isinstance(builder, HeldItemsAssembly):
+            builder.put(position, item)
+            builder.placed(position, index, there=False)
             return
         if isinstance(store, DeviceStore):
             # A batch is for a device that keeps it from its beginning, or not at all.
-            assembly.put(position, item)
+            builder.put(position, item)
             return
         if self._layout is None:
             store.settle(item_layout(item))
@@ -219,7 +219,7 @@ class KeptItemsFetcher(DatasetFetcher):
         assert layout is not None
         row = layout.pack(parts_of(item, layout))
         # What is seen of an item is what is kept of it, the first time too.
-        assembly.put(position, item_of(layout.split(row), layout))
+        builder.put(position, item_of(layout.split(row), layout))
         store.put(index, row)
 
     def _named(self, error: BaseException, index: int) -> FeedError:

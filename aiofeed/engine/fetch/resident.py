@@ -24,7 +24,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.engine")
 
 # So many samples are tried, to learn what they look like, before an epoch is fed without that.
 PROBES = 8
@@ -60,7 +60,7 @@ class ResidentFetcher(CachedFetcher):
 
     _store: ResidentStore
 
-    def assembly(self, samples: int, lease: BufferLease) -> HeldAssembly | None:
+    def builder(self, samples: int, lease: BufferLease) -> HeldAssembly | None:
         """Where a batch for a device is put together; ``None`` where nothing is kept on one."""
         layout = self._store.layout
         if not isinstance(self._store, DeviceStore) or layout is None:
@@ -121,9 +121,9 @@ class ResidentFetcher(CachedFetcher):
         except CacheError as error:
             raise CacheError(f"sample {self.key(index)!r}: {error}") from None
 
-    def _placed(self, assembly: BatchBuilder, position: int, index: int, *, there: bool) -> None:
-        if isinstance(assembly, HeldAssembly):
-            assembly.placed(position, index, there=there)
+    def _placed(self, builder: BatchBuilder, position: int, index: int, *, there: bool) -> None:
+        if isinstance(builder, HeldAssembly):
+            builder.placed(position, index, there=there)
 
     def _settle(self, layout: Layout, index: int) -> None:
         # A batch is for a device that keeps it from its beginning, or not at all.

@@ -33,7 +33,7 @@ from aiofeed.sources.dataset_slots import Call
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.engine")
 
 # An item that another makes is waited for so long, or so many times as long as the slowest took here: then it is made
 # here too, for whoever has it may be stopped, or hang.
@@ -54,7 +54,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         self._restore()
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> ChunkOutcome:
         """Put what is kept into its places, get the other items, and wait for those that others get."""
         outcome = ChunkOutcome()
@@ -68,7 +68,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
             if plan.number == 0 and start == 0 and watch.guard is None:
                 self._compare(plan, positions, watch)
             for chunk in chunks:
-                self._fill(plan, chunk, assembly, watch, outcome)
+                self._fill(plan, chunk, builder, watch, outcome)
                 if watch.stop.stopped or (outcome.errors and self._policy.action == "raise"):
                     break
         except CacheError as error:
@@ -82,7 +82,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         self,
         plan: BatchPlan,
         positions: Sequence[int],
-        assembly: BatchBuilder,
+        builder: BatchBuilder,
         watch: JobControl,
         outcome: ChunkOutcome,
     ) -> None:
@@ -92,7 +92,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
             patience = max(PATIENCE_S, PATIENCE_ITEMS * self._longest_s)
             late = time.monotonic() - since > min(patience, self.limit_s or patience)
             before = len(left)
-            left = self._round(plan, left, assembly, watch, outcome, late=late)
+            left = self._round(plan, left, builder, watch, outcome, late=late)
             if outcome.errors and self._policy.action == "raise":
                 # An error is that of the first item that fails, whoever was at those before it.
                 first = min(position for position, _ in outcome.errors)
@@ -107,7 +107,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         self,
         plan: BatchPlan,
         positions: Sequence[int],
-        assembly: BatchBuilder,
+        builder: BatchBuilder,
         watch: JobControl,
         outcome: ChunkOutcome,
         *,
@@ -115,7 +115,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
     ) -> list[int]:
         """Go through items once; those at which others are."""
         began = time.perf_counter()
-        missing = self._put_those_kept(plan, positions, assembly)
+        missing = self._put_those_kept(plan, positions, builder)
         outcome.decode_s += time.perf_counter() - began
         many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
         groups = [missing] if many and missing else [[position] for position in missing]
@@ -127,8 +127,8 @@ class SharedItemsFetcher(KeptItemsFetcher):
             try:
                 wanted = group if late else claimed
                 left += [position for position in group if position not in wanted]
-                if wanted := self._put_those_kept(plan, wanted, assembly):
-                    self._make(plan, wanted, assembly, watch, outcome)
+                if wanted := self._put_those_kept(plan, wanted, builder):
+                    self._make(plan, wanted, builder, watch, outcome)
             finally:
                 for position in claimed:
                     self._store.release(plan.indices[position])
@@ -140,19 +140,19 @@ class SharedItemsFetcher(KeptItemsFetcher):
         self,
         plan: BatchPlan,
         positions: Sequence[int],
-        assembly: BatchBuilder,
+        builder: BatchBuilder,
         watch: JobControl,
         outcome: ChunkOutcome,
     ) -> None:
         fresh: list[tuple[int, NDArray[np.uint8]]] = []
         began = time.perf_counter()
-        self._get_items(plan, positions, partial(self._take, plan, assembly, fresh), watch, outcome)
+        self._get_items(plan, positions, partial(self._take, plan, builder, fresh), watch, outcome)
         self._longest_s = max(self._longest_s, time.perf_counter() - began)
         # A write may take its time, and inside of `put` a guard's lock is held.
         for index, row in fresh:
             self._store.put(index, row)
 
-    def _put_those_kept(self, plan: BatchPlan, positions: Sequence[int], assembly: BatchBuilder) -> list[int]:
+    def _put_those_kept(self, plan: BatchPlan, positions: Sequence[int], builder: BatchBuilder) -> list[int]:
         """Put what is kept by now into its places; the other positions."""
         store = self._store
         if store.layout is None:
@@ -167,7 +167,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         missing = []
         for position, there in zip(positions, store.has(indices).tolist(), strict=True):
             if there:
-                self._put_kept(assembly, position, plan.indices[position])
+                self._put_kept(builder, position, plan.indices[position])
             else:
                 missing.append(position)
         return missing
@@ -175,7 +175,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
     def _take(
         self,
         plan: BatchPlan,
-        assembly: BatchBuilder,
+        builder: BatchBuilder,
         fresh: list[tuple[int, NDArray[np.uint8]]],
         position: int,
         item: Any,
@@ -185,7 +185,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         layout = self._layout
         assert layout is not None
         row = layout.pack(parts_of(item, layout))
-        assembly.put(position, item_of(layout.split(row), layout))
+        builder.put(position, item_of(layout.split(row), layout))
         fresh.append((plan.indices[position], row))
 
     def _compare(self, plan: BatchPlan, positions: Sequence[int], watch: JobControl) -> None:

@@ -109,7 +109,7 @@ class SourceFetcher:
         except BaseException:  # noqa: BLE001 - the user's method; the error that is being reported matters more
             return f"sample {index}"
 
-    def lanes(self, threads: int) -> int:
+    def max_running(self, threads: int) -> int:
         """All of them, but one where samples are so small that they are Python's work more than the decoder's."""
         return 1 if 0.0 < self._pace.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
@@ -137,7 +137,7 @@ class SourceFetcher:
         )
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> ChunkOutcome:
         """Decode a chunk. After a sample that fails the rest is left where that raises."""
         outcome = ChunkOutcome()
@@ -150,10 +150,10 @@ class SourceFetcher:
             encoded[:] = self._blocking_reader.read(indices, outcome, watch.stop)
         started, cpu = time.perf_counter(), time.thread_time()
         done = 0
-        stop, decode_one = watch.stop, self._decode_into(plan, assembly)
+        stop, decode_one = watch.stop, self._decode_into(plan, builder)
         # A limit on the time of one sample is kept by decoding one at a time.
         fault: BaseException | None = None
-        faults = None if guard is not None else self._decode_at_once(plan, start, encoded, assembly, watch)
+        faults = None if guard is not None else self._decode_at_once(plan, start, encoded, builder, watch)
         for position, data in enumerate(encoded, start):
             if stop.stopped:
                 break
@@ -164,11 +164,11 @@ class SourceFetcher:
                 if faults is not None:
                     if (fault := faults[position - start]) is not None:
                         raise fault
-                    self._put_target(plan, position, assembly)
+                    self._put_target(plan, position, builder)
                 elif guard is None:
                     decode_one(position, data)
                 else:
-                    self._decode_guarded(plan, position, data, assembly, guard)
+                    self._decode_guarded(plan, position, data, builder, guard)
             except AbandonedError:
                 raise
             except BaseException as error:  # noqa: BLE001 - the user's decoder may raise anything; it becomes a value with a name
@@ -185,13 +185,13 @@ class SourceFetcher:
             self._pace.observe(outcome.decode_s, done, time.thread_time() - cpu)
         return outcome
 
-    def _decode_into(self, plan: BatchPlan, assembly: BatchBuilder) -> Callable[[int, Any], None]:
+    def _decode_into(self, plan: BatchPlan, builder: BatchBuilder) -> Callable[[int, Any], None]:
         """What decodes one sample into its place. Made once per chunk: tiny samples feel every question asked twice."""
-        target, indices, put = self._target, plan.indices, assembly.put
+        target, indices, put = self._target, plan.indices, builder.put
         if self._in_place:
-            assert isinstance(assembly, RowBatchBuilder)
+            assert isinstance(builder, RowBatchBuilder)
             row_decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-            rows = assembly.rows
+            rows = builder.rows
 
             def fill(position: int, data: Any) -> None:
                 seed = self._seed(plan, position) if self._takes_seed else None
@@ -210,16 +210,16 @@ class SourceFetcher:
         return decode
 
     def _decode_at_once(
-        self, plan: BatchPlan, start: int, encoded: list[Any], assembly: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
     ) -> Sequence[Exception | None] | None:
         """Fill a chunk's rows in one call: an error for each that has one; ``None`` where it has to be one by one."""
         if self._decode_many is None or watch.stop.stopped or any(isinstance(data, BaseException) for data in encoded):
             return None
-        assert isinstance(assembly, RowBatchBuilder)
+        assert isinstance(builder, RowBatchBuilder)
         end = start + len(encoded)
         seeds = [self._seed(plan, position) for position in range(start, end)] if self._takes_seed else None
         try:
-            faults = self._decode_many(list(encoded), assembly.rows[start:end], seeds)
+            faults = self._decode_many(list(encoded), builder.rows[start:end], seeds)
             if len(faults) != len(encoded):
                 raise ValueError(f"decode_many_into returned {len(faults)} errors for {len(encoded)} samples")
         except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; asked one by one, it names who failed
@@ -229,21 +229,21 @@ class SourceFetcher:
                 untrace(fault)
         return faults
 
-    def _put_target(self, plan: BatchPlan, position: int, assembly: BatchBuilder) -> None:
+    def _put_target(self, plan: BatchPlan, position: int, builder: BatchBuilder) -> None:
         if self._target is not None:
-            assembly.put(position, self._target(plan.indices[position]))
+            builder.put(position, self._target(plan.indices[position]))
 
     def _decode_guarded(
-        self, plan: BatchPlan, position: int, data: Any, assembly: BatchBuilder, guard: JobDeadline
+        self, plan: BatchPlan, position: int, data: Any, builder: BatchBuilder, guard: JobDeadline
     ) -> None:
         """The same under a time limit: what it comes to waits elsewhere for leave to enter the batch."""
         guard.begin(position)
         row = out = None
         sample: Any = None
         if self._in_place:
-            assert isinstance(assembly, RowBatchBuilder)
+            assert isinstance(builder, RowBatchBuilder)
             decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-            row = assembly.rows[position]
+            row = builder.rows[position]
             out = np.empty_like(row)
             decoder.decode_into(data, out, self._seed(plan, position) if self._takes_seed else None)
         else:
@@ -252,9 +252,9 @@ class SourceFetcher:
         with guard.commit():
             if row is not None:
                 row[...] = out
-                assembly.put(position, target)
+                builder.put(position, target)
             else:
-                assembly.put(position, sample if self._target is None else (sample, target))
+                builder.put(position, sample if self._target is None else (sample, target))
 
     def _sample(self, plan: BatchPlan, position: int, data: Any) -> Any:
         if self._takes_rng:

@@ -75,11 +75,11 @@ def _collated(store: ResidentStore) -> Any:
     import torch
 
     at = np.flatnonzero(store.slots >= 0)
-    assembly = DefaultCollateBuilder(len(store), HostBufferPool(0))
+    builder = DefaultCollateBuilder(len(store), HostBufferPool(0))
     known = store.targets
     stand_in = known[int(at[0])]
     kept = set(at.tolist())
     for index in range(len(store)):
-        assembly.put(index, known[index] if index in kept else stand_in)
+        builder.put(index, known[index] if index in kept else stand_in)
     with torch.device("cpu"):  # the user may have set another as torch's default in this thread
-        return assembly.finish([])
+        return builder.finish([])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.engine.resident.host_windows import FIRST_LOOK_S, LOOK_S, Made, Window, Windows
-from aiofeed.runtime import trace
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchRange
+
+log = logging.getLogger("aiofeed.engine")
 
 
 class WindowItems(deque[QueueItem]):
@@ -40,13 +42,13 @@ class Pulled(BatchQueue[QueueItem]):
     def put(self, item: QueueItem) -> None:
         """Nobody waits here, so that nobody has to be told that it was closed."""
 
-    def first(self, timeout_s: float | None = None) -> QueueItem:
+    def peek(self, timeout_s: float | None = None) -> QueueItem:
         """The next item, made now and kept until it is deleted; a failure as one."""
         if not self.items:
             self._make()
         return self.items[0]
 
-    async def first_async(self) -> QueueItem:
+    async def peek_async(self) -> QueueItem:
         """The same. Between windows it lets other tasks run, and can be cancelled, which loses nothing.
 
         A device that is behind is waited for without blocking the caller's loop.
@@ -60,7 +62,7 @@ class Pulled(BatchQueue[QueueItem]):
                 break
             since = since or time.perf_counter()
         until = time.perf_counter()
-        item = self.first()
+        item = self.peek()
         if since is not None and isinstance(item, ReadyBatch):
             item.behind = since, until if item.behind is None else item.behind[1]
         return item
@@ -91,7 +93,7 @@ class _Epoch:
     def __init__(self, stream: EpochStream, start: EpochStart) -> None:
         self.start = start
         self.counters = start.counters
-        self.stretches = stream.schedule.stretches(start.position, start.permutation)
+        self.batch_ranges = stream.schedule.batch_ranges(start.position, start.permutation)
 
 
 class Walk:
@@ -157,12 +159,12 @@ class Walk:
     def _further(self, windows: Windows) -> Walk:
         epoch = self.epoch or _Epoch(self.stream, self.stream.first)
         began = time.perf_counter()
-        stretch = epoch.stretches.at(self.number, windows.most)
-        if stretch is None:
+        batch_range = epoch.batch_ranges.at(self.number, windows.most)
+        if batch_range is None:
             following = self.stream.after(epoch.start)
             upcoming = None if following is None else _Epoch(self.stream, following)
             return Walk(self.windows, self.stream, (*self.ahead, (epoch, None)), upcoming, over=following is None)
-        made = windows.make(stretch)
+        made = windows.make(batch_range)
         ended, first, last = time.perf_counter(), made[0].numbers[0], made[0].numbers[-1]
         if windows.waited is not None:
             began = windows.waited[1]
@@ -170,18 +172,18 @@ class Walk:
             epoch.counters.copy_s += ended - began
         else:
             epoch.counters.collate_s += ended - began
-        if trace.listeners:
-            trace.emit(windows.stage, began, ended, first)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batches %d to %d: window made in %.1f ms", first, last, (ended - began) * 1e3)
         return Walk(self.windows, self.stream, (*self.ahead, (epoch, made)), epoch, last + 1)
 
 
 def _batches(
-    stretch: BatchRange, window: Window, counters: EpochStats, waited: tuple[float, float] | None
+    batch_range: BatchRange, window: Window, counters: EpochStats, waited: tuple[float, float] | None
 ) -> list[QueueItem]:
     """Its batches; whoever asks for the first waits for what is made ahead."""
-    samples, size = len(stretch.indices), stretch.batch_size
+    samples, size = len(batch_range.indices), batch_range.batch_size
     items: list[QueueItem] = []
-    for at, number in enumerate(stretch.numbers):
+    for at, number in enumerate(batch_range.numbers):
         first, last = at * size, min((at + 1) * size, samples)
         ready = ReadyBatch(number, last - first, (window, first, last), None, 0, None, counters)
         ready.behind = None if items else waited

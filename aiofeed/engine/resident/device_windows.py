@@ -126,7 +126,7 @@ class DeviceWindows:
         self._note_queued()
         return self._exceeds(QUEUED_WINDOWS)
 
-    def make(self, stretch: BatchRange) -> Made:
+    def make(self, batch_range: BatchRange) -> Made:
         """A window, of a part of the stretch where memory is short.
 
         Raises:
@@ -137,20 +137,20 @@ class DeviceWindows:
         self.waited = self._wait(QUEUED_WINDOWS)
         while True:
             try:
-                return stretch, self._issue(stretch)
+                return batch_range, self._issue(batch_range)
             except DeviceCopyError as error:
                 cause = error.__cause__
                 if not _is_out_of_memory(cause):
                     raise
-                if len(stretch.numbers) == 1:
+                if len(batch_range.numbers) == 1:
                     # Without the traceback, whose frames hold device memory.
                     raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
                 # Its traceback's frames hold device memory.
                 del cause
             # Pieces so small that as many as are alive at a time take half of what was refused.
-            self.most = max(len(stretch.numbers) // (2 * DEVICE_WINDOWS), 1)
+            self.most = max(len(batch_range.numbers) // (2 * DEVICE_WINDOWS), 1)
             self._wait(0)
-            stretch = stretch.head(self.most)
+            batch_range = batch_range.head(self.most)
 
     def _note_queued(self) -> None:
         # Another window is made once the one before is used up, or the pass that it was made for was left.
@@ -181,16 +181,16 @@ class DeviceWindows:
             pause_s = min(2 * pause_s, LOOK_S)
         return since, time.perf_counter()
 
-    def _issue(self, stretch: BatchRange) -> DeviceWindow:
+    def _issue(self, batch_range: BatchRange) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1]()
-        start, count = int(stretch.indices[0]), len(stretch.indices)
-        if stretch.run:
+        start, count = int(batch_range.indices[0]), len(batch_range.indices)
+        if batch_range.run:
             in_flight = self._copier.issue((None, start, count))
         else:
             lease = self._indices.lease()
             indices = array(lease, (count,), np.dtype(np.int64))
-            np.copyto(indices, stretch.indices)
+            np.copyto(indices, batch_range.indices)
             in_flight = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
             self._copying.append((in_flight.copied, lease.give_back))
         return DeviceWindow(self._copier, in_flight, self._begun.append)
@@ -204,13 +204,13 @@ class DeviceWindows:
             raise self._does_not_fit("the whole")
         resident = []
         try:
-            with torch.inference_mode(False), torch.no_grad(), backend.on(side):
+            with torch.inference_mode(False), torch.no_grad(), backend.use_stream(side):
                 for given in self._source.tensors:
                     tensor = as_tensor(given)
                     flat = carried(tensor.contiguous())
                     there = backend.copy(flat)
                     # It may be the user's own, made on another stream, and dropped while the side stream reads it.
-                    backend.hold(there, side)
+                    backend.record_stream(there, side)
                     # The host's memory, ours or the user's, is read until then.
                     backend.record(side).synchronize()
                     resident.append((there, tensor.dtype))

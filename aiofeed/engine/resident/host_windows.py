@@ -79,7 +79,7 @@ class Windows(Protocol):
         """Whether ``make`` would wait for the device."""
         ...
 
-    def make(self, stretch: BatchRange) -> Made:
+    def make(self, batch_range: BatchRange) -> Made:
         """A window of a stretch, or of its head where memory is short."""
         ...
 
@@ -146,17 +146,17 @@ class HostWindows:
         """No: what is made here is there."""
         return False
 
-    def make(self, stretch: BatchRange) -> Made:
+    def make(self, batch_range: BatchRange) -> Made:
         """One window."""
-        indices = stretch.indices
-        if stretch.run:
+        indices = batch_range.indices
+        if batch_range.run:
             start, end = int(indices[0]), int(indices[-1]) + 1
             rows = [data[start:end] for data in self._data]
             if not self._alias:
                 rows = [self._copied(each) for each in rows]
         else:
             rows = [self._gathered(data, words, indices) for data, words in zip(self._data, self._words, strict=True)]
-        return stretch, HostWindow(rows, self._dtypes)
+        return batch_range, HostWindow(rows, self._dtypes)
 
     def _copied(self, rows: NDArray[Any]) -> NDArray[Any]:
         target = array(self._memory, rows.shape, rows.dtype)

@@ -86,7 +86,7 @@ class ResidentPipeline:
         self._transform = transform
         self._shape = shape
         self._pulled = Pulled()
-        self.handoff: BatchQueue[QueueItem] = self._pulled
+        self.queue: BatchQueue[QueueItem] = self._pulled
         self._pid = os.getpid()
         self._stopped = False
         self._watched: weakref.ref[object] | None = None

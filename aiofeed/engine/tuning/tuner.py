@@ -33,7 +33,7 @@ class Tuner:
         self.reading = ReadTuner(read_concurrency, given=reads_given, most=reads_most)
         self.told = False
         # Threads that may decode now, as whoever goes by this says: the samples may be such that it takes fewer.
-        self.lanes = decode_threads
+        self.max_running = decode_threads
 
     def news(self) -> GilLimit | None:
         """The GIL's limit, once, where there is a way out that would gain something."""

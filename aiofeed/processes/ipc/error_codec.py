@@ -12,7 +12,7 @@ from aiofeed.processes.ipc.schema import ErrorMessage, Scalar
 
 _MOST_TEXT = 16_000
 _MOST_CAUSES = 8
-_OURS = "aiofeed.core.errors."
+_OURS = "aiofeed"
 
 
 def describe(error: BaseException, depth: int = 0) -> ErrorMessage:
@@ -51,7 +51,7 @@ def rebuild(failure: ErrorMessage) -> Exception:
 def _instance(failure: ErrorMessage) -> Exception:
     message = _told(failure.message)
     module, _, name = failure.kind.rpartition(".")
-    if failure.kind.startswith(_OURS):
+    if module == _OURS:
         kind: Any = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, SampleError) and failure.key is not None:
             return kind(message, key=_told(failure.key), index=failure.index or 0, stage=failure.stage or "")

@@ -15,7 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # A plan takes 16 bytes a sample, a batch's description a few hundred: this is room for four million samples.
 MAX_MESSAGE_BYTES = 64 << 20

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.ipc.passing import Passable
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 
 # Registered memory that nothing refers to any more. The collector only appends here (a C function).

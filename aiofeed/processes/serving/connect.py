@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.device_reader import Blocks
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 
 # A server answers within milliseconds, unless it is stopped.
@@ -72,13 +72,13 @@ def join(
     sock, welcome = attach(path, wait_s)
     try:
         server = peer_of(sock).pid
-        pulse = ProcessLiveness(server, lambda: died(path, server))
+        liveness = ProcessLiveness(server, lambda: died(path, server))
         try:
-            blocks = None if host_only else _blocks(sock, path, welcome, backend, pulse)
+            blocks = None if host_only else _blocks(sock, path, welcome, backend, liveness)
             taker = BatchReceiver(backend, blocks, memory, wrap, executor)
-            return Subscription(sock, path, taker=taker, pulse=pulse, begun=begun), welcome.batches
+            return Subscription(sock, path, taker=taker, liveness=liveness, begun=begun), welcome.batches
         except BaseException:
-            pulse.close()
+            liveness.close()
             raise
     except BaseException:
         sock.close()
@@ -86,7 +86,7 @@ def join(
 
 
 def _blocks(
-    sock: socket.socket, path: Path, welcome: Welcome, backend: DeviceBackend | None, pulse: ProcessLiveness
+    sock: socket.socket, path: Path, welcome: Welcome, backend: DeviceBackend | None, liveness: ProcessLiveness
 ) -> Blocks | None:
     """The server's device memory, where it can be read here; else ``None``, and a line in the log that says why."""
     if not welcome.device:
@@ -108,7 +108,7 @@ def _blocks(
         trial = ask_for_trial(sock, path)
         reason = trial.refusal
         if trial.block is not None:
-            blocks = Blocks(backend, shared, pulse)
+            blocks = Blocks(backend, shared, liveness)
             reason = blocks.attempt(trial)
             try:
                 tell(sock, ProbeResult(reason))

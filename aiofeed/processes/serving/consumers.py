@@ -34,7 +34,7 @@ from aiofeed.processes.serving.protocol import (
     decode_from_consumer,
 )
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 HANDSHAKE_S = 5.0
 MOST_CONNECTIONS = 256

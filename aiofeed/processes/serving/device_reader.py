@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
     from aiofeed.runtime.buffers import BufferLease
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # The first use of a GPU by a process takes seconds.
 TRIAL_S = 10.0
@@ -58,13 +58,13 @@ class Blocks:
     Args:
         backend: the consumer's device.
         shared: what of it other processes share.
-        pulse: of the server.
+        liveness: of the server.
     """
 
-    def __init__(self, backend: DeviceBackend, shared: SharedDevice, pulse: ProcessLiveness) -> None:
+    def __init__(self, backend: DeviceBackend, shared: SharedDevice, liveness: ProcessLiveness) -> None:
         self.backend = backend
         self.shared = shared
-        self.pulse = pulse
+        self.liveness = liveness
         self.side = backend.side_stream()
         self._opened: dict[int, _Opened] = {}
         self._forgotten: list[_Opened] = []
@@ -73,13 +73,13 @@ class Blocks:
         """Read the server's trial block in the calling thread; why it cannot be, or ""."""
         assert trial.block is not None
         try:
-            with self.backend.on(self.side):
+            with self.backend.use_stream(self.side):
                 opened = _Opened(self.shared, trial.block)
                 try:
-                    self.pulse.wait(opened.filled, TRIAL_S)
+                    self.liveness.wait(opened.filled, TRIAL_S)
                     copy = self.shared.clone(opened.memory)
                     opened.read.record(self.side)
-                    self.pulse.wait(self.backend.record(self.side), TRIAL_S)
+                    self.liveness.wait(self.backend.record(self.side), TRIAL_S)
                     seen = bytes(self.shared.to_host(copy).tolist())
                 except BaseException as error:
                     _leave_open([opened], error)
@@ -91,7 +91,7 @@ class Blocks:
 
     def copier(self, transform: Callable[[Any], Any] | None) -> Copier:
         """What copies batches to the consumer's device, out of these blocks, too."""
-        return BlockCopier(self.backend, transform, self.pulse)
+        return BlockCopier(self.backend, transform, self.liveness)
 
     def learn(self, given: BatchAvailable) -> None:
         """Open what is new, and forget what is not used any more.
@@ -103,7 +103,7 @@ class Blocks:
         if (block := given.new_block) is not None:
             if block.number in self._opened:
                 raise ProtocolError(f"block {block.number} is known already")
-            with self.backend.on(self.side):
+            with self.backend.use_stream(self.side):
                 self._opened[block.number] = _Opened(self.shared, block)
         for number in given.retired_blocks:
             if (gone := self._opened.pop(number, None)) is not None:
@@ -124,7 +124,7 @@ class Blocks:
         """Let go of forgotten memory whose last copy is complete."""
         if self._forgotten:
             # Closing waits for the current stream, which is not to be the training's.
-            with self.backend.on(self.side):
+            with self.backend.use_stream(self.side):
                 self._forgotten = [each for each in self._forgotten if not _complete(each)]
 
     def settle(self, slots: Sequence[InSlot]) -> None:
@@ -135,8 +135,8 @@ class Blocks:
         """
         for slot in slots:
             slot.keep(LAST_COPIES_S)
-        self.pulse.wait(self.backend.record(self.side), LAST_COPIES_S)
-        self.pulse.settle()
+        self.liveness.wait(self.backend.record(self.side), LAST_COPIES_S)
+        self.liveness.settle()
 
     def close(self) -> None:
         """Let go of all memory; what is still copied from is left open."""
@@ -146,13 +146,13 @@ class Blocks:
         if not opened:
             return
         try:
-            self.pulse.wait(self.backend.record(self.side), LAST_COPIES_S)
+            self.liveness.wait(self.backend.record(self.side), LAST_COPIES_S)
         except (FeedError, TimeoutError) as error:
             _leave_open([each for each in opened if not _complete(each)], error)
         except RuntimeError as error:
             log.debug("the device is beyond use, and the server's memory is left open: %s", error)
             _leave_open(opened, error)
-        with self.backend.on(self.side):
+        with self.backend.use_stream(self.side):
             opened.clear()
 
 
@@ -203,7 +203,7 @@ class InSlot:
             TimeoutError: it took longer than ``limit_s``.
         """
         if (opened := self._opened) is not None:
-            self._blocks.pulse.wait(opened.filled, limit_s)
+            self._blocks.liveness.wait(opened.filled, limit_s)
 
     def copied(self, tree: Any) -> Any:
         """Queue copies of the batch's tensors on the side stream, which is current, once it is filled."""
@@ -226,7 +226,7 @@ class InSlot:
         """
         blocks = self._blocks
         self.wait(limit_s)
-        with self._lock, blocks.backend.on(blocks.side):
+        with self._lock, blocks.backend.use_stream(blocks.side):
             opened = self._opened
             if opened is not None:
                 self._memory = blocks.shared.clone(self._memory)
@@ -255,9 +255,11 @@ class Taken:
 class BlockCopier(Copier):
     """A copier that takes batches from the server's device memory, too."""
 
-    def __init__(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None, pulse: ProcessLiveness) -> None:
+    def __init__(
+        self, backend: DeviceBackend, transform: Callable[[Any], Any] | None, liveness: ProcessLiveness
+    ) -> None:
         super().__init__(backend, transform)
-        self._pulse = pulse
+        self._liveness = liveness
 
     def issue(self, batch: Any) -> PendingCopy:
         """Queue the copies of a batch; one from the server's device memory is complete, and right, on return.
@@ -269,13 +271,13 @@ class BlockCopier(Copier):
         if type(batch) is not Taken:
             return super().issue(batch)
         batch.slot.wait()
-        with self.backend.on(self._side):
+        with self.backend.use_stream(self._side):
             try:
                 own = batch.slot.copied(batch.tree)
             except RuntimeError as error:
-                self._pulse.check()
+                self._liveness.check()
                 raise DeviceCopyError(f"a batch could not be copied on {self.backend.name}: {error}") from error
             in_flight = super().issue(own)
         batch.lease.give_back()
-        self._pulse.wait(in_flight.copied)
+        self._liveness.wait(in_flight.copied)
         return in_flight

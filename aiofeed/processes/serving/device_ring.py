@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 _TRIAL_BYTES = 64
 
@@ -91,7 +91,7 @@ class DeviceRing:
         Batches are then handed to that stream, and what the process trains on its own streams is not waited for.
         """
         self._backend.enter_thread()
-        with self._backend.on(self._stream):
+        with self._backend.use_stream(self._stream):
             yield
 
     def trial(self, consumer: Hashable) -> Probe:
@@ -182,7 +182,7 @@ class DeviceRing:
     def to_host(self, batch: Any) -> Any:
         """The batch with its device tensors in host memory. Blocks; for a thread of the executor."""
         self._backend.enter_thread()
-        with self._backend.on(self._stream):
+        with self._backend.use_stream(self._stream):
             return map_leaves(lambda leaf: self._shared.to_host(leaf) if self._shared.holds(leaf) else leaf, batch)
 
     # --- readers ---

@@ -19,7 +19,7 @@ Word: TypeAlias = EpochStarted | BatchAvailable | EpochEnded | EpochFailed
 """What a server says of an epoch, in order."""
 
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 # Between two epochs there may be an evaluation; who takes longer hears of it, once.
 IDLE_S = 10.0
 
@@ -41,7 +41,7 @@ class EpochFeed:
     """
 
     def __init__(self, room: int) -> None:
-        self.handoff: BatchQueue[QueueItem] = BatchQueue()
+        self.queue: BatchQueue[QueueItem] = BatchQueue()
         self.counters = EpochStats()
         self.epoch = -1
         self.room = room

@@ -25,7 +25,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 if TYPE_CHECKING:
     from aiofeed.processes.serving.device_ring import DeviceRing
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 Mode = Literal["broadcast", "shard"]
 Slow = Literal["wait", "drop"]

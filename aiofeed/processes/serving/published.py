@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aiofeed.processes.serving.device_ring import DeviceRing, DeviceSlot
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # How often it is looked whether a slot whose readers say that they have queued their copies is free.
 _LOOK_S = 5e-4

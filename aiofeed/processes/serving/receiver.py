@@ -181,7 +181,7 @@ class BatchReceiver:
     def _put(self, pass_: EpochFeed, given: BatchAvailable, batch: Any, lease: Any) -> None:
         item = ReadyBatch(given.number, _rows(given.batch), batch, lease, counters=pass_.counters)
         item.release = lambda _: self.took(pass_)
-        pass_.handoff.put(item)
+        pass_.queue.put(item)
 
     def _in_place(self, leaf: Leaf) -> Any:
         return in_place(self._ring.view(leaf), leaf, pinned=True, lease=_private)

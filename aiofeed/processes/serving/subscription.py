@@ -1,8 +1,8 @@
 """A consumer's side of the ring, on its loop: batches arrive, are copied out, and wait for an iterator.
 
 What a server says arrives in order: an epoch begins, its batches, its end, the next epoch. It waits here until an
-iterator (an ``EpochFeed``) takes it, epoch by epoch; what waits here stays in its slot. A pass takes a few batches ahead.
-It gives their slots back at once, but not before the first batch was handed out: an iterator that was given up before
+iterator (an ``EpochFeed``) takes it, epoch by epoch; what waits here stays in its slot. It takes a few ahead. It
+gives their slots back at once, but not before the first batch was handed out: an iterator that was given up before
 that leaves its epoch to the next one, as a feeder's does.
 """
 
@@ -40,7 +40,7 @@ from aiofeed.processes.serving.protocol import (
 from aiofeed.processes.serving.receiver import BatchReceiver
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # Iterators that were dropped are noticed within this.
 HEARTBEAT_S = 0.05
@@ -55,7 +55,7 @@ class Subscription:
         sock: greeted already; closed with the attachment.
         path: where the server is, for errors.
         taker: takes batches out of their slots; closed with the attachment.
-        pulse: of the server; closed with the attachment.
+        liveness: of the server; closed with the attachment.
         begun: called with (epoch, batches) when a pass begins one.
 
     Attributes:
@@ -70,14 +70,14 @@ class Subscription:
         path: Path,
         *,
         taker: BatchReceiver,
-        pulse: ProcessLiveness,
+        liveness: ProcessLiveness,
         begun: Callable[[int, int], object],
     ) -> None:
         self._sock: socket.socket | None = sock
         self._path = path
         self._server = peer_of(sock).pid
         self.taker = taker
-        self._pulse = pulse
+        self._liveness = liveness
         taker.read, taker.took, taker.refuse, taker.resume = self._read, self.took, self._refuse, self._pump
         self._begun = begun
         self.host_only = False
@@ -114,17 +114,17 @@ class Subscription:
             watch.close()
             self._wire.close()
             if self._pass is not None:
-                self._pass.handoff.put(Stopped())
+                self._pass.queue.put(Stopped())
             self._words.clear()
             self.taker.close()
-            self._pulse.close()
+            self._liveness.close()
 
     def close_unused(self) -> None:
         """Close a connection that ``run`` never took; from any thread."""
         if self._sock is not None:
             self._sock.close()
             self.taker.close()
-            self._pulse.close()
+            self._liveness.close()
 
     # --- what passes want; on the loop ---
 
@@ -144,7 +144,7 @@ class Subscription:
     def end(self, pass_: EpochFeed) -> None:
         """A pass wants no more."""
         self.owners.forget(pass_)
-        pass_.handoff.put(Stopped())  # a copy thread that waits there ends
+        pass_.queue.put(Stopped())  # a copy thread that waits there ends
         if pass_ is not self._pass or pass_.superseded:
             return
         self._pass = None
@@ -177,7 +177,7 @@ class Subscription:
             self._words.extendleft(reversed(old.words))
         elif not old.complete:
             self._leave()
-        drop_batches(old.handoff)
+        drop_batches(old.queue)
 
     def _leave(self) -> None:
         if self._ticket is None:
@@ -260,7 +260,7 @@ class Subscription:
 
     def _put_error(self, pass_: EpochFeed) -> None:
         assert self._error is not None
-        pass_.handoff.put(FeedFailure(self._error()))
+        pass_.queue.put(FeedFailure(self._error()))
 
     # --- from the ring to the iterator ---
 
@@ -287,11 +287,11 @@ class Subscription:
                 self.taker.take(pass_, word)
             elif isinstance(word, EpochEnded):
                 pass_.complete = True
-                pass_.handoff.put(EndOfEpoch())
+                pass_.queue.put(EndOfEpoch())
             else:
                 self._pass, self._ticket = None, None
                 self.touch(pass_)
-                pass_.handoff.put(FeedFailure(rebuild(word.error)))
+                pass_.queue.put(FeedFailure(rebuild(word.error)))
 
     def _refuse(self, error: BaseException) -> None:
         self._words.clear()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.errors import FeedError
+from aiofeed.core.types import public
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles, DeviceHandles
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     Array: TypeAlias = torch.Tensor | NDArray[np.generic]
 
 
+@public
 class SharedTensors:
     """Tensors in shared memory, and the address at which other processes attach to them. Made by ``share``.
 
@@ -73,6 +75,7 @@ class SharedTensors:
         return f"<SharedTensors {self.address!r}, {self.nbytes} bytes{', closed' if self._closed else ''}>"
 
 
+@public
 def share(
     tensors: Array | Sequence[Array] | Mapping[str, Array] | Mapping[int, Array], address: str | os.PathLike[str]
 ) -> SharedTensors:
@@ -96,6 +99,7 @@ def share(
     return share_through(CudaHandles(), tensors, address)
 
 
+@public
 def attach_tensors(
     address: str | os.PathLike[str], device: object = None, *, writable: bool = False, timeout_s: float = 10.0
 ) -> Any:

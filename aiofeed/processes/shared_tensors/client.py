@@ -29,7 +29,7 @@ from aiofeed.processes.shared_tensors.protocol import (
 from aiofeed.processes.shared_tensors.store import assemble, mapped, tensor_in
 from aiofeed.runtime.buffers import Bytes
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 _READ_BYTES = 256 * 1024
 _INT = array.array("i").itemsize

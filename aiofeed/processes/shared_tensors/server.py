@@ -23,7 +23,7 @@ from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.peers import peer_of
 from aiofeed.processes.shared_tensors.protocol import Attach, AttachRefused, decode_attach, encode
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # Room for what an attacher says, which is a dozen bytes.
 _MOST_ASKED_BYTES = 1024
@@ -106,8 +106,8 @@ class TensorServer:
         _running.discard(self)
         self._loop.remove_reader(self._listener.sock.fileno())
         self._listener.close()
-        for wire in self._wires:
-            wire.close()
+        for connection in self._wires:
+            connection.close()
         self._loop.close()
         self._store.close()
 
@@ -132,16 +132,16 @@ class TensorServer:
 
     def _serve(self, sock: socket.socket) -> None:
         def end(error: Exception | None = None) -> None:
-            wire.close()
+            connection.close()
             patience.cancel()
-            self._wires.discard(wire)
+            self._wires.discard(connection)
 
         def received(payload: bytes, descriptors: list[int]) -> None:
-            wire.send(*self._answer(decode_attach(payload)))
+            connection.send(*self._answer(decode_attach(payload)))
 
-        wire = Connection(sock, received=received, lost=end, limit_bytes=_MOST_ASKED_BYTES)
+        connection = Connection(sock, received=received, lost=end, limit_bytes=_MOST_ASKED_BYTES)
         patience = self._loop.call_later(_PATIENCE_S, end)
-        self._wires.add(wire)
+        self._wires.add(connection)
 
     def _answer(self, asked: Attach) -> tuple[bytes, list[int]]:
         try:

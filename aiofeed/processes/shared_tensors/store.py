@@ -19,7 +19,7 @@ from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRef
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # Vector loads, and more than any dtype's own.
 ALIGNMENT = 64

@@ -87,23 +87,23 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(sock: socket.socket, cargo: WorkerConfig, parent: int, number: int) -> None:
-    runtime = EventLoopThread(
-        read_threads=min(cargo.most_reads(number), MOST_READ_THREADS),
-        decode_threads=cargo.share(cargo.decode_threads, number),
+def _serve(sock: socket.socket, worker_config: WorkerConfig, parent: int, number: int) -> None:
+    loop_thread = EventLoopThread(
+        read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
+        decode_threads=worker_config.share(worker_config.decode_threads, number),
     )
-    worker = _Worker(runtime, cargo, parent, number)
-    runtime.launch()
-    runtime.start(partial(worker.serve, sock))
-    runtime.finished.result()
+    worker = _Worker(loop_thread, worker_config, parent, number)
+    loop_thread.launch()
+    loop_thread.start(partial(worker.serve, sock))
+    loop_thread.finished.result()
 
 
 class _Worker:
     """What the engine process consists of, on its loop."""
 
-    def __init__(self, runtime: EventLoopThread, cargo: WorkerConfig, parent: int, number: int) -> None:
-        self._runtime = runtime
-        self._cargo = cargo
+    def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, parent: int, number: int) -> None:
+        self._loop_thread = loop_thread
+        self._cargo = worker_config
         self._parent = parent
         self._number = number
         self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
@@ -127,12 +127,12 @@ class _Worker:
             self.send(WorkerEnded(describe(error)))
             return
         if (closer := getattr(source, "aclose", None)) is not None:
-            self._runtime.at_stop(closer)
+            self._loop_thread.at_stop(closer)
         self._engine = WorkerEngine(
             self._steps(),
-            cargo=self._cargo,
+            worker_config=self._cargo,
             number=self._number,
-            executor=self._runtime.decode_pool,
+            executor=self._loop_thread.decode_pool,
             tell=self.send,
         )
         self.send(WorkerReady(os.getpid()))
@@ -179,7 +179,7 @@ class _Worker:
         if descriptors:
             raise ProtocolError("descriptors where none belong")
         if isinstance(message, StopWorker):
-            self._runtime.stop()
+            self._loop_thread.stop()
         elif isinstance(message, ReplacementAnswer):
             if (waiting := self._asked.get(message.ticket)) is not None and not waiting.done():
                 waiting.set_result(message)

@@ -35,7 +35,7 @@ class MultiprocessEngine(Engine):
     """Turns batch plans into finished batches, by processes.
 
     Args:
-        steps, limits, budget, handoff, in_order, policy, length: as for any engine.
+        steps, limits, budget, queue, in_order, policy, length: as for any engine.
         processes: who reads and decodes.
         fetcher: knows the samples' names; it reads nothing here.
         wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
@@ -54,7 +54,7 @@ class MultiprocessEngine(Engine):
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
-        handoff: BatchQueue[QueueItem],
+        queue: BatchQueue[QueueItem],
         limits: ResolvedLimits,
         budget: MemoryBudget,
         in_order: bool,
@@ -66,11 +66,11 @@ class MultiprocessEngine(Engine):
             steps,
             batch_size=batch_size,
             fetcher=fetcher,
-            new_assembly=_nowhere,
+            new_builder=_nowhere,
             wrap=wrap,
             memory=memory,
             executor=executor,
-            handoff=handoff,
+            queue=queue,
             limits=limits,
             budget=budget,
             in_order=in_order,
@@ -143,7 +143,7 @@ class MultiprocessEngine(Engine):
             batch.kept = reply.kept
             loan = await self._take(batch, work, reply)
         failures = map(rebuild, reply.failures)
-        batch.failures = [batch.tally.know(error) for error in failures if isinstance(error, SampleError)]
+        batch.failures = [batch.failure_counter.know(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
         self._complete(batch)
         if loan is not None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.ipc.passing import Passable
 
-log = logging.getLogger("aiofeed")
+log = logging.getLogger("aiofeed.processes")
 
 # What closing a source may take in an engine process before that is killed.
 GRACE_S = 3.0
@@ -57,16 +57,20 @@ class WorkerPool:
     """All of a feeder's processes.
 
     Args:
-        cargo: what they work with; it is pickled here and now.
+        worker_config: what they work with; it is pickled here and now.
         backend: the device that copies from their rings; ``None`` for the host.
         passable: is told of their rings.
     """
 
-    def __init__(self, cargo: WorkerConfig, backend: DeviceBackend | None, passable: Passable | None = None) -> None:
-        self.count = cargo.engines
-        self._reads = [cargo.share(cargo.read_concurrency, number) for number in range(cargo.engines)]
+    def __init__(
+        self, worker_config: WorkerConfig, backend: DeviceBackend | None, passable: Passable | None = None
+    ) -> None:
+        self.count = worker_config.engines
+        self._reads = [
+            worker_config.share(worker_config.read_concurrency, number) for number in range(worker_config.engines)
+        ]
         self.lending = BorrowTracker()
-        self._start: int | None = write_config(cargo)
+        self._start: int | None = write_config(worker_config)
         self._backend = backend
         self._passable = passable
         self._processes: list[WorkerHandle] = []

@@ -152,11 +152,11 @@ def _main_path() -> Path | None:
     return Path(path) if path is not None and Path(path).is_file() else None
 
 
-def write_config(cargo: WorkerConfig) -> int:
+def write_config(worker_config: WorkerConfig) -> int:
     """Cargo in a file without a name; its descriptor, for the process to inherit."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.dump(cargo)
+    pickler.dump(worker_config)
     preparation = _preparation() if pickler.of_main is not None else {}
     head = pickle.dumps(preparation)
     data = len(head).to_bytes(8, "little") + head + buffer.getbuffer()
@@ -195,8 +195,8 @@ def read_config(descriptor: int) -> WorkerConfig:
                 from multiprocessing import spawn
 
                 spawn.prepare(preparation)
-            cargo: WorkerConfig = pickle.loads(data[end:])
-            return cargo
+            worker_config: WorkerConfig = pickle.loads(data[end:])
+            return worker_config
     finally:
         starting = False
         os.close(descriptor)

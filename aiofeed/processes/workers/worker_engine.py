@@ -16,7 +16,7 @@ from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Kept
-from aiofeed.engine.fetch.factory import Kinds, new_assembly, new_fetcher
+from aiofeed.engine.fetch.factory import Kinds, new_builder, new_fetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
@@ -100,19 +100,24 @@ class WorkerEngine(Engine):
         self,
         steps: AsyncIterator[Step],
         *,
-        cargo: WorkerConfig,
+        worker_config: WorkerConfig,
         number: int,
         executor: ThreadPool,
         tell: Callable[[FromEngine, Sequence[int]], None],
     ) -> None:
         fetcher = new_fetcher(
-            cargo.source, cargo.decode, cargo.collate_fn, length=cargo.length, policy=cargo.policy, cache=cargo.cache
+            worker_config.source,
+            worker_config.decode,
+            worker_config.collate_fn,
+            length=worker_config.length,
+            policy=worker_config.policy,
+            cache=worker_config.cache,
         )
-        memory = SlotMemory(cargo.keep)
-        self.commissions = PermittedBuffer(None if cargo.in_order else tell)
+        memory = SlotMemory(worker_config.keep)
+        self.commissions = PermittedBuffer(None if worker_config.in_order else tell)
         limits = ResolvedLimits(
-            read_concurrency=cargo.share(cargo.read_concurrency, number),
-            decode_threads=cargo.share(cargo.decode_threads, number),
+            read_concurrency=worker_config.share(worker_config.read_concurrency, number),
+            decode_threads=worker_config.share(worker_config.decode_threads, number),
             # The trainer's side admits and opens batches; here only reads and threads are bounded.
             prefetch_batches=_UNBOUNDED,
             memory_bytes=_UNBOUNDED,
@@ -120,25 +125,25 @@ class WorkerEngine(Engine):
         )
         tuner = Tuner(
             decode_threads=limits.decode_threads,
-            threads_given=cargo.threads_given,
+            threads_given=worker_config.threads_given,
             read_concurrency=limits.read_concurrency,
-            reads_given=cargo.reads_given,
-            reads_most=cargo.most_reads(number),
+            reads_given=worker_config.reads_given,
+            reads_most=worker_config.most_reads(number),
         )
         super().__init__(
             (),
             batch_size=1,
             fetcher=fetcher,
-            new_assembly=partial(_new_assembly, cargo, fetcher),
+            new_builder=partial(_new_builder, worker_config, fetcher),
             wrap=_as_it_is,
             memory=memory,
             executor=executor,
-            handoff=BatchQueue(),
+            queue=BatchQueue(),
             limits=limits,
             budget=MemoryBudget(sys.maxsize),
             in_order=False,
-            policy=cargo.policy,
-            length=cargo.length,
+            policy=worker_config.policy,
+            length=worker_config.length,
             buffer=self.commissions,
             # Of reads alone: what jobs take is not measured here, where no consumer is seen to wait.
             tuner=tuner,
@@ -232,13 +237,20 @@ class _CollateInSlot(CollateBatchBuilder):
 _IN_SLOT = Kinds(_RowsInSlot, _TreeInSlot, _CollateInSlot)
 
 
-def _new_assembly(cargo: WorkerConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
+def _new_builder(worker_config: WorkerConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
     """Where a batch is put together: in its slot, described when it is finished."""
     assert isinstance(lease, Slot)
-    cached = cargo.cache is not None
-    assembly = new_assembly(
-        fetcher, cargo.decode, cargo.collate_fn, samples, lease, staged=False, cached=cached, kinds=_IN_SLOT
+    cached = worker_config.cache is not None
+    builder = new_builder(
+        fetcher,
+        worker_config.decode,
+        worker_config.collate_fn,
+        samples,
+        lease,
+        staged=False,
+        cached=cached,
+        kinds=_IN_SLOT,
     )
-    assert isinstance(assembly, _RowsInSlot | _TreeInSlot | _CollateInSlot)
-    assembly.slot = lease
-    return assembly
+    assert isinstance(builder, _RowsInSlot | _TreeInSlot | _CollateInSlot)
+    builder.slot = lease
+    return builder

@@ -55,7 +55,7 @@ class Steps:
 
     def on(self):
         """The stream of the next step, another each time."""
-        return self.device.on(self.streams[self.launched % len(self.streams)])
+        return self.device.use_stream(self.streams[self.launched % len(self.streams)])
 
     def launch(self):
         """Queue a slow step on the current stream."""
@@ -201,8 +201,8 @@ class TestBound:
         device = SimulatedDevice(latency="late")
         with feeder_of(40, device) as feeder:
             batches = iter(feeder)
-            delivery = feeder._passes.pipeline.delivery
-            item = delivery.handoff.first()
+            delivery = feeder._session.pipeline.delivery
+            item = delivery.queue.peek()
             for _ in range(5):
                 delivery.take(item)
             next(batches)
@@ -289,7 +289,7 @@ def test_a_device_that_is_behind_is_no_stall(monkeypatch):
 
         def query(self):
             nonlocal now
-            if device.copies > 45 or feeder._passes.pipeline._engine._full_since is not None:
+            if device.copies > 45 or feeder._session.pipeline._engine._full_since is not None:
                 now += 0.001
             return now >= self.at
 

@@ -196,25 +196,26 @@ def test_stretches_are_the_plans_whatever_is_computed_at_once(
     batch_size: int, skip: frozenset[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that are shorter than a stretch, longer, and met in their middle."""
-    stripe = Shard(length=53, batch_size=batch_size, rank=1, world_size=3)
+    shard = Shard(length=53, batch_size=batch_size, rank=1, world_size=3)
     permutation = shuffled(53, 1, 0)
-    wanted = [(plan.number, plan.indices) for plan in plans(stripe, lambda: permutation, 0, skip)]
+    wanted = [(plan.number, plan.indices) for plan in plans(shard, lambda: permutation, 0, skip)]
     for computed in (1, 7, 16, 1000):
         monkeypatch.setattr(order, "STRETCHED", computed)
         for most in (1, 2, 5, 100):
-            stretches = BatchRanges(stripe, lambda: permutation, skip)
+            batch_ranges = BatchRanges(shard, lambda: permutation, skip)
             found: list[tuple[int, list[int]]] = []
             first = 0
-            while (stretch := stretches.at(first, most)) is not None:
-                found += by_number(stretch)
-                first = stretch.numbers[-1] + 1
+            while (batch_range := batch_ranges.at(first, most)) is not None:
+                found += by_number(batch_range)
+                first = batch_range.numbers[-1] + 1
             assert found == wanted
-            assert by_number(stretches.at(1, 1)) == [each for each in wanted if each[0] >= 1][:1]
+            assert by_number(batch_ranges.at(1, 1)) == [each for each in wanted if each[0] >= 1][:1]
 
 
-def by_number(stretch: BatchRange | None) -> list[tuple[int, list[int]]]:
-    assert stretch is not None
-    size = stretch.batch_size
+def by_number(batch_range: BatchRange | None) -> list[tuple[int, list[int]]]:
+    assert batch_range is not None
+    size = batch_range.batch_size
     return [
-        (number, stretch.indices[at * size : (at + 1) * size].tolist()) for at, number in enumerate(stretch.numbers)
+        (number, batch_range.indices[at * size : (at + 1) * size].tolist())
+        for at, number in enumerate(batch_range.numbers)
     ]

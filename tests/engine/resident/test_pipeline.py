@@ -64,7 +64,7 @@ def equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> boo
 
 def windows_of(feeder: Feeder[Any]) -> Any:
     """What makes the windows of a feeder that has begun."""
-    return feeder._passes.pipeline._store.open()  # type: ignore[union-attr]
+    return feeder._session.pipeline._store.open()  # type: ignore[union-attr]
 
 
 # --- the same as streaming --------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ class PlainDevice(testing.SimulatedDevice):
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
         return tensor.clone()
 
-    def hold(self, tensor: torch.Tensor, stream: Any, /) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: Any, /) -> None:
         pass
 
 
@@ -577,9 +577,9 @@ def test_no_wrong_byte_behind_slow_kernels(latency: str, seed: int) -> None:
 
     for _ in feeder.epochs(4):
         for number, (rows, labels) in enumerate(feeder):
-            with backend.on(streams[number // 2 % 3]):
+            with backend.use_stream(streams[number // 2 % 3]):
                 pass
-            with backend.on(streams[0]):
+            with backend.use_stream(streams[0]):
                 if number % 2:
                     backend.sleep()
                 backend.launch(check, rows, labels)
@@ -607,7 +607,7 @@ def test_batches_of_a_window_may_go_to_several_streams(latency: str, seed: int) 
     for _ in feeder.epochs(4):
         iterator = iter(feeder)
         for number in itertools.count():
-            with backend.on(streams[number % 3]):
+            with backend.use_stream(streams[number % 3]):
                 batch = next(iterator, None)
                 if batch is None:
                     break

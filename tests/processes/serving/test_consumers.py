@@ -19,7 +19,7 @@ from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving import consumers
 from aiofeed.processes.serving.protocol import VERSION, Hello, Join, Leave, ProbeRequest, ProbeResult, Read, Welcome
 from tests.support import process_parts as parts
-from tests.support.signal_cases.conftest import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -32,7 +32,7 @@ from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong
 from tests.support.serve_parts import Started
-from tests.support.signal_cases.conftest import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -411,19 +411,19 @@ class Complete:
 
 def test_a_complete_event_proves_nothing_once_its_server_has_died() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pulse = ProcessLiveness(process.pid, lambda: died("there", process.pid))
-        pulse.wait(Complete())
+        liveness = ProcessLiveness(process.pid, lambda: died("there", process.pid))
+        liveness.wait(Complete())
         process.kill()
-        until(lambda: not pulse.alive())
+        until(lambda: not liveness.alive())
         with pytest.raises(WorkerDiedError, match=f"the server at there .pid {process.pid}. has died"):
-            pulse.wait(Complete())
+            liveness.wait(Complete())
         # It is not reaped yet, and counts as ended all the same, for one that only looks now.
         late = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         assert not late.alive()
         late.close()
-        pulse.settle()
-        pulse.wait(Complete())
-        pulse.close()
+        liveness.settle()
+        liveness.wait(Complete())
+        liveness.close()
 
 
 class Failing:
@@ -435,21 +435,21 @@ class Failing:
 
 def test_an_event_that_fails_because_its_server_has_died_tells_of_that() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pulse = ProcessLiveness(process.pid, lambda: died("there", process.pid))
+        liveness = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         with pytest.raises(RuntimeError, match="invalid resource handle"):
-            pulse.wait(Failing())
+            liveness.wait(Failing())
         process.kill()
-        until(lambda: not pulse.alive())
+        until(lambda: not liveness.alive())
         with pytest.raises(WorkerDiedError, match="has died"):
-            pulse.wait(Failing())
-        pulse.close()
+            liveness.wait(Failing())
+        liveness.close()
 
 
 def test_a_copy_that_fails_because_the_server_has_died_tells_of_that(device: LateDevice) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        pulse = ProcessLiveness(process.pid, lambda: died("there", process.pid))
+        liveness = ProcessLiveness(process.pid, lambda: died("there", process.pid))
         mine, ring = LateDevice(), DeviceRing(device, device, 2)
-        blocks, given = Blocks(mine, mine, pulse), given_from(ring, device)
+        blocks, given = Blocks(mine, mine, liveness), given_from(ring, device)
         blocks.learn(given)
         waiting = blocks.slot(given)
         taken = Taken(waiting, waiting.tree(given.batch, lambda leaf: leaf), Noted())
@@ -457,13 +457,13 @@ def test_a_copy_that_fails_because_the_server_has_died_tells_of_that(device: Lat
 
         def refuse(source: torch.Tensor, /) -> torch.Tensor:
             process.kill()
-            until(lambda: not pulse.alive())
+            until(lambda: not liveness.alive())
             raise RuntimeError("CUDA error: invalid resource handle")
 
         mine.clone = refuse  # type: ignore[method-assign]
         with pytest.raises(WorkerDiedError, match="has died"):
             blocks.copier(None).issue(taken)
-        pulse.close()
+        liveness.close()
         mine.close()
 
 
@@ -473,17 +473,17 @@ def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
     """And nothing is raised where the rest is still to be closed."""
     left: list[object] = []
     monkeypatch.setattr(device_blocks, "_abandoned", left)
-    mine, pulse, ring = (
+    mine, liveness, ring = (
         LateDevice(),
         ProcessLiveness(os.getpid(), lambda: died("here", 0)),
         DeviceRing(device, device, 2),
     )
-    blocks = Blocks(mine, mine, pulse)
+    blocks = Blocks(mine, mine, liveness)
     blocks.learn(given_from(ring, device))
     monkeypatch.setattr(mine, "record", lambda stream: Failing())
     blocks.close()
     assert len(left) == 1
-    pulse.close()
+    liveness.close()
     mine.close()
 
 
@@ -546,17 +546,17 @@ def given_from(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
 
 def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
     """Until then nobody knows whether the server lived to the end of it."""
-    mine, pulse, lease = LateDevice(late_s=0.5), ProcessLiveness(os.getpid(), lambda: died("here", 0)), Noted()
+    mine, liveness, lease = LateDevice(late_s=0.5), ProcessLiveness(os.getpid(), lambda: died("here", 0)), Noted()
     ring = DeviceRing(device, device, 2)
     given = given_from(ring, device)
-    blocks = Blocks(mine, mine, pulse)
+    blocks = Blocks(mine, mine, liveness)
     blocks.learn(given)
     waiting = blocks.slot(given)
     in_flight = blocks.copier(None).issue(Taken(waiting, waiting.tree(given.batch, lambda leaf: leaf), lease))
     assert in_flight.copied.query()
     assert in_flight.batch["x"].tolist() == [0, 1, 2, 3]
     assert lease.given_back == 1
-    pulse.close()
+    liveness.close()
     mine.close()
 
 

@@ -21,7 +21,7 @@ from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import serve_parts
 from tests.support.serve_parts import Started
-from tests.support.signal_cases.conftest import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,9 +116,9 @@ def test_slots_of_engine_processes_are_handed_on_as_they_are(address: str) -> No
                     assert bool((batch == batch[:, :1]).all())
             assert server._hub is not None
             assert not server._hub._lots._memory._unsent
-            passable = feeder._recipe.passable
+            passable = feeder._config.passable
             assert passable is not None
-            assert 0 < len(passable.known()) <= 2 * (feeder._recipe.limits.prefetch_batches + 5)
+            assert 0 < len(passable.known()) <= 2 * (feeder._config.limits.prefetch_batches + 5)
         feeder.close()
         assert not passable.known()
 
@@ -132,7 +132,7 @@ def test_what_was_handed_on_outlives_the_process_that_made_it(address: str) -> N
     ):
         iterator = iter(feed)
         seen = [next(iterator)]
-        pipeline: Any = feeder._passes.pipeline
+        pipeline: Any = feeder._session.pipeline
         os.kill(pipeline._processes.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             seen += iterator
@@ -216,7 +216,7 @@ def test_state_is_the_servers(address: str) -> None:
 def test_an_iterator_that_took_nothing_leaves_its_epoch_to_the_next(address: str) -> None:
     with numbers() as feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
         first = iter(feed)
-        until(lambda: len(first._handoff))
+        until(lambda: len(first._queue))
         assert [batch.tolist() for batch in feed] == expected(1)[0]
         with pytest.raises(aiofeed.IteratorClosedError):
             next(first)

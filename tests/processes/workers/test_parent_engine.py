@@ -303,8 +303,8 @@ def test_a_consumer_that_stops_bounds_everything(tmp_path: Path) -> None:
         until(lambda taken=taken: len(lines(notes)) >= (taken + 2) * 4)  # type: ignore[misc]
         # What could come too much would be on its way by the time a word has gone there and back, a few times over.
         for _ in range(20):
-            assert feeder._passes.pipeline is not None
-            feeder._passes.pipeline.runtime.decode_pool.submit(int).result(10)
+            assert feeder._session.pipeline is not None
+            feeder._session.pipeline.loop_thread.decode_pool.submit(int).result(10)
         assert len(lines(notes)) == (taken + 2) * 4
         assert feeder.statistics().queue_depth <= 2
     feeder.close()

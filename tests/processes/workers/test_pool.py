@@ -218,9 +218,9 @@ def test_one_of_several_is_killed_while_the_consumer_waits() -> None:
     """The consumer hears of it within a second, though the others are well; those end too."""
     feeder = Feeder(parts.Stuck(400), decode=parts.number, batch_size=4, engine="process:3")
     iterator = iter(feeder)
-    until(lambda: feeder._passes.pipeline is not None and len(children()) == 3)
-    assert feeder._passes.pipeline is not None
-    processes: Any = feeder._passes.pipeline._processes
+    until(lambda: feeder._session.pipeline is not None and len(children()) == 3)
+    assert feeder._session.pipeline is not None
+    processes: Any = feeder._session.pipeline._processes
     until(lambda: all(each.ready for each in processes._processes))
     started = time.monotonic()
     os.kill(children()[1].pid, signal.SIGKILL)

@@ -21,9 +21,9 @@ def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     call = EventLoopThread.call
 
-    def counting(runtime: EventLoopThread, function: Any, *args: object) -> None:
+    def counting(loop_thread: EventLoopThread, function: Any, *args: object) -> None:
         found.append(function.__name__)
-        call(runtime, function, *args)
+        call(loop_thread, function, *args)
 
     monkeypatch.setattr(EventLoopThread, "call", counting)
     return found
@@ -60,7 +60,7 @@ def test_nothing_is_left_in_the_budget(prefetch: int) -> None:
     with Feeder(parts.Numbers(40), decode=parts.slow_number, batch_size=4, engine="process:2", limits=limits) as feeder:
         for _ in feeder.epochs(4):
             assert len(list(feeder)) == 10
-        pipeline: Any = feeder._passes.pipeline
+        pipeline: Any = feeder._session.pipeline
         deadline = time.monotonic() + 10
         while (pipeline._budget._holders or pipeline._engine._buffer.waiting) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -24,7 +24,7 @@ def large(n: int = 2000, **more: Any) -> Feeder[Any]:
 
 
 def processes(feeder: Feeder[Any]) -> Any:
-    pipeline: Any = feeder._passes.pipeline
+    pipeline: Any = feeder._session.pipeline
     return pipeline._processes
 
 
