@@ -18,7 +18,6 @@ for path in sorted(Path("aiofeed").rglob("*.py")):
             classes[node.name].append(path)
 
 problems = [f"class {name} is in {', '.join(map(str, at))}" for name, at in classes.items() if len(at) > 1]
-problems += [
-    f"{folder}/ has {n} modules, at most {MOST_MODULES} are allowed" for folder, n in folders.items() if n > MOST_MODULES
-]
+full = {folder: n for folder, n in folders.items() if n > MOST_MODULES}
+problems += [f"{folder}/ has {n} modules, at most {MOST_MODULES} are allowed" for folder, n in full.items()]
 sys.exit("\n".join(problems) or 0)
