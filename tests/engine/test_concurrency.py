@@ -140,7 +140,7 @@ class Near(Numbers):
 
 
 @pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize(("limits", "lanes"), [(None, 1), (Limits(decode_threads=3), 3)])
+@pytest.mark.parametrize(("limits", "max_running"), [(None, 1), (Limits(decode_threads=3), 3)])
 def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
     limits: Limits | None, max_running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
