@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, told_bytes
+from aiofeed.cache.layout import Layout
 from aiofeed.cache.resident import WAY_OUT, ResidentStore, kind_of, target_bytes
 from aiofeed.core.errors import CacheError, DeviceCopyError
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class DeviceStore(ResidentStore):
         found = None if memory is None else memory()
         if found is None:
             return None, f"on {backend.name}"
-        return found[0], f"on {backend.name} ({told_bytes(found[1])})"
+        return found[0], f"on {backend.name} ({format_bytes(found[1])})"
 
     def _check_targets(self, target: Any) -> None:
         # They go to the device once all samples are there; looked at with the first, which no batch has come before.
@@ -98,9 +99,9 @@ class DeviceStore(ResidentStore):
         beside = 2 * self._samples_of_batch() * (layout.nbytes + each)
         if free is not None and self.samples * each + beside > free:
             raise CacheError(
-                f'cache="device" does not fit {where}, which has {told_bytes(free)} free beside its samples: '
-                f"{self.samples:,} targets of {told_bytes(each)} each ({kind_of(target)}) take "
-                f"{told_bytes(self.samples * each)}, and two batches {told_bytes(beside)} beside them; {WAY_OUT}"
+                f'cache="device" does not fit {where}, which has {format_bytes(free)} free beside its samples: '
+                f"{self.samples:,} targets of {format_bytes(each)} each ({kind_of(target)}) take "
+                f"{format_bytes(self.samples * each)}, and two batches {format_bytes(beside)} beside them; {WAY_OUT}"
             )
 
     def put(self, index: int, row: NDArray[np.uint8]) -> None:

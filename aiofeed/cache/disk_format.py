@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
+from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.core.errors import CacheError
+from aiofeed.core.formatting import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -189,8 +190,8 @@ class CacheFile:
         if not described["capacity"]:
             least = self._rows_at + row
             raise CacheError(
-                f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: that takes {told_bytes(least)} "
-                f"({least} bytes), all of them {told_bytes(self._end)}"
+                f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: that takes {format_bytes(least)} "
+                f"({least} bytes), all of them {format_bytes(self._end)}"
             )
         text = json.dumps(described).ljust(length).encode()
         self._place(described, length)
@@ -219,9 +220,9 @@ class CacheFile:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
             raise CacheError(
-                f"the cache {self.path!r} needs {told_bytes(self._end)} ({self._end} bytes) for {self.capacity} "
-                f"samples, and {told_bytes(free)} are free in {folder!r} ({os.strerror(error.errno or 0)}): make room, "
-                f"choose another path, or keep fewer with DiskCache(path, max_bytes=...)"
+                f"the cache {self.path!r} needs {format_bytes(self._end)} ({self._end} bytes) for {self.capacity} "
+                f"samples, and {format_bytes(free)} are free in {folder!r} ({os.strerror(error.errno or 0)}): "
+                f"make room, choose another path, or keep fewer with DiskCache(path, max_bytes=...)"
             ) from error
 
     def open_rows(self) -> tuple[NDArray[np.void], NDArray[np.uint8]]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, told_bytes
+from aiofeed.cache.layout import Layout
 from aiofeed.cache.store import COMING, NONE, SampleStore
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ class HostStore(SampleStore):
                 "epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) keeps samples in a file)",
                 capacity,
                 self.samples,
-                told_bytes(self.samples * layout.nbytes),
-                told_bytes(limit),
+                format_bytes(self.samples * layout.nbytes),
+                format_bytes(limit),
                 "" if self._cache.max_bytes is not None else f", half of what is free for {ranks} rank(s) of this host",
             )
         # Private to this process: a fork has a copy. The system gives pages as they are written to.

@@ -92,11 +92,3 @@ class ItemLayout(Layout):
 def as_bytes(sample: NDArray[Any]) -> NDArray[np.uint8]:
     """A sample as a row of bytes; a view where its memory lies in order."""
     return np.ascontiguousarray(sample).reshape(-1).view(np.uint8)
-
-
-def told_bytes(nbytes: int) -> str:
-    """A number of bytes for people."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} bytes"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.host import local_ranks
-from aiofeed.cache.layout import ItemLayout, Layout, told_bytes
+from aiofeed.cache.layout import ItemLayout, Layout
 from aiofeed.cache.store import COMING, NONE, SampleStore
 from aiofeed.core.errors import CacheError
+from aiofeed.core.formatting import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -107,11 +108,11 @@ class ResidentStore(SampleStore):
         return min(self._batch_size, self.samples)
 
     def _no_room(self, layout: Layout, free: int | None, where: str) -> CacheError:
-        found = "" if free is None else f", which has {told_bytes(free)} free"
+        found = "" if free is None else f", which has {format_bytes(free)} free"
         return CacheError(
-            f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {told_bytes(layout.nbytes)} each '
-            f"({layout}) take {told_bytes(self.samples * layout.nbytes)}, and two batches "
-            f"{told_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
+            f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {format_bytes(layout.nbytes)} '
+            f"each ({layout}) take {format_bytes(self.samples * layout.nbytes)}, and two batches "
+            f"{format_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
             f"{WAY_OUT}"
         )
 

@@ -25,6 +25,9 @@ def public(value: PublicT) -> PublicT:
     return value
 
 
+Transform: TypeAlias = Callable[[Any], Any]
+"""What ``transform=`` is: a batch in, a batch out."""
+
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """What ``collate_fn`` is: a list of samples in, one batch out."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import exp, log, sqrt
 from typing import NamedTuple, TypeAlias
 
+from aiofeed.core.random_numbers import SplitMix64
+
 Box: TypeAlias = tuple[float, float, float, float]
 
 # What libjpeg can decode at by leaving out frequencies, most saving first.
@@ -22,8 +24,6 @@ _LOWER_IS_FIRST = frozenset({3, 4, 7, 8})
 _STORED_RIGHT_IS_FIRST = frozenset({2, 3, 7, 8})
 _STORED_LOWER_IS_FIRST = frozenset({3, 4, 6, 7})
 
-_MASK = 0xFFFFFFFFFFFFFFFF
-
 
 class View(NamedTuple):
     """What one sample shows of its picture.
@@ -35,30 +35,6 @@ class View(NamedTuple):
 
     box: Box
     flip: bool = False
-
-
-class SplitMix64:
-    """The random numbers of one sample: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), seeded through its mixer.
-
-    Mixing the seed keeps seeds that differ by the increment from being one stream, shifted. A random
-    crop with its flip costs 4 microseconds in all; ``random.Random(seed)`` costs as much before its first number.
-    """
-
-    __slots__ = ("_state",)
-
-    def __init__(self, seed: int) -> None:
-        self._state = _mix(seed & _MASK)
-
-    def random(self) -> float:
-        """The next number, uniform in [0, 1), 53 bits."""
-        self._state = state = (self._state + 0x9E3779B97F4A7C15) & _MASK
-        return (_mix(state) >> 11) * 2.0**-53
-
-
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 def center_box(width: int, height: int, size: int, resize: int) -> Box:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import PIL
 
+from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.core.types import Row, public
 from aiofeed.decoders.backends import JpegDispatch
 from aiofeed.decoders.cached_picture import keep, larger_bytes, show
-from aiofeed.decoders.geometry import Box, SplitMix64, View, center_box, random_box
+from aiofeed.decoders.geometry import Box, View, center_box, random_box
 from aiofeed.decoders.pillow import FORMATS, known_formats, render
 
 if TYPE_CHECKING:

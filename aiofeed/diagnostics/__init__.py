@@ -2,9 +2,9 @@
 
 from aiofeed.core.types import public
 from aiofeed.devices.resolve import explain_no_accelerator
-from aiofeed.diagnostics.accelerators import accelerators
-from aiofeed.diagnostics.advice import advice
-from aiofeed.diagnostics.environment import environment
+from aiofeed.diagnostics.accelerators import find_accelerators
+from aiofeed.diagnostics.advice import advise
+from aiofeed.diagnostics.environment import inspect_environment
 from aiofeed.diagnostics.report import AcceleratorReport, DeviceReport, Environment
 
 __all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
@@ -19,7 +19,7 @@ def device_report(*, measure: bool = True) -> DeviceReport:
     Args:
         measure: whether to measure how fast each accelerator copies, less than 0.5 s for each.
     """
-    found = environment()
-    seen = accelerators(measure=measure) if not found.forked else ()
+    found = inspect_environment()
+    seen = find_accelerators(measure=measure) if not found.forked else ()
     absent = None if seen else explain_no_accelerator()
-    return DeviceReport(seen, absent, found, advice(seen, absent, found))
+    return DeviceReport(seen, absent, found, advise(seen, absent, found))

@@ -21,7 +21,7 @@ NBYTES = 32 << 20
 SECONDS = 0.1
 
 
-def accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
+def find_accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
     """Every accelerator that torch sees.
 
     Args:
@@ -35,12 +35,12 @@ def accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
     for index in range(torch.accelerator.device_count()):
         backend = resolve_device(index)
         assert backend is not None
-        report = described(backend)
-        found.append(measured(report, backend, NBYTES) if measure else report)
+        report = describe_accelerator(backend)
+        found.append(measure_copies(report, backend, NBYTES) if measure else report)
     return tuple(found)
 
 
-def described(backend: DeviceBackend) -> AcceleratorReport:
+def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
     """Name and memory of one accelerator; what its part of torch does not say is ``None``."""
     import torch
 
@@ -60,7 +60,7 @@ def described(backend: DeviceBackend) -> AcceleratorReport:
     )
 
 
-def measured(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
+def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
     """The report with how fast copies are, pinned and pageable.
 
     Args:

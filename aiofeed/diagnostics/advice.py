@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from aiofeed.diagnostics.report import AcceleratorReport, Environment, size
+from aiofeed.core.formatting import format_bytes
+from aiofeed.diagnostics.report import AcceleratorReport, Environment
 
 # A feeder has up to a few hundred files and sockets open, and so has a training.
 FEW_FILES = 1024
@@ -16,7 +17,7 @@ LITTLE_DEVICE_MEMORY = 0.1
 SLOW_COPIES = 6e9
 
 
-def advice(accelerators: Sequence[AcceleratorReport], absent: str | None, found: Environment) -> tuple[str, ...]:
+def advise(accelerators: Sequence[AcceleratorReport], absent: str | None, found: Environment) -> tuple[str, ...]:
     """One line for each thing that is amiss.
 
     Args:
@@ -81,8 +82,8 @@ def _about_accelerator(found: AcceleratorReport) -> Iterator[str]:
         others = found.total_bytes - found.free_bytes - found.reserved_bytes
         if found.free_bytes < LITTLE_DEVICE_MEMORY * found.total_bytes and others > found.total_bytes / 2:
             yield (
-                f"{found.device} has {size(found.free_bytes)} of {size(found.total_bytes)} free, and other processes "
-                f"hold the rest: see which by `nvidia-smi`"
+                f"{found.device} has {format_bytes(found.free_bytes)} of {format_bytes(found.total_bytes)} free, and "
+                f"other processes hold the rest: see which by `nvidia-smi`"
             )
 
 
@@ -116,9 +117,11 @@ def _about_limits(found: Environment) -> Iterator[str]:
         yield f"only {soft} files may be open at a time: raise it by `ulimit -n`{most}"
     if found.shm_bytes is not None and found.shm_bytes < SMALL_SHM:
         yield (
-            f"/dev/shm has {size(found.shm_bytes)}, too little for batches that pass between processes: start the "
-            f"container with `--shm-size=8g` or `--ipc=host`"
+            f"/dev/shm has {format_bytes(found.shm_bytes)}, too little for batches that pass between processes: start "
+            f"the container with `--shm-size=8g` or `--ipc=host`"
         )
     if found.free_memory_bytes < LITTLE_MEMORY:
-        limit = "" if found.memory_limit_bytes is None else f" (the cgroup allows {size(found.memory_limit_bytes)})"
-        yield f"only {size(found.free_memory_bytes)} of memory are free{limit}: bound the feeder by `Limits`"
+        limit = (
+            "" if found.memory_limit_bytes is None else f" (the cgroup allows {format_bytes(found.memory_limit_bytes)})"
+        )
+        yield f"only {format_bytes(found.free_memory_bytes)} of memory are free{limit}: bound the feeder by `Limits`"

@@ -25,7 +25,7 @@ _DEV = Path("/dev")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def environment() -> Environment:
+def inspect_environment() -> Environment:
     """What is around torch."""
     import torch
 

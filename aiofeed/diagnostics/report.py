@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 
 
@@ -126,9 +127,11 @@ class DeviceReport:
 def _accelerator(found: AcceleratorReport) -> str:
     parts = [found.name]
     if found.total_bytes is not None and found.free_bytes is not None:
-        parts.append(f"{size(found.free_bytes)} of {size(found.total_bytes)} free")
+        parts.append(f"{format_bytes(found.free_bytes)} of {format_bytes(found.total_bytes)} free")
     if found.allocated_bytes is not None and found.reserved_bytes is not None:
-        parts.append(f"{size(found.allocated_bytes)} allocated and {size(found.reserved_bytes)} reserved here")
+        parts.append(
+            f"{format_bytes(found.allocated_bytes)} allocated and {format_bytes(found.reserved_bytes)} reserved here"
+        )
     for what, rate in (("pinned", found.pinned_bytes_per_s), ("pageable", found.pageable_bytes_per_s)):
         if rate is not None:
             parts.append(f"{what} copies {rate / 1e9:.1f} GB/s")
@@ -141,7 +144,7 @@ def _surroundings_rows(found: Environment) -> list[tuple[str, str]]:
     others = ", ".join(f"{name} {version}".rstrip() for name, version in found.decoders.items()) or "none"
     cores = f"{found.cores} (affinity {found.affinity}, "
     cores += "no quota)" if found.cpu_quota is None else f"quota {found.cpu_quota:g})"
-    limit = "no limit" if found.memory_limit_bytes is None else f"limit {size(found.memory_limit_bytes)}"
+    limit = "no limit" if found.memory_limit_bytes is None else f"limit {format_bytes(found.memory_limit_bytes)}"
     rows = [
         ("aiofeed", f"{found.aiofeed or 'not installed'}; {found.python}"),
         ("torch", f"{found.torch}; {found.torch_threads} threads"),
@@ -149,14 +152,14 @@ def _surroundings_rows(found: Environment) -> list[tuple[str, str]]:
         ("small files", "read in groups, without the GIL" if found.small_files else "read one by one"),
         ("event loop", f"uvloop {found.uvloop}" if found.uvloop else "asyncio's own"),
         ("cores", cores),
-        ("memory", f"{size(found.free_memory_bytes)} free ({limit})"),
+        ("memory", f"{format_bytes(found.free_memory_bytes)} free ({limit})"),
     ]
     if found.open_files is not None:
         rows.append(("open files", _limits(found.open_files, str)))
     if found.locked_bytes is not None:
-        rows.append(("locked memory", _limits(found.locked_bytes, size)))
+        rows.append(("locked memory", _limits(found.locked_bytes, format_bytes)))
     if found.shm_bytes is not None:
-        rows.append(("/dev/shm", size(found.shm_bytes)))
+        rows.append(("/dev/shm", format_bytes(found.shm_bytes)))
     return rows
 
 
@@ -164,12 +167,3 @@ def _limits(limits: tuple[int, int], show: object) -> str:
     assert callable(show)
     soft, hard = ("no limit" if limit < 0 else show(limit) for limit in limits)
     return str(soft) if soft == hard else f"{soft} (may be raised to {hard})"
-
-
-def size(nbytes: float) -> str:
-    """Bytes in the unit that reads best."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"

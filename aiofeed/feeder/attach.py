@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import public
+from aiofeed.core.types import Transform, public
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.arguments import a_callable
 from aiofeed.feeder.iterator import FeedIterator
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from aiofeed.feeder.attached_passes import DevicePass, HostPass
     from aiofeed.processes.serving.subscription import Subscription
 
-Transform = Callable[[Any], Any]
 
 log = logging.getLogger("aiofeed.feeder")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
+from aiofeed.core.types import Transform
 from aiofeed.devices.backend import DeviceBackend
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.copy_thread import CopyThread
@@ -16,8 +16,6 @@ from aiofeed.processes.serving.epoch_feed import EpochFeed
 from aiofeed.processes.serving.subscription import Subscription
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
-
-Transform = Callable[[Any], Any]
 
 # How long those who close wait for the threads.
 JOIN_S = 5.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits
-from aiofeed.core.types import Collate, Source
+from aiofeed.core.types import Collate, Source, Transform
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import (
@@ -21,7 +21,6 @@ from aiofeed.feeder.arguments import (
     an_engine,
     limits_for,
 )
-from aiofeed.feeder.delivery import Transform
 from aiofeed.sampling.schedule import fingerprint
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors

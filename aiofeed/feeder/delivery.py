@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.core.types import Transform
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch, release
@@ -15,8 +15,6 @@ from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch, release
 if TYPE_CHECKING:
     from aiofeed.devices.copier import Copier
     from aiofeed.devices.group_copier import MultiDeviceCopier
-
-Transform = Callable[[Any], Any]
 
 
 def _released(loop_thread: EventLoopThread, item: ReadyBatch) -> None:

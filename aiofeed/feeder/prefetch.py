@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, positive_int
 from aiofeed.core.statistics import EpochStats
-from aiofeed.core.types import public
+from aiofeed.core.types import Transform, public
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import a_callable
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from aiofeed.devices.resolve import Device
 
 BatchT = TypeVar("BatchT")
-Transform = Callable[[Any], Any]
 
 
 @public

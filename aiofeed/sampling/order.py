@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
+from aiofeed.core.random_numbers import MASK64, mix64
 from aiofeed.core.types import BatchPlan
 
 if TYPE_CHECKING:
@@ -25,21 +26,10 @@ UInt64: TypeAlias = "NDArray[np.uint64]"
 PLANNED = 1024
 STRETCHED = 1 << 14
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mix64(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every bit of the result depends on every bit given."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
 
 def epoch_seed(seed: int, epoch: int) -> int:
     """What (seed, epoch) come to: 64 bits that the samples' own numbers derive from."""
-    return mix64(mix64(seed & _MASK) ^ (epoch & _MASK))
+    return mix64(mix64(seed & MASK64) ^ (epoch & MASK64))
 
 
 def sample_seed(of_epoch: int, position: int) -> int:

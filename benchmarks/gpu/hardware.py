@@ -13,9 +13,9 @@ ASKED_S = 20.0
 
 def conditions(backend: DeviceBackend, rounds: int) -> str:
     """All of it and the number of rounds, in one line."""
-    from aiofeed.diagnostics.accelerators import described
+    from aiofeed.diagnostics.accelerators import describe_accelerator
 
-    accelerator = described(backend)
+    accelerator = describe_accelerator(backend)
     memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"
     parts = [
         f"{accelerator.name} ({accelerator.device}{memory}{bus(backend)})",
@@ -43,9 +43,9 @@ def versions() -> list[str]:
 
 def driver() -> str:
     """The driver's version."""
-    from aiofeed.diagnostics.environment import environment
+    from aiofeed.diagnostics.environment import inspect_environment
 
-    return environment().nvidia_driver or asked("driver_version") or f"unknown ({platform.system()})"
+    return inspect_environment().nvidia_driver or asked("driver_version") or f"unknown ({platform.system()})"
 
 
 def bus(backend: DeviceBackend) -> str:
@@ -69,9 +69,9 @@ def asked(fields: str, index: int = 0) -> str:
 
 def decoder() -> str:
     """What decodes plain JPEGs: aiofeed's own library, simplejpeg, or Pillow."""
-    from aiofeed.diagnostics.environment import environment
+    from aiofeed.diagnostics.environment import inspect_environment
 
-    around = environment()
+    around = inspect_environment()
     if around.pillow is None:
         return "nobody"
     found = around.decoders

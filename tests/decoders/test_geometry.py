@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.decoders.geometry import (
-    SplitMix64,
     center_box,
     draft_size,
     jpeg_factor,

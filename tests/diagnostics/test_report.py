@@ -15,9 +15,9 @@ import aiofeed
 from aiofeed import diagnostics
 from aiofeed.diagnostics import AcceleratorReport, Environment, accelerators
 from aiofeed.diagnostics import environment as around
-from aiofeed.diagnostics.advice import advice
+from aiofeed.diagnostics.advice import advise
 from aiofeed.diagnostics.cli import main
-from aiofeed.diagnostics.report import DeviceReport, size
+from aiofeed.diagnostics.report import DeviceReport
 from aiofeed.testing import SimulatedDevice
 
 GIB = 1 << 30
@@ -51,15 +51,15 @@ CARD = AcceleratorReport("cuda:0", "NVIDIA H200", 140 * GIB, 139 * GIB, 0, 2 << 
 
 def about(**changes):
     """The advice where one thing differs from a sound machine."""
-    return advice([CARD], None, dataclasses.replace(SOUND, **changes))
+    return advise([CARD], None, dataclasses.replace(SOUND, **changes))
 
 
 def about_card(**changes):
-    return advice([dataclasses.replace(CARD, **changes)], None, SOUND)
+    return advise([dataclasses.replace(CARD, **changes)], None, SOUND)
 
 
 def about_absence(absent, **changes):
-    return advice([], absent, dataclasses.replace(SOUND, **changes))
+    return advise([], absent, dataclasses.replace(SOUND, **changes))
 
 
 class TestAdvice:
@@ -117,8 +117,8 @@ class TestAdvice:
             ({"torch_threads": 16}, "torch uses 16 threads on 8 cores: set OMP_NUM_THREADS=8"),
             ({"open_files": (256, 4096)}, r"only 256 files.*`ulimit -n` \(up to 4096"),
             ({"open_files": (256, -1)}, "no upper end"),
-            ({"shm_bytes": 64 << 20}, r"/dev/shm has 64 MiB.*--shm-size"),
-            ({"free_memory_bytes": 1 << 20}, r"only 1 MiB of memory are free \(the cgroup allows 64 GiB\)"),
+            ({"shm_bytes": 64 << 20}, r"/dev/shm has 64.0 MiB.*--shm-size"),
+            ({"free_memory_bytes": 1 << 20}, r"only 1.0 MiB of memory are free \(the cgroup allows 64.0 GiB\)"),
         ],
     )
     def test_surroundings(self, changes, line):
@@ -160,13 +160,13 @@ class TestText:
     def test_report(self):
         """One fact per line, units shown, then the advice."""
         text = str(DeviceReport((CARD,), None, SOUND, ("mend this",)))
-        assert "NVIDIA H200; 139 GiB of 140 GiB free; 0 bytes allocated and 2 MiB reserved here" in text
+        assert "NVIDIA H200; 139.0 GiB of 140.0 GiB free; 0 bytes allocated and 2.0 MiB reserved here" in text
         assert "pinned copies 55.0 GB/s; pageable copies 11.0 GB/s; copies on a stream of their own" in text
         assert "Pillow-SIMD 12.1.1.post0; other decoders: simplejpeg 1.8.2, cv2" in text
         assert "read in groups, without the GIL" in text
         assert "8 (affinity 16, quota 7.5)" in text
-        assert "50 GiB free (limit 64 GiB)" in text
-        assert "8 MiB (may be raised to no limit)" in text
+        assert "50.0 GiB free (limit 64.0 GiB)" in text
+        assert "8.0 MiB (may be raised to no limit)" in text
         assert text.endswith("\n- mend this")
 
     def test_nothing(self):
@@ -185,16 +185,11 @@ class TestText:
         metal = AcceleratorReport("mps:0", "mps", own_stream=False)
         assert "mps; one stream for copies and work" in str(DeviceReport((metal,), None, bare, ()))
 
-    @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 bytes"), (1536, "1.5 KiB"), (GIB * 2000, "2000 GiB")])
-    def test_size(self, nbytes, text):
-        """In the unit that reads best."""
-        assert size(nbytes) == text
-
 
 class TestFacts:
     def test_of_this_machine(self):
         """The facts are those that the system gives."""
-        found = around.environment()
+        found = around.inspect_environment()
         assert torch.__version__ in found.torch
         assert found.cores >= 1
         assert found.free_memory_bytes > 0
@@ -206,23 +201,23 @@ class TestFacts:
         monkeypatch.setattr(around, "_installed", installed.get)
         for version, simd, hidden in (("12.1.1", False, True), ("12.1.1.post0", True, False)):
             monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(__version__=version))
-            found = around.environment()
+            found = around.inspect_environment()
             assert (found.pillow, found.pillow_simd, found.pillow_simd_hidden) == (version, simd, hidden)
         monkeypatch.setitem(sys.modules, "PIL", None)
-        assert around.environment().pillow is None
+        assert around.inspect_environment().pillow is None
 
     def test_packages_are_not_imported(self, monkeypatch, tmp_path):
         """Decoders are looked for and not imported."""
         (tmp_path / "simplejpeg.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setattr(around, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
-        assert around.environment().decoders["simplejpeg"] == "9.9"
+        assert around.inspect_environment().decoders["simplejpeg"] == "9.9"
 
     def test_the_library_of_ones_own(self, monkeypatch):
         """It is named with its libjpeg-turbo where it was built, and not where it was not."""
         for library, expected in ((SimpleNamespace(version="3.1.2"), "3.1.2"), (None, None)):
             monkeypatch.setattr("aiofeed.decoders.native_jpeg.native_decoder", lambda library=library: library)
-            assert around.environment().decoders.get("aiofeed's own over libjpeg-turbo") == expected
+            assert around.inspect_environment().decoders.get("aiofeed's own over libjpeg-turbo") == expected
 
     def test_driver_and_device_files(self, monkeypatch, tmp_path):
         """The driver's version is read, and device files that may not be opened are named."""
@@ -234,7 +229,7 @@ class TestFacts:
         monkeypatch.setattr(around, "_DRIVER", version)
         monkeypatch.setattr(around, "_DEV", tmp_path)
         monkeypatch.setattr(around.os, "access", lambda path, mode: Path(path).name != "nvidiactl")
-        found = around.environment()
+        found = around.inspect_environment()
         assert found.nvidia_driver == "570.86.15"
         assert found.nvidia_files
         assert found.nvidia_refused == (str(tmp_path / "nvidiactl"),)
@@ -245,7 +240,7 @@ class TestFacts:
         monkeypatch.setitem(sys.modules, "resource", None)
         monkeypatch.delattr(around.os, "statvfs", raising=False)
         monkeypatch.setattr(around.machine, "_CGROUP", Path("/nowhere"))
-        found = around.environment()
+        found = around.inspect_environment()
         assert (found.open_files, found.locked_bytes, found.shm_bytes) == (None, None, None)
         assert (found.cpu_quota, found.memory_limit_bytes) == (None, None)
         str(DeviceReport((), "x", found, ()))
@@ -254,7 +249,7 @@ class TestFacts:
         """The system's word for no limit is -1 here."""
         limits = SimpleNamespace(RLIM_INFINITY=2**63 - 1, RLIMIT_NOFILE=7, getrlimit=lambda which: (1024, 2**63 - 1))
         monkeypatch.setitem(sys.modules, "resource", limits)
-        found = around.environment()
+        found = around.inspect_environment()
         assert found.open_files == (1024, -1)
         assert found.locked_bytes is None
 
@@ -280,7 +275,7 @@ class TestAccelerators:
         )
         monkeypatch.setattr(torch, "xpu", module)
         backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
-        assert accelerators.described(backend) == AcceleratorReport("xpu:0", "A card", 2, 1)
+        assert accelerators.describe_accelerator(backend) == AcceleratorReport("xpu:0", "A card", 2, 1)
 
     def test_described_by_what_torch_has_for_all(self, monkeypatch):
         """Where a device's part of torch does not tell its memory, torch.accelerator may."""
@@ -288,12 +283,12 @@ class TestAccelerators:
         for name, found in {"get_memory_info": (1, 2), "memory_allocated": 3, "memory_reserved": 4}.items():
             monkeypatch.setattr(torch.accelerator, name, lambda device, found=found: found, raising=False)
         backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
-        assert accelerators.described(backend) == AcceleratorReport("xpu:0", "xpu", 2, 1, 0, 4)
+        assert accelerators.describe_accelerator(backend) == AcceleratorReport("xpu:0", "xpu", 2, 1, 0, 4)
 
     def test_measured(self):
         """Both ways of copying are measured, by copies that the device makes."""
         device = SimulatedDevice()
-        report = accelerators.measured(CARD, device, 4096)
+        report = accelerators.measure_copies(CARD, device, 4096)
         assert report.pinned_bytes_per_s > 0
         assert report.pageable_bytes_per_s > 0
         assert report.pin_error is None
@@ -310,14 +305,14 @@ class TestAccelerators:
 
     def test_memory_that_cannot_be_pinned(self):
         """It is said why, and the rest is measured."""
-        report = accelerators.measured(CARD, SimulatedDevice(pin_fails=True), 4096)
+        report = accelerators.measure_copies(CARD, SimulatedDevice(pin_fails=True), 4096)
         assert "cannot be pinned" in report.pin_error
         assert report.pinned_bytes_per_s is None
         assert report.pageable_bytes_per_s > 0
 
     def test_a_device_that_fails(self):
         """A device that cannot copy is reported without rates."""
-        report = accelerators.measured(CARD, SimulatedDevice(memory_bytes=1024), 1 << 20)
+        report = accelerators.measure_copies(CARD, SimulatedDevice(memory_bytes=1024), 1 << 20)
         assert (report.pinned_bytes_per_s, report.pageable_bytes_per_s) == (None, None)
 
     def test_report(self, card):
@@ -331,7 +326,7 @@ class TestAccelerators:
     def test_forked(self, card, monkeypatch):
         """In a child of a process with CUDA, accelerators are not touched."""
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-        monkeypatch.setattr(diagnostics, "why_none", lambda: "forked")
+        monkeypatch.setattr(diagnostics, "explain_no_accelerator", lambda: "forked")
         report = aiofeed.device_report()
         assert report.accelerators == ()
         assert any("'spawn'" in line for line in report.advice)

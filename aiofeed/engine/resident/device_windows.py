@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 
 from aiofeed.core.errors import DeviceCopyError
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
 from aiofeed.engine.resident.host_windows import (
     FIRST_LOOK_S,
@@ -234,11 +235,11 @@ class DeviceWindows:
 
     def _does_not_fit(self, what: str) -> DeviceCopyError:
         memory = free_and_total(self._backend)
-        found = "" if memory is None else f", which has {_mib(memory[0])} free of {_mib(memory[1])}"
+        found = "" if memory is None else f", which has {format_bytes(memory[0])} free of {format_bytes(memory[1])}"
         return DeviceCopyError(
             f"{what} of {self._source!r} does not fit on {self._backend.name}{found}: the data take "
-            f"{_mib(self._data_bytes(there=True))}, and two windows of one batch each {_mib(2 * self._batch_bytes)} "
-            f"beside them. {self._way_out()}"
+            f"{format_bytes(self._data_bytes(there=True))}, and two windows of one batch each "
+            f"{format_bytes(2 * self._batch_bytes)} beside them. {self._way_out()}"
         )
 
     def _way_out(self) -> str:
@@ -279,10 +280,6 @@ def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
     """Bytes of the device's memory that are free, and all of them; ``None`` where the backend cannot tell."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 def _is_out_of_memory(error: BaseException | None) -> TypeGuard[torch.OutOfMemoryError]:

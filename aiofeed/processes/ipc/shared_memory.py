@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from aiofeed.core.errors import FeedError
+from aiofeed.core.formatting import format_bytes
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
@@ -57,8 +58,8 @@ def create(number: int, nbytes: int) -> tuple[Segment, int]:
     free = machine.free_memory()
     if nbytes > free:
         raise FeedError(
-            f"a batch needs {_mib(nbytes)} of shared memory, and {_mib(free)} are left to this machine or container; "
-            f"make batches smaller, or raise the container's memory limit"
+            f"a batch needs {format_bytes(nbytes)} of shared memory, and {format_bytes(free)} are left to this machine "
+            f"or container; make batches smaller, or raise the container's memory limit"
         )
     descriptor = anonymous(nbytes)
     try:
@@ -164,12 +165,9 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         room = ""
         if _SHM.is_dir():
             found = os.statvfs(_SHM)
-            room = f"; {_SHM} has {_mib(found.f_bavail * found.f_frsize)} of {_mib(found.f_blocks * found.f_frsize)}"
+            free, total = (format_bytes(blocks * found.f_frsize) for blocks in (found.f_bavail, found.f_blocks))
+            room = f"; {_SHM} has {free} of {total}"
         raise FeedError(
-            f"a batch needs {_mib(nbytes)} of shared memory, and the system has not as much{room}; "
+            f"a batch needs {format_bytes(nbytes)} of shared memory, and the system has not as much{room}; "
             f"make batches smaller, or give it more (in a container: --shm-size)"
         ) from error
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):.1f} MiB"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from aiofeed.core.errors import FeedError
+from aiofeed.core.formatting import format_bytes
 from aiofeed.processes.ipc.cuda_ipc import DeviceHandles, HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS
 from aiofeed.processes.ipc.shared_memory import anonymous
@@ -151,9 +152,9 @@ class TensorStore:
         free = machine.free_memory()
         if end > free:
             raise FeedError(
-                f"the tensors take {_gib(end)} of shared memory, into which they are copied once, and {_gib(free)} are "
-                f"left to this machine or container; share fewer, load them piece by piece into a tensor that has been "
-                f"shared, or raise the container's memory limit"
+                f"the tensors take {format_bytes(end)} of shared memory, into which they are copied once, and "
+                f"{format_bytes(free)} are left to this machine or container; share fewer, load them piece by piece "
+                f"into a tensor that has been shared, or raise the container's memory limit"
             )
         descriptor = anonymous(end)
         self._descriptors.append(descriptor)
@@ -241,10 +242,6 @@ def _duplicates(descriptors: Sequence[int]) -> list[int]:
             os.close(descriptor)
         raise
     return made
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 27 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def take_apart(tensors: Any) -> tuple[Kind, list[str | int], list[Any]]:

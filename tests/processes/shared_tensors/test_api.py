@@ -756,6 +756,6 @@ def test_too_little_host_memory_for_device_memory_reaches_the_attacher(monkeypat
     with share_through(handles, on_both(handles), "gpu"):
         with monkeypatch.context() as patch:
             patch.setattr(machine, "free_memory", lambda: 0)
-            with pytest.raises(FeedError, match=r"cannot hand them out: FeedError: .* and 0\.0 MiB are left"):
+            with pytest.raises(FeedError, match=r"cannot hand them out: FeedError: .* and 0 bytes are left"):
                 attach(handles, "cpu")
         assert attach(handles)["host"].tolist() == [0, 1, 2]
