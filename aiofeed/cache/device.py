@@ -13,20 +13,13 @@ from aiofeed.cache.resident import WAY_OUT, ResidentStore, kind_of, target_bytes
 from aiofeed.core.errors import CacheError, DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
+from aiofeed.runtime.tensors import integer_dtype
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
     from aiofeed.devices.backend import DeviceBackend
-
-# What carries a number of so many bytes where only its place changes: not every dtype has every operation.
-_CARRIERS: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
 
 
 class DeviceStore(ResidentStore):
@@ -67,7 +60,7 @@ class DeviceStore(ResidentStore):
         try:
             with torch.inference_mode(False), torch.no_grad(), backend.use_stream(backend.side_stream()):
                 for column in layout.columns:
-                    seed = torch.from_numpy(np.empty(1, carrier(np.dtype(column.dtype))))
+                    seed = torch.from_numpy(np.empty(1, integer_dtype(np.dtype(column.dtype))))
                     one = backend.copy(seed)
                     # The copy reads the host's memory when it runs.
                     backend.record(backend.side_stream()).synchronize()
@@ -191,7 +184,7 @@ class CachedRows(DeferredTensor):
                 rows = store.gather(places.copied("all", places.indices, copy), column)
             else:
                 memory = self._rows.memory
-                rows = copy(HostTensor(memory.view(carrier(memory.dtype)), pinned=self._rows.pinned))
+                rows = copy(HostTensor(memory.view(integer_dtype(memory.dtype)), pinned=self._rows.pinned))
                 self._keep(rows, copy)
                 if len(old := places.old):
                     held = store.gather(places.copied("held", places.indices[old], copy), column)
@@ -209,12 +202,6 @@ class CachedRows(DeferredTensor):
             fresh = rows.index_select(0, places.copied("new", new, copy))
             indices = places.indices[new]
             store.keep(places.copied("fresh", indices, copy), fresh, indices, column)
-
-
-def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The integers of a dtype's size, where there are such."""
-    found = _CARRIERS.get(dtype.itemsize)
-    return dtype if found is None else found
 
 
 def torch_dtype(layout: Layout) -> torch.dtype:

@@ -21,6 +21,7 @@ from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.runtime.tensors import as_tensors
+from aiofeed.runtime.threads import JOIN_S
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed.feeder")
 
-# How long close() waits for the threads.
-JOIN_S = 5.0
 _NO_STATE = "the server's feeder has the state: save and load it there, beside the server"
 
 

@@ -16,9 +16,7 @@ from aiofeed.processes.serving.epoch_feed import EpochFeed
 from aiofeed.processes.serving.subscription import Subscription
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
-
-# How long those who close wait for the threads.
-JOIN_S = 5.0
+from aiofeed.runtime.threads import JOIN_S
 
 
 class HostPass(HostDelivery):

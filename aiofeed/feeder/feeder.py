@@ -17,6 +17,7 @@ from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, rene
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
+from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     BatchT = typing_extensions.TypeVar("BatchT", default=Any)
 else:
     BatchT = TypeVar("BatchT")
-
-# How long close() waits for threads that are at a sample they cannot leave.
-JOIN_S = 5.0
 
 
 @public

@@ -24,7 +24,7 @@ from aiofeed.feeder.delivery import DeviceDelivery, HostDelivery
 from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
-from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, drop_batches
 from aiofeed.runtime.tensors import as_tensors
 from aiofeed.sampling.epochs import EpochStream
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from aiofeed.processes.workers.pool import WorkerPool
 
 log = logging.getLogger("aiofeed.feeder")
-
-# Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
-MOST_READ_THREADS = 64
 
 
 class StreamingPipeline:

@@ -17,6 +17,7 @@ from aiofeed.core.types import public
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.threads import JOIN_S
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed.feeder")
 
-# How long close() waits: for consumers to hear of it, and for what cannot be left.
-JOIN_S = 5.0
 # More epochs than anybody feeds.
 _ENDLESS = 1 << 30
 

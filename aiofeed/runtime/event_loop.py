@@ -42,6 +42,8 @@ SURPLUS_LOOKS = 4
 WAITING_SHARE = 0.9
 # What a source's aclose, or a coroutine that resists cancellation, may take before it is left behind.
 CLEANUP_S = 5.0
+# Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
+MOST_READ_THREADS = 64
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

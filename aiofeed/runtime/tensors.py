@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,40 @@ from aiofeed.runtime.buffers import BufferLease, array
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+
+# The integer dtype that has the size of a number of so many bytes. Not every dtype has every operation: a copy or a
+# gather reads the same bytes as integers.
+INTEGER_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The integer dtype of the same size; the dtype itself where there is no such integer."""
+    name = INTEGER_OF_SIZE.get(dtype.itemsize)
+    return dtype if name is None else np.dtype(name)
+
+
+def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as integers of the same size; the tensor itself where there is no such integer."""
+    import torch
+
+    name = INTEGER_OF_SIZE.get(tensor.dtype.itemsize)
+    return tensor if name is None else tensor.view(getattr(torch, name))
+
+
+def memory_order(strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes by falling stride, and the axes that lead back, for dense data in another order (channels_last)."""
+    axes = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+    return axes, tuple(sorted(range(len(axes)), key=axes.__getitem__))
+
+
+def in_memory_order(memory: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...] | None]:
+    """A dense array in the order of its memory, and the axes that lead back; an array with gaps stays as it is."""
+    if memory.flags.c_contiguous:
+        return memory, None
+    axes, back = memory_order(memory.strides)
+    flat = memory.transpose(axes)
+    return (flat, back) if flat.flags.c_contiguous else (memory, None)
 
 
 def as_tensor(leaf: HostTensor) -> torch.Tensor:
@@ -66,16 +101,10 @@ def stage(batch: Any, lease: BufferLease) -> tuple[Any, int]:
         if memory is None or value.is_pinned():
             return value
         # A dense tensor in another order (channels_last) keeps its strides: the flat memory moves, not the view.
-        axes = tuple(int(axis) for axis in np.argsort([-stride for stride in memory.strides], kind="stable"))
-        flat = memory.transpose(axes)
-        if not flat.flags.c_contiguous:
-            axes, flat = tuple(range(memory.ndim)), memory
+        flat, axes = in_memory_order(memory)
         rows = array(lease, flat.shape, flat.dtype)
         np.copyto(rows, flat)
         total += rows.nbytes
-        back = tuple(int(axis) for axis in np.argsort(axes))
-        return HostTensor(
-            rows, axes=None if back == tuple(range(len(back))) else back, torch_dtype=torch_dtype, pinned=lease.pinned
-        )
+        return HostTensor(rows, axes=axes, torch_dtype=torch_dtype, pinned=lease.pinned)
 
     return map_leaves(move, batch), total

@@ -20,6 +20,8 @@ from typing import Protocol
 
 # An interpreter that ends waits this long for all feeders together.
 EXIT_S = 1.0
+# close() waits this long for threads that are at a sample they cannot leave.
+JOIN_S = 5.0
 # A signal that arrives just before the main thread blocks does not wake it: it looks this often whether there was one.
 LOOK_S = 0.1
 # A thread whose start was interrupted has begun by then, or was never made.

@@ -19,11 +19,11 @@ from aiofeed.engine.resident.host_windows import (
     Rows,
     Window,
     as_tensor,
-    carried,
     row_bytes,
     window_batches,
 )
 from aiofeed.runtime.buffers import PinnedBufferPool, array
+from aiofeed.runtime.tensors import view_as_integers
 from aiofeed.sampling.order import BatchRange
 from aiofeed.sources.tensors import tensor_row_bytes
 
@@ -208,7 +208,7 @@ class DeviceWindows:
             with torch.inference_mode(False), torch.no_grad(), backend.use_stream(side):
                 for given in self._source.tensors:
                     tensor = as_tensor(given)
-                    flat = carried(tensor.contiguous())
+                    flat = view_as_integers(tensor.contiguous())
                     there = backend.copy(flat)
                     # It may be the user's own, made on another stream, and dropped while the side stream reads it.
                     backend.record_stream(there, side)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from aiofeed.runtime.buffers import HostBufferPool, array
+from aiofeed.runtime.tensors import view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.order import BatchRange
 from aiofeed.sources.tensors import tensor_row_bytes
@@ -34,7 +35,6 @@ LOOK_S = 1e-3
 # From here on torch's threads gather faster than numpy's one does.
 PARALLEL_BYTES = 128 << 10
 # What carries a number of so many bytes where only its place changes: not every dtype has every operation.
-_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Rows(Protocol):
@@ -193,14 +193,6 @@ def as_tensor(given: Any) -> torch.Tensor:
     return torch.from_numpy(np.require(given, requirements=("C", "W", "A")))
 
 
-def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers, where there are such."""
-    import torch
-
-    carrier = _CARRIERS.get(tensor.dtype.itemsize)
-    return tensor if carrier is None else tensor.view(getattr(torch, carrier))
-
-
 def _as_words(data: NDArray[Any]) -> NDArray[Any]:
     """The same memory, [N, words of a row]: the largest integers of which a row is a whole number."""
     row = data.nbytes // len(data)
@@ -236,4 +228,4 @@ def _host_rows(given: Any) -> tuple[NDArray[Any], torch.dtype | None]:
     try:
         return tensor.numpy(), None
     except TypeError:  # a dtype that numpy lacks
-        return carried(tensor).numpy(), tensor.dtype
+        return view_as_integers(tensor).numpy(), tensor.dtype

@@ -16,6 +16,7 @@ from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Plain, Plains, Raw, Table
 from aiofeed.runtime.buffers import BufferLease, Bytes, HostBufferPool, array
+from aiofeed.runtime.tensors import INTEGER_OF_SIZE, in_memory_order, view_as_integers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -130,10 +131,9 @@ def _tensor_memory(value: Any, slot: Place, path: str) -> tuple[NDArray[Any], st
         return tensor.numpy(), None
     except (TypeError, RuntimeError):
         pass  # a dtype that numpy lacks: its bytes cross under its name
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if tensor.itemsize not in integers:
+    if tensor.itemsize not in INTEGER_OF_SIZE:
         raise refusal(f"a tensor of {tensor.dtype}", path, slot.advice)
-    return tensor.view(integers[tensor.itemsize]).numpy(), str(tensor.dtype).removeprefix("torch.")
+    return view_as_integers(tensor).numpy(), str(tensor.dtype).removeprefix("torch.")
 
 
 def _leaf(
@@ -147,7 +147,7 @@ def _leaf(
         return Leaf(
             kind, -1, 0, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype
         )
-    memory, order = dense(memory)
+    memory, order = in_memory_order(memory)
     if order is not None:
         axes = order
     place = slot.locate(memory) if memory.flags.c_contiguous else None
@@ -158,17 +158,6 @@ def _leaf(
         assert place is not None
         memory = rows
     return Leaf(kind, *place, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype)
-
-
-def dense(memory: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...] | None]:
-    """The array in the order of its memory, where that is dense, and the axes that lead back (channels_last, say)."""
-    if memory.flags.c_contiguous:
-        return memory, None
-    axes = tuple(int(axis) for axis in np.argsort([-stride for stride in memory.strides], kind="stable"))
-    flat = memory.transpose(axes)
-    if not flat.flags.c_contiguous:
-        return memory, None
-    return flat, tuple(int(axis) for axis in np.argsort(axes))
 
 
 def decode_batch(node: Node, take: Callable[[Leaf], Any]) -> Any:

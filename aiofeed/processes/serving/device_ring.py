@@ -27,6 +27,7 @@ from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import Leaf
 from aiofeed.processes.serving.protocol import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
+from aiofeed.runtime.tensors import memory_order
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +173,9 @@ class DeviceRing:
             raise refusal(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
 
     def _put(self, block: DeviceBlock, start: int, tensor: torch.Tensor) -> Leaf:
-        flat, axes = in_memory_order(tensor)
+        order, back = memory_order(tensor.stride())
+        dense = tensor.permute(order).is_contiguous() and not tensor.is_contiguous()
+        flat, axes = (tensor.permute(order), list(back)) if dense else (tensor, None)
         shape, dtype = list(flat.shape), str(tensor.dtype).removeprefix("torch.")
         if flat.numel():
             target = block.memory[start : start + tensor.nbytes].view(tensor.dtype).view(shape)
@@ -329,18 +332,6 @@ def is_read(block: DeviceBlock) -> bool:
 def aligned(nbytes: int) -> int:
     """``nbytes``, and what is left free behind them."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int] | None]:
-    """The tensor in the order of its memory, where that is dense, and the axes that lead back (channels_last, say)."""
-    if tensor.is_contiguous():
-        return tensor, None
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    flat = tensor.permute(order)
-    if not flat.is_contiguous():
-        return tensor, None
-    return flat, sorted(range(len(order)), key=order.__getitem__)
 
 
 class Place:

@@ -37,13 +37,11 @@ from aiofeed.processes.ipc.schema import (
 )
 from aiofeed.processes.workers.spawn import WorkerConfig, read_config
 from aiofeed.processes.workers.worker_engine import RequestedOrder, WorkerEngine, WorkerPlan
-from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.sampling.epochs import EpochBegins, Step
 
 # A parent that is gone is noticed within this where the connection does not tell.
 HEARTBEAT_S = 0.25
-# As of the threads of a feeder.
-MOST_READ_THREADS = 64
 
 
 def main(connection: int, start: int, parent: int, number: int) -> None:
