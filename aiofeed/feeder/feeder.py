@@ -151,9 +151,9 @@ class Feeder(Generic[BatchT]):
         self._failures = FailureLog(config.policy)
         self._past = EpochStats()
         self._fingerprint: str | None = None
-        self._session = self._new_passes(config)
+        self._session = self._new_session(config)
 
-    def _new_passes(self, config: FeederConfig) -> FeederSession[BatchT]:
+    def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
         return FeederSession(
             config, order=self._order, progress=self._progress, failures=self._failures, past=self._past
         )
@@ -169,17 +169,17 @@ class Feeder(Generic[BatchT]):
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
         kept = self.__dict__.copy()
-        config = kept.pop("_passes").config
+        config = kept.pop("_session").config
         return kept | {
-            "recipe": replace(config, backend=None, statics=(), passable=None),
+            "config": replace(config, backend=None, statics=(), passable=None),
             "static": bool(config.statics),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        config, static = state.pop("recipe"), state.pop("static")
+        config, static = state.pop("config"), state.pop("static")
         self.__dict__.update(state)
         config = replace(config, backend=resolve_devices(self._device))
-        self._session = self._new_passes(renew_statics(config) if static else config)
+        self._session = self._new_session(renew_statics(config) if static else config)
 
     def __len__(self) -> int:
         """Batches per epoch of this rank; it does not change after a resume."""

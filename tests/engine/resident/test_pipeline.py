@@ -690,7 +690,7 @@ def test_data_that_do_not_fit_are_refused_with_the_figures(kind: Any) -> None:
     message = str(error.value)
     assert "Tensors(float32 [1000, 1000], int64 [1000]) does not fit on simulated:0" in message
     assert "the data take 3.8 MiB" in message
-    assert "two windows of one batch each 512.0 KiB" in message
+    assert "two windows of one batch each 501.0 KiB" in message
     assert "TensorDataset" in message
     if kind is not Untold:
         assert "has 3.0 MiB free of 3.0 MiB" in message

@@ -66,7 +66,7 @@ def test_a_stale_segment_is_swept_and_nobody_elses_touched(named: None) -> None:
 def test_a_full_file_system_is_an_error_with_the_figures(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a byte is written, not a bus error when one is."""
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 60)
-    with pytest.raises(FeedError, match=r"needs \d+\.\d MiB of shared memory.*/dev/shm has .* of .*--shm-size"):
+    with pytest.raises(FeedError, match=r"needs 1048576\.0 GiB of shared memory.*/dev/shm has .* of .*--shm-size"):
         segments.create(0, 1 << 50)
 
 
