@@ -64,7 +64,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     # Else so little work would be left to a thread by itself, whatever was found.
     monkeypatch.setattr("aiofeed.engine.fetch.source.TINY_DECODE_S", 0.0)
     FakeMeter.made = 0
-    monkeypatch.setattr(assembler, "JobMeter", FakeMeter)
+    monkeypatch.setattr(assembler, "JobTimer", FakeMeter)
 
 
 def feeding(source: Any, **options: Any) -> Feeder[Any]:

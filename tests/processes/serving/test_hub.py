@@ -17,6 +17,7 @@ import torch
 import aiofeed
 from aiofeed import CollateError, Feeder, FeedError, ReadError, StateError, WorkerDiedError
 from aiofeed.processes.serving import hub
+from aiofeed.processes.serving.published import SlotReaders
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import serve_parts
@@ -451,11 +452,11 @@ def test_one_that_lives_and_has_not_gone_when_the_server_closes_may_still_read(
     """It is stopped, say; what it was given is not written again by whoever else has that memory."""
     gone: list[bool] = []
 
-    def note(ledger: hub.Ledger, reader: object, *, reading: bool = False) -> None:
+    def note(ledger: SlotReaders, reader: object, *, reading: bool = False) -> None:
         gone.append(reading)
 
     monkeypatch.setattr(hub, "FAREWELL_S", 0.1)
-    monkeypatch.setattr(hub.Ledger, "gone", note)
+    monkeypatch.setattr(SlotReaders, "gone", note)
     with numbers() as feeder, Started(serve_parts.stops, address) as consumer:
         with aiofeed.serve(feeder, address):
             assert consumer.hear() == "stopping"

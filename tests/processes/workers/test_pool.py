@@ -131,7 +131,7 @@ LOOP = """
         feeder = aiofeed.Feeder(parts.Numbers(10**6), decode=parts.number, batch_size=4, engine="process:2")
         iterator = iter(feeder)
         next(iterator)
-        print(*feeder._passes.pipeline._processes.pids, flush=True)
+        print(*feeder._session.pipeline._processes.pids, flush=True)
         {then}
 """
 
