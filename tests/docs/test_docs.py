@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tomllib
 import warnings
@@ -16,6 +17,7 @@ import aiofeed
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import CodeType
 
 pytestmark = pytest.mark.usefixtures("accelerator_started")
@@ -82,13 +84,15 @@ def run_blocks(blocks: list[Block], namespace: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, which also has the sockets of addresses that are plain names."""
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder, beside the sockets of addresses that are plain names; restores the levels of loggers."""
     folder = tmp_path / "reader"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return folder
+    yield folder
+    for name in ("aiofeed", *(name for name in logging.root.manager.loggerDict if name.startswith("aiofeed."))):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def document(path: Path) -> Any:
