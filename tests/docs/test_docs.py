@@ -27,16 +27,14 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NEEDS = {"docs/training-frameworks.md": ("accelerate", "lightning")}
-"""What a document imports that aiofeed does not."""
+"""Packages that a document imports and aiofeed does not need."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "python no-run": False}
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
-OURS = {
-    "https://github.com/aiofeed/aiofeed/blob/main/": "",
-    "https://raw.githubusercontent.com/aiofeed/aiofeed/main/": "",
-    "https://aiofeed.readthedocs.io/en/latest/": "docs/",
-}
-"""Where this repository's files are published, and the folder that each address stands for."""
+FILES = "https://github.com/aiofeed/aiofeed/blob/main/"
+PAGES = "https://aiofeed.readthedocs.io/en/latest/"
+OURS = (FILES, "https://raw.githubusercontent.com/aiofeed/aiofeed/main/", PAGES)
+"""Where the files of this repository are published: as they are, and the documents of docs/ as pages."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 def document(path: Path) -> Any:
-    """A parameter; what needs other packages is marked, and their warnings are theirs."""
+    """The parameter of a document; one that needs other packages is marked, and their warnings are allowed."""
     name = path.relative_to(ROOT).as_posix()
     marks = [pytest.mark.integration, pytest.mark.filterwarnings("default")] if name in NEEDS else []
     return pytest.param(path, id=name, marks=marks)
@@ -144,9 +142,8 @@ def local_links(path: Path, text: str) -> list[tuple[str, Path, str]]:
         link = unquote(match[1] or match[2])
         target, _, anchor = link.partition("#")
         if home := next((home for home in OURS if target.startswith(home)), None):
-            file = ROOT / OURS[home] / target.removeprefix(home)
-            if OURS[home] and file.suffix != ".svg":
-                file = file.with_suffix(".md") if file != ROOT / OURS[home] else file / "index.md"
+            rest = target.removeprefix(home)
+            file = ROOT / "docs" / f"{rest.removesuffix('.html') or 'index'}.md" if home == PAGES else ROOT / rest
         elif ":" not in target:
             file = path.parent / target if target else path
         else:
@@ -163,7 +160,7 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_to_files_of_this_repository(path: Path) -> None:
-    """A relative link, and an absolute one to where this repository is published, has its file and its heading."""
+    """Relative links, and absolute links to places where this repository is published, lead to a file and a heading."""
     broken = [
         link
         for link, file, anchor in local_links(path, path.read_text(encoding="utf-8"))
@@ -173,20 +170,18 @@ def test_links_lead_to_files_of_this_repository(path: Path) -> None:
 
 
 def test_the_readme_has_absolute_links_only() -> None:
-    """README.md is shown on PyPI, too, where a relative link leads nowhere."""
+    """README.md has no relative link, because PyPI shows it without the other files."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [link for link, _, _ in local_links(ROOT / "README.md", text) if ":" not in link] == []
 
 
 def test_the_urls_of_the_project_agree_with_the_links() -> None:
-    """``[project.urls]`` names the places that the documents link to; a file among them exists."""
+    """``[project.urls]`` has the five links of PyPI's side bar, to the same places as the documents."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
     assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
-    assert all(
-        url.startswith(("https://github.com/aiofeed/aiofeed", "https://aiofeed.readthedocs.io"))
-        for url in urls.values()
-    )
-    assert (ROOT / urls["Changelog"].removeprefix("https://github.com/aiofeed/aiofeed/blob/main/")).is_file()
+    homes = ("https://github.com/aiofeed/aiofeed", "https://aiofeed.readthedocs.io")
+    assert [url for url in urls.values() if not url.startswith(homes)] == []
+    assert (ROOT / urls["Changelog"].removeprefix(FILES)).is_file()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -244,6 +239,6 @@ def test_runner_only_compiles_no_run() -> None:
 
 
 def test_runner_refuses_unknown_info_strings() -> None:
-    """A block does not escape by a misspelt info string."""
+    """A misspelt info string is an error, so that its block cannot be skipped by mistake."""
     with pytest.raises(ValueError, match="python norun"):
         python_blocks(Path("page.md"), "```python norun\nx\n```\n")
