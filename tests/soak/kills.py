@@ -104,8 +104,7 @@ class Kills:
         ):
             iterator = iter(feed)
             seen = [next(iterator).tolist()]
-            pipeline: Any = feeder._session.pipeline
-            killed = _kill_after(self._moment(), pipeline._processes.pids[self.random.randrange(2)])
+            killed = _kill_after(self._moment(), parts.worker_pids(feeder)[self.random.randrange(2)])
             with pytest.raises(WorkerDiedError) as caught:
                 seen.extend(batch.tolist() for batch in iterator)
             took = time.monotonic() - killed()

@@ -24,8 +24,15 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 def forking() -> Iterator[None]:
     """Have a process from which consumers fork, with torch imported; it ends with the tests."""
-    modules = ("attached", "attached_passes", "sharing.joining", "sharing.device_blocks")
-    CONTEXT.set_forkserver_preload(["torch", "uvloop", *(f"aiofeed.{module}" for module in modules), "serve_parts"])
+    modules = (
+        "feeder.attach",
+        "feeder.attached_passes",
+        "processes.serving.connect",
+        "processes.serving.device_reader",
+    )
+    CONTEXT.set_forkserver_preload(
+        ["torch", "uvloop", *(f"aiofeed.{module}" for module in modules), "tests.support.serve_parts"]
+    )
     forkserver.ensure_running()
     started = CONTEXT.Process(target=nothing)  # its import of torch is waited for here
     started.start()

@@ -14,6 +14,7 @@ import pytest
 
 import aiofeed
 from aiofeed import Feeder, FeedError
+from aiofeed.processes.ipc import address as addresses
 from aiofeed.processes.ipc.framing import frame
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving import consumers
@@ -89,7 +90,7 @@ def test_what_is_no_word_of_a_consumers_closes_its_connection(
     with connected(address) as sock, caplog.at_level(logging.ERROR, "aiofeed"):
         sock.sendall(said)
         rest(sock)
-    assert "a message was refused" in caplog.text
+    assert "refused a message" in caplog.text
 
 
 def test_random_bytes_close_a_connection_or_are_waited_for(address: str) -> None:
@@ -129,7 +130,7 @@ def test_who_says_nothing_is_let_go(address: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_too_many_are_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumers, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(addresses, "MAX_CONNECTIONS", 2)
     with connected(address, Hello(VERSION)), connected(address, Hello(VERSION)), connected(address) as third:
         assert rest(third) == b""
 
@@ -154,6 +155,6 @@ def test_a_server_that_is_none_is_an_error_at_attach(said: bytes, tmp_path: Path
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(FeedError, match="did not greet"):
+        with pytest.raises(FeedError, match="did not answer as a server does"):
             aiofeed.attach(tmp_path / "x")
         thread.join()

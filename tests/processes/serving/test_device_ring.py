@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -20,14 +21,15 @@ import torch
 import aiofeed
 import aiofeed.testing
 from aiofeed import FeedError, WorkerDiedError
-from aiofeed.processes.ipc.cuda_ipc import CudaSlots, HandleError
+from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.peers import ProcessLiveness, died, exiting
-from aiofeed.processes.ipc.schema import DeviceMemoryHandle, Leaf, Table
-from aiofeed.processes.serving import device_reader as device_blocks
-from aiofeed.processes.serving.device_reader import Blocks, Taken
-from aiofeed.processes.serving.device_ring import DeviceRing, Place
+from aiofeed.processes.ipc.peers import ProcessMonitor, is_exiting
+from aiofeed.processes.ipc.schema import ArrayNode, DeviceMemoryHandle, MappingNode
+from aiofeed.processes.serving import device_reader
+from aiofeed.processes.serving.device_reader import DeviceReader, UncopiedBatch
+from aiofeed.processes.serving.device_ring import DeviceRing, TensorInBlock
 from aiofeed.processes.serving.protocol import BatchAvailable
+from aiofeed.processes.serving.subscription import server_died
 from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong
@@ -358,7 +360,7 @@ def test_batches_that_wait_in_the_memory_of_a_server_that_ends_are_saved(address
             iterator = iter(feed)
             seen = [next(iterator)]
             assert feed._attachment is not None
-            until(lambda: len(feed._attachment.taker._slots) >= 4)  # type: ignore[union-attr]
+            until(lambda: len(feed._attachment.receiver._in_blocks) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.hear() == "closed"
             server.process.join()  # its memory is gone with it
@@ -409,117 +411,15 @@ class Complete:
         return True
 
 
-def test_a_complete_event_proves_nothing_once_its_server_has_died() -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        liveness = ProcessLiveness(process.pid, lambda: died("there", process.pid))
-        liveness.wait(Complete())
-        process.kill()
-        until(lambda: not liveness.alive())
-        with pytest.raises(WorkerDiedError, match=f"the server at there .pid {process.pid}. has died"):
-            liveness.wait(Complete())
-        # It is not reaped yet, and counts as ended all the same, for one that only looks now.
-        late = ProcessLiveness(process.pid, lambda: died("there", process.pid))
-        assert not late.alive()
-        late.close()
-        liveness.settle()
-        liveness.wait(Complete())
-        liveness.close()
-
-
 class Failing:
-    """An event of a device that is beyond use."""
+    """An event of a device that has failed."""
 
     def query(self) -> bool:
         raise RuntimeError("CUDA error: invalid resource handle")
 
 
-def test_an_event_that_fails_because_its_server_has_died_tells_of_that() -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        liveness = ProcessLiveness(process.pid, lambda: died("there", process.pid))
-        with pytest.raises(RuntimeError, match="invalid resource handle"):
-            liveness.wait(Failing())
-        process.kill()
-        until(lambda: not liveness.alive())
-        with pytest.raises(WorkerDiedError, match="has died"):
-            liveness.wait(Failing())
-        liveness.close()
-
-
-def test_a_copy_that_fails_because_the_server_has_died_tells_of_that(device: LateDevice) -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        liveness = ProcessLiveness(process.pid, lambda: died("there", process.pid))
-        mine, ring = LateDevice(), DeviceRing(device, device, 2)
-        blocks, given = Blocks(mine, mine, liveness), given_from(ring, device)
-        blocks.learn(given)
-        waiting = blocks.slot(given)
-        taken = Taken(waiting, waiting.tree(given.batch, lambda leaf: leaf), Noted())
-        waiting.wait()
-
-        def refuse(source: torch.Tensor, /) -> torch.Tensor:
-            process.kill()
-            until(lambda: not liveness.alive())
-            raise RuntimeError("CUDA error: invalid resource handle")
-
-        mine.clone = refuse  # type: ignore[method-assign]
-        with pytest.raises(WorkerDiedError, match="has died"):
-            blocks.copier(None).issue(taken)
-        liveness.close()
-        mine.close()
-
-
-def test_memory_that_a_device_beyond_use_may_still_read_is_left_open(
-    device: LateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing is raised where the rest is still to be closed."""
-    left: list[object] = []
-    monkeypatch.setattr(device_blocks, "_abandoned", left)
-    mine, liveness, ring = (
-        LateDevice(),
-        ProcessLiveness(os.getpid(), lambda: died("here", 0)),
-        DeviceRing(device, device, 2),
-    )
-    blocks = Blocks(mine, mine, liveness)
-    blocks.learn(given_from(ring, device))
-    monkeypatch.setattr(mine, "record", lambda stream: Failing())
-    blocks.close()
-    assert len(left) == 1
-    liveness.close()
-    mine.close()
-
-
-def test_what_a_device_beyond_use_has_is_left_open_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when all that referred to it is gone, as at the interpreter's end; what was only late is closed then."""
-
-    class Memory:
-        pass
-
-    memory, other = Memory(), Memory()
-    kept, dropped = weakref.ref(memory), weakref.ref(other)
-    left: list[object] = []
-    monkeypatch.setattr(device_blocks, "_abandoned", left)
-    device_blocks._leave_open([memory], RuntimeError())  # type: ignore[list-item]
-    device_blocks._leave_open([other], TimeoutError())  # type: ignore[list-item]
-    del memory, other
-    gc.collect()
-    assert dropped() is not None
-    left.clear()
-    gc.collect()
-    assert dropped() is None
-    assert kept() is not None
-
-
-def test_consumers_are_let_go_though_the_device_is_beyond_use(device: LateDevice) -> None:
-    """What one of them may still read is not written again."""
-    ring = DeviceRing(device, device, 2)
-    given_from(ring, device)
-    [block] = ring._blocks
-    block.shared["me"].read = Failing()  # type: ignore[assignment]
-    ring.gone("me", reading=True)
-    assert block.spoiled
-
-
-class Noted:
-    """A lease that notes how often it was given back."""
+class CountingLease:
+    """A lease that counts how often it was given back."""
 
     pinned = False
 
@@ -533,71 +433,178 @@ class Noted:
         self.given_back += 1
 
 
-def given_from(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
-    """Word of a batch in a slot, as a consumer hears it."""
+@contextlib.contextmanager
+def reader_of(pid: int, device: LateDevice | None = None) -> Iterator[DeviceReader]:
+    """A reader of the device memory of a process."""
+    mine, server = device or LateDevice(), ProcessMonitor(pid)
+    try:
+        yield DeviceReader(mine, mine, server, died=lambda: server_died("there", pid))
+    finally:
+        server.close()
+        mine.close()
+
+
+def published(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
+    """The message that gives the consumer "me" a batch in a block."""
     with ring.entered():
         placed = ring.place({"x": device.clone(torch.arange(4))}, "")
         assert placed is not None
-        tree, slot = placed
-        ring.share(slot, "me")
-        number, block, retired = ring.introduce(slot, "me")
-    return BatchAvailable(0, 0, 0, Table("dict", ["x"], [tree["x"]]), 32, [], [], number, block, retired)
+        tree, block = placed
+        ring.export(block, "me")
+        number, handle, retired = ring.introduce(block, "me")
+    return BatchAvailable(0, 0, 0, MappingNode("dict", ["x"], [tree["x"]]), 32, [], [], number, handle, retired)
 
 
-def test_a_batch_goes_on_once_its_copy_is_complete(device: LateDevice) -> None:
-    """Until then nobody knows whether the server lived to the end of it."""
-    mine, liveness, lease = LateDevice(late_s=0.5), ProcessLiveness(os.getpid(), lambda: died("here", 0)), Noted()
+def received(reader: DeviceReader, message: BatchAvailable, lease: CountingLease) -> UncopiedBatch:
+    """The batch of a message, as the copy thread gets it."""
+    reader.open_blocks(message)
+    batch = reader.batch(message)
+    return UncopiedBatch(batch, batch.tree(message.batch, lambda node: node), lease)
+
+
+def test_a_complete_event_is_not_trusted_after_its_server_has_died() -> None:
+    """A driver completes the events of a dead process. A killed process counts as dead before it is reaped."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, reader_of(process.pid) as reader:
+        reader.wait(Complete())
+        process.kill()
+        until(lambda: not reader._server.alive())
+        with pytest.raises(WorkerDiedError, match=f"the server at there .pid {process.pid}. has died"):
+            reader.wait(Complete())
+        late = ProcessMonitor(process.pid)
+        assert not late.alive()
+        late.close()
+
+
+def test_after_the_last_copies_the_server_may_end() -> None:
+    """Once ``save`` has returned, every copy is valid, whether the server is alive or not."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, reader_of(process.pid) as reader:
+        reader.save([])
+        process.kill()
+        until(lambda: not reader._server.alive())
+        reader.wait(Complete())
+
+
+def test_an_event_that_fails_because_its_server_has_died_raises_that() -> None:
+    """``WorkerDiedError`` instead of the driver's error; the driver's error if the server is alive."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, reader_of(process.pid) as reader:
+        with pytest.raises(RuntimeError, match="invalid resource handle"):
+            reader.wait(Failing())
+        process.kill()
+        until(lambda: not reader._server.alive())
+        with pytest.raises(WorkerDiedError, match="has died"):
+            reader.wait(Failing())
+
+
+def test_a_copy_that_fails_because_the_server_has_died_raises_that(device: LateDevice) -> None:
+    """``WorkerDiedError`` instead of ``DeviceCopyError``."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, reader_of(process.pid) as reader:
+        batch = received(reader, published(DeviceRing(device, device, 2), device), CountingLease())
+        batch.batch.wait()
+
+        def refuse(source: torch.Tensor, /) -> torch.Tensor:
+            process.kill()
+            until(lambda: not reader._server.alive())
+            raise RuntimeError("CUDA error: invalid resource handle")
+
+        reader.shared.clone = refuse  # type: ignore[method-assign]
+        with pytest.raises(WorkerDiedError, match="has died"):
+            reader.copier(None).issue(batch)
+
+
+def test_memory_stays_open_if_the_device_has_failed(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``close`` raises nothing, so that the rest is closed, too."""
+    left: list[object] = []
+    monkeypatch.setattr(device_reader, "_left_open", left)
+    mine = LateDevice()
+    with reader_of(os.getpid(), mine) as reader:
+        reader.open_blocks(published(DeviceRing(device, device, 2), device))
+        monkeypatch.setattr(mine, "record", lambda stream: Failing())
+        reader.close()
+    assert len(left) == 1
+
+
+def test_memory_of_a_failed_device_is_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when nothing refers to it, as at interpreter exit. Memory whose copies were only late is closed then."""
+
+    class Memory:
+        pass
+
+    memory, other = Memory(), Memory()
+    failed, late = weakref.ref(memory), weakref.ref(other)
+    left: list[object] = []
+    monkeypatch.setattr(device_reader, "_left_open", left)
+    device_reader._leave_open([memory], RuntimeError())  # type: ignore[list-item]
+    device_reader._leave_open([other], TimeoutError())  # type: ignore[list-item]
+    del memory, other
+    gc.collect()
+    assert late() is not None
+    left.clear()
+    gc.collect()
+    assert late() is None
+    assert failed() is not None
+
+
+def test_a_consumer_is_dropped_although_the_device_has_failed(device: LateDevice) -> None:
+    """The block that it may still read is not written again."""
     ring = DeviceRing(device, device, 2)
-    given = given_from(ring, device)
-    blocks = Blocks(mine, mine, liveness)
-    blocks.learn(given)
-    waiting = blocks.slot(given)
-    in_flight = blocks.copier(None).issue(Taken(waiting, waiting.tree(given.batch, lambda leaf: leaf), lease))
-    assert in_flight.copied.query()
-    assert in_flight.batch["x"].tolist() == [0, 1, 2, 3]
-    assert lease.given_back == 1
-    liveness.close()
-    mine.close()
+    published(ring, device)
+    [block] = ring._blocks
+    block.exports["me"].read = Failing()  # type: ignore[assignment]
+    ring.gone("me", reading=True)
+    assert not block.reusable
 
 
-def test_what_one_that_was_let_go_has_not_opened_yet_can_still_be_opened(device: LateDevice) -> None:
+def test_a_batch_is_handed_out_only_once_its_copy_is_complete(device: LateDevice) -> None:
+    """Before that nobody knows whether the server lived until the end of the copy."""
+    lease = CountingLease()
+    with reader_of(os.getpid(), LateDevice(late_s=0.5)) as reader:
+        batch = received(reader, published(DeviceRing(device, device, 2), device), lease)
+        pending = reader.copier(None).issue(batch)
+        assert pending.copied.query()
+        assert pending.batch["x"].tolist() == [0, 1, 2, 3]
+        assert lease.given_back == 1
+
+
+def test_a_dropped_consumer_can_still_open_a_block_that_it_was_sent(device: LateDevice) -> None:
+    """Its events and its memory exist as long as the ring."""
     mine = LateDevice()
     ring = DeviceRing(device, device, 2)
     with ring.entered():
         placed = ring.place({"x": device.clone(torch.arange(4))}, "")
         assert placed is not None
-        ring.share(placed[1], "me")
-        _, block, _ = ring.introduce(placed[1], "me")
-        assert block is not None
+        ring.export(placed[1], "me")
+        _, handle, _ = ring.introduce(placed[1], "me")
+        assert handle is not None
         device.record(device.stream()).synchronize()
         ring.gone("me", reading=True)
-        placed[1].discard()
+        ring.give_back(placed[1], reusable=False)
         del placed
         gc.collect()
-        assert mine.open_event(block.filled).query()
-        assert mine.open_event(block.read).query()
-        assert mine.open(block.handle)[:8].view(torch.int64).tolist() == [0]
+        assert mine.open_event(handle.filled).query()
+        assert mine.open_event(handle.read).query()
+        assert mine.open(handle.handle)[:8].view(torch.int64).tolist() == [0]
     mine.close()
 
 
 @pytest.mark.parametrize("reading", [False, True])
-def test_a_block_is_not_kept_for_one_that_went_before_it_was_told_of_it(device: LateDevice, reading: bool) -> None:
-    """One that was told may have it open, and takes its own count back."""
+def test_an_export_that_was_never_sent_is_taken_back(device: LateDevice, reading: bool) -> None:
+    """A consumer that was sent a handle may have opened it, and takes its own reference back."""
     ring = DeviceRing(device, device, 2)
     with ring.entered():
         placed = ring.place({"x": device.clone(torch.arange(4))}, "")
         assert placed is not None
-        _, slot = placed
-        for consumer in ("told", "not told"):
-            assert ring.trial(consumer).block is not None
-            ring.share(slot, consumer)
-        _, block, _ = ring.introduce(slot, "told")
-        assert block is not None
-        [untold] = [block.handle for block in [slot.block.shared["not told"].message] if block is not None]
-        ring.gone("told", reading=reading)
+        _, block = placed
+        for consumer in ("sent", "not sent"):
+            assert ring.probe(consumer).block is not None
+            ring.export(block, consumer)
+        _, handle, _ = ring.introduce(block, "sent")
+        assert handle is not None
+        unsent = block.exports["not sent"].unsent
+        assert unsent is not None
+        ring.gone("sent", reading=reading)
         assert device.forgotten == []
-        ring.gone("not told", reading=reading)
-        assert device.forgotten == [untold]
+        ring.gone("not sent", reading=reading)
+        assert device.forgotten == [unsent.handle]
         ring.close()
 
 
@@ -642,11 +649,11 @@ def test_the_threads_that_open_memory_and_look_at_events_have_entered_the_device
 
 def test_a_server_that_is_about_to_end_counts_as_dead() -> None:
     """A process lets go of its devices before it has ended: only its flags tell then."""
-    assert not exiting(os.getpid())
+    assert not is_exiting(os.getpid())
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        assert not exiting(process.pid)
+        assert not is_exiting(process.pid)
         process.kill()
-        until(lambda: exiting(process.pid))
+        until(lambda: is_exiting(process.pid))
 
 
 def test_epochs_that_are_left_and_begun_again_are_right(address: str, device: LateDevice) -> None:
@@ -661,26 +668,26 @@ def test_epochs_that_are_left_and_begun_again_are_right(address: str, device: La
 @pytest.mark.parametrize(
     "leaf",
     [
-        Leaf("device", 0, -8, [1], "<u8", None, "int64"),
-        Leaf("device", 0, 1024, [1], "<u8", None, "int64"),
-        Leaf("device", 0, 0, [129], "<u8", None, "int64"),
-        Leaf("device", 0, 4, [1], "<u8", None, "int64"),
-        Leaf("device", 0, 0, [-1], "<u8", None, "int64"),
-        Leaf("device", 0, 0, [1 << 40, 1 << 40], "<u8", None, "int64"),
-        Leaf("device", 0, 0, [2], "<u8", None, "int32"),
-        Leaf("device", 0, 0, [2], "<u8", None, "save"),
-        Leaf("device", 0, 0, [2], "<u8"),
-        Leaf("device", 0, 0, [2], "|O", None, "int64"),
-        Leaf("device", 0, 0, [2, 2], "<u8", [0, 0], "int64"),
+        ArrayNode("device", 0, -8, [1], "<u8", None, "int64"),
+        ArrayNode("device", 0, 1024, [1], "<u8", None, "int64"),
+        ArrayNode("device", 0, 0, [129], "<u8", None, "int64"),
+        ArrayNode("device", 0, 4, [1], "<u8", None, "int64"),
+        ArrayNode("device", 0, 0, [-1], "<u8", None, "int64"),
+        ArrayNode("device", 0, 0, [1 << 40, 1 << 40], "<u8", None, "int64"),
+        ArrayNode("device", 0, 0, [2], "<u8", None, "int32"),
+        ArrayNode("device", 0, 0, [2], "<u8", None, "save"),
+        ArrayNode("device", 0, 0, [2], "<u8"),
+        ArrayNode("device", 0, 0, [2], "|O", None, "int64"),
+        ArrayNode("device", 0, 0, [2, 2], "<u8", [0, 0], "int64"),
     ],
 )
-def test_a_place_that_does_not_lie_in_its_block_is_refused(leaf: Leaf) -> None:
+def test_a_place_that_does_not_lie_in_its_block_is_refused(leaf: ArrayNode) -> None:
     with pytest.raises(ProtocolError):
-        Place(leaf, 1024)
+        TensorInBlock(leaf, 1024)
 
 
 def test_handles_of_the_wrong_size_are_refused_before_cuda_sees_them() -> None:
-    slots = CudaSlots(torch.device("cuda", 0))
+    slots = CudaSharedDevice(torch.device("cuda", 0))
     with pytest.raises(HandleError, match="64 bytes, this one 3"):
         slots.open_event(b"abc")
     for handle in (
@@ -697,11 +704,11 @@ def test_where_events_of_other_processes_are_always_complete_nothing_is_exported
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(HandleError, match="ROCm"):
-        CudaSlots(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))
+        CudaSharedDevice(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_not_exported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64, Expandable_Segments : True")
     with pytest.raises(HandleError, match=name):
-        CudaSlots(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))
+        CudaSharedDevice(torch.device("cuda", 0)).export(torch.zeros(3, dtype=torch.uint8))

@@ -17,7 +17,7 @@ import torch
 import aiofeed
 from aiofeed import CollateError, Feeder, FeedError, ReadError, StateError, WorkerDiedError
 from aiofeed.processes.serving import hub
-from aiofeed.processes.serving.published import SlotReaders
+from aiofeed.processes.serving.published import BatchPublisher
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import serve_parts
@@ -48,7 +48,7 @@ def numbers(n: int = 40, **options: Any) -> Feeder[Any]:
 def joined(server: Server) -> int:
     """How many want to be fed, as the server has heard."""
     assert server._hub is not None
-    return server._hub._joining()
+    return server._hub._subscribed()
 
 
 def expected(epochs: int, n: int = 40, **options: Any) -> list[list[list[int]]]:
@@ -107,23 +107,6 @@ def test_large_batches_that_are_kept_are_never_overwritten(address: str, engine:
     assert all((batch == batch[:, :1]).all() for batch in kept)
 
 
-def test_slots_of_engine_processes_are_handed_on_as_they_are(address: str) -> None:
-    """Nothing is copied into memory of the server's own, and slots come back: two engines need few."""
-    with numbers(60, decode=parts.large, shuffle=False, engine="process:2", batch_size=2) as feeder:
-        with aiofeed.serve(feeder, address, lag=2) as server, aiofeed.attach(address) as feed:
-            for _ in range(2):
-                for number, batch in enumerate(feed):
-                    assert [int(row[0]) for row in batch] == [2 * number % 251, (2 * number + 1) % 251]
-                    assert bool((batch == batch[:, :1]).all())
-            assert server._hub is not None
-            assert not server._hub._lots._memory._unsent
-            passable = feeder._config.passable
-            assert passable is not None
-            assert 0 < len(passable.known()) <= 2 * (feeder._config.limits.prefetch_batches + 5)
-        feeder.close()
-        assert not passable.known()
-
-
 def test_what_was_handed_on_outlives_the_process_that_made_it(address: str) -> None:
     """A consumer that is behind still reads what it was sent, bit for bit, then hears of the engine's end."""
     with (
@@ -133,8 +116,7 @@ def test_what_was_handed_on_outlives_the_process_that_made_it(address: str) -> N
     ):
         iterator = iter(feed)
         seen = [next(iterator)]
-        pipeline: Any = feeder._session.pipeline
-        os.kill(pipeline._processes.pids[0], signal.SIGKILL)
+        os.kill(parts.worker_pids(feeder)[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             seen += iterator
         assert caught.value.exit_status == -signal.SIGKILL
@@ -299,7 +281,7 @@ def test_a_server_that_has_ended_says_so_after_its_last_batch(address: str) -> N
         server = aiofeed.serve(feeder, address).start(epochs=1)
         with aiofeed.attach(address) as feed:
             assert [batch.tolist() for batch in feed] == expected(1)[0]
-            with pytest.raises(FeedError, match="has fed all its epochs"):
+            with pytest.raises(FeedError, match="has served all its epochs"):
                 next(iter(feed))
         server.close()
 
@@ -346,8 +328,8 @@ def test_a_slow_consumer_holds_up_the_others_up_to_the_lag(address: str) -> None
 def test_who_ends_an_epoch_stays_and_reads_nothing_is_named_on_both_sides(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("aiofeed.processes.serving.hub.HELD_UP_S", 0.2)
-    monkeypatch.setattr("aiofeed.processes.serving.epoch_feed.IDLE_S", 0.2)
+    monkeypatch.setattr("aiofeed.processes.serving.hub.STALLED_S", 0.2)
+    monkeypatch.setattr("aiofeed.processes.serving.subscription.IDLE_S", 0.2)
     with numbers() as feeder, aiofeed.serve(feeder, address, min_consumers=2, lag=2):
         with aiofeed.attach(address) as idle, Started(serve_parts.for_ever, address, 0.0) as busy:
             assert len(list(idle)) == 10
@@ -452,11 +434,11 @@ def test_one_that_lives_and_has_not_gone_when_the_server_closes_may_still_read(
     """It is stopped, say; what it was given is not written again by whoever else has that memory."""
     gone: list[bool] = []
 
-    def note(ledger: SlotReaders, reader: object, *, reading: bool = False) -> None:
+    def note(publisher: BatchPublisher, reader: object, *, reading: bool) -> None:
         gone.append(reading)
 
-    monkeypatch.setattr(hub, "FAREWELL_S", 0.1)
-    monkeypatch.setattr(SlotReaders, "gone", note)
+    monkeypatch.setattr(hub, "CLOSE_S", 0.1)
+    monkeypatch.setattr(BatchPublisher, "gone", note)
     with numbers() as feeder, Started(serve_parts.stops, address) as consumer:
         with aiofeed.serve(feeder, address):
             assert consumer.hear() == "stopping"
