@@ -62,9 +62,12 @@ def reserve_standard_descriptors() -> None:
 
     libuv aborts the process when it closes such a descriptor of its own, and ``print`` would write into a socket.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free descriptor is this one. Child processes inherit it, as they do standard streams.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 class EventLoopThread:

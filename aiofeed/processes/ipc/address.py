@@ -43,11 +43,11 @@ class AddressKind:
     """What listens at an address, and the texts of errors about it.
 
     Args:
-        suffix: file suffix of the socket of a plain name.
-        taken: that one listens there already, and what to do.
-        absent: that none listens there.
-        ended: that the one that listened there has ended.
-        start: how to start one.
+        suffix: File suffix of the socket of a plain name.
+        taken: Text for an address where one listens already, and what to do.
+        absent: Text for an address where none listens.
+        ended: Text for the socket of a dead one.
+        start: How to start one.
     """
 
     suffix: str
@@ -77,8 +77,8 @@ def resolve(address: str | os.PathLike[str], kind: AddressKind) -> Path:
     """The path of the socket; that of a plain name is in this user's private folder.
 
     Raises:
-        TypeError, ValueError: the address is neither a path nor a plain name, or is too long for a socket.
-        FeedError: the private folder belongs to another user, or is open to others.
+        TypeError, ValueError: The address is neither a path nor a plain name, or is too long for a socket.
+        FeedError: The private folder belongs to another user, or is open to others.
     """
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
         raise TypeError(
@@ -104,7 +104,7 @@ def private_folder() -> Path:
     """This user's folder of sockets; created if missing. The system removes it with the session or at the next boot.
 
     Raises:
-        FeedError: it belongs to another user, or is open to others.
+        FeedError: It belongs to another user, or is open to others.
     """
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if session and _is_private(Path(session)):
@@ -135,11 +135,11 @@ class Listener:
     """A listening socket, open to this user alone. Close it.
 
     Args:
-        path: of the socket; the socket of a dead process is replaced.
-        kind: of the address.
+        path: Path of the socket; the socket of a dead process is replaced.
+        kind: Kind of the address.
 
     Raises:
-        FeedError: another process listens there, or the file there is not a socket.
+        FeedError: Another process listens there, or the file there is not a socket.
     """
 
     def __init__(self, path: Path, kind: AddressKind) -> None:
@@ -180,8 +180,8 @@ class Listener:
         """Accept this user's processes on the running loop.
 
         Args:
-            accepted: called with each connected socket, which it owns then.
-            connections: those that are open; beyond ``MAX_CONNECTIONS`` new ones are refused.
+            accepted: Called with each connected socket, which it owns then.
+            connections: Those that are open; beyond ``MAX_CONNECTIONS`` new ones are refused.
         """
         self._accepted, self._connections = accepted, connections
         asyncio.get_running_loop().add_reader(self.sock.fileno(), self._accept)
@@ -229,7 +229,7 @@ def check_free(path: Path, kind: AddressKind) -> None:
     """Raise what ``Listener`` would raise, before data are copied for nothing.
 
     Raises:
-        FeedError: the address is taken.
+        FeedError: The address is taken.
     """
     _is_dead(path, kind)
 
@@ -238,7 +238,7 @@ def _is_dead(path: Path, kind: AddressKind) -> bool:
     """Whether the socket file of a dead process is at the path.
 
     Raises:
-        FeedError: a process listens there, or the file there is not a socket.
+        FeedError: A process listens there, or the file there is not a socket.
     """
     try:
         mode = path.lstat().st_mode
@@ -276,8 +276,8 @@ def _open(path: Path) -> socket.socket | None:
     """Connect to the process that listens at a path; ``None`` if none does, or it is dead.
 
     Raises:
-        BlockingIOError: its backlog is full.
-        FeedError: it belongs to another user, or cannot be reached.
+        BlockingIOError: Its backlog is full.
+        FeedError: It belongs to another user, or cannot be reached.
     """
     sock = _new_socket()
     try:
@@ -311,7 +311,7 @@ def connect(path: Path, kind: AddressKind, wait_s: float) -> socket.socket:
     """A blocking connection to this user's process that listens at a path. Blocks until there is one.
 
     Raises:
-        FeedError: there was none within ``wait_s``, it belongs to another user, or it cannot be reached.
+        FeedError: There was none within ``wait_s``, it belongs to another user, or it cannot be reached.
     """
     deadline = time.monotonic() + wait_s
     while True:

@@ -48,7 +48,7 @@ def encode_batch(batch: Any, slot: Slot) -> Node:
     """Describe a batch. Arrays that are not in the slot yet are copied to it.
 
     Raises:
-        CollateError: the batch has a value that cannot be described; the message has its type, its place in the batch
+        CollateError: The batch has a value that cannot be described; the message has its type, its place in the batch
             and what to do.
     """
     return _encode(batch, slot, "")
@@ -163,7 +163,7 @@ def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
     """Rebuild a batch from its description; ``make_array`` gives the leaf of each array.
 
     Raises:
-        ProtocolError: the description is none that ``encode_batch`` makes.
+        ProtocolError: The description is none that ``encode_batch`` makes.
     """
     if isinstance(node, ArrayNode):
         return make_array(node)
@@ -275,7 +275,7 @@ def permutation(node: ArrayNode) -> tuple[int, ...] | None:
     """The permutation from the memory's axes to those of the array; ``None`` for none.
 
     Raises:
-        ProtocolError: it is no permutation of the dimensions.
+        ProtocolError: It is no permutation of the dimensions.
     """
     if node.axes is None:
         return None
@@ -300,7 +300,7 @@ def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
     """The dtype of an array's memory, and its size in bytes.
 
     Raises:
-        ProtocolError: the dtype or the shape is not valid.
+        ProtocolError: The dtype or the shape is not valid.
     """
     dtype = plain_dtype(node.dtype)
     if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
@@ -327,7 +327,7 @@ def plain_dtype(text: str) -> np.dtype[Any]:
     """The dtype of a string.
 
     Raises:
-        ProtocolError: it is no dtype of plain bytes.
+        ProtocolError: It is no dtype of plain bytes.
     """
     try:
         dtype = np.dtype(text)

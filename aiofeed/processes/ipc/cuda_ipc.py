@@ -135,7 +135,7 @@ class CudaSharedDevice:
     """CUDA memory and interprocess events, as ``SharedDevice`` describes them.
 
     Args:
-        device: a CUDA device with an index.
+        device: A CUDA device with an index.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -41,7 +41,7 @@ class Framer:
     """Splits a stream of bytes into frames. It buffers at most one frame and one read. No I/O.
 
     Args:
-        limit_bytes: the longest payload that is accepted.
+        limit_bytes: The longest payload that is accepted.
     """
 
     def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -52,7 +52,7 @@ class Framer:
         """Yield the frames that ``data`` completes, each as payload and number of descriptors.
 
         Raises:
-            ProtocolError: a frame is too long or has too many descriptors. The frames before it have been yielded.
+            ProtocolError: A frame is too long or has too many descriptors. The frames before it have been yielded.
         """
         self._buffer += data
         start = 0
@@ -79,12 +79,12 @@ class Connection:
     """One end of a connection, on the running event loop. No method blocks.
 
     Args:
-        sock: a connected Unix stream socket; closed with the connection.
-        received: called with each payload and its descriptors; may raise ``ProtocolError``. It removes the descriptors
+        sock: A connected Unix stream socket; closed with the connection.
+        received: Called with each payload and its descriptors; may raise ``ProtocolError``. It removes the descriptors
             that it uses from the list; the others are closed.
-        lost: called once, when the peer has closed the connection (``None``) or sent an invalid message (the error).
-        limit_bytes: the longest payload that is accepted.
-        limit_descriptors: how many may arrive ahead of their payload.
+        lost: Called once, when the peer has closed the connection (``None``) or sent an invalid message (the error).
+        limit_bytes: The longest payload that is accepted.
+        limit_descriptors: How many may arrive ahead of their payload.
     """
 
     def __init__(
@@ -222,9 +222,9 @@ def request(
         The payload of the answer, and its descriptors, which the caller closes.
 
     Raises:
-        TimeoutError: no complete answer arrived within ``timeout_s``.
-        ConnectionError: the peer closed the connection.
-        ProtocolError: the answer is too long, or its descriptors do not match.
+        TimeoutError: No complete answer arrived within ``timeout_s``.
+        ConnectionError: The peer closed the connection.
+        ProtocolError: The answer is too long, or its descriptors do not match.
     """
     deadline = time.monotonic() + timeout_s
     descriptors: list[int] = []

@@ -25,8 +25,8 @@ class Peer:
     """The process at the other end.
 
     Args:
-        pid: its process id when it connected (or began to listen); 0 if unknown.
-        uid: its user id.
+        pid: Its process id when it connected (or began to listen); 0 if unknown.
+        uid: Its user id.
     """
 
     pid: int
@@ -37,7 +37,7 @@ def peer_of(sock: socket.socket) -> Peer:
     """The process at the other end of a connected Unix socket.
 
     Raises:
-        OSError: the kernel does not report it.
+        OSError: The kernel does not report it.
     """
     if hasattr(socket, "SO_PEERCRED"):
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -85,7 +85,7 @@ class ProcessMonitor:
     An open connection to the process does not tell: a fork of the process may hold it open.
 
     Args:
-        pid: the process. 0 (unknown) and this process itself are not monitored and count as running.
+        pid: The process. 0 (unknown) and this process itself are not monitored and count as running.
     """
 
     def __init__(self, pid: int) -> None:

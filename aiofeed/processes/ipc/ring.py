@@ -46,7 +46,7 @@ class Ring:
     """The segments of another process, mapped here, and registered with a device once.
 
     Args:
-        backend: the device that copies from them; ``None`` for none.
+        backend: The device that copies from them; ``None`` for none.
     """
 
     def __init__(self, backend: DeviceBackend | None = None) -> None:
@@ -59,7 +59,7 @@ class Ring:
         """Map new segments; their descriptors are removed from the list and closed.
 
         Raises:
-            ProtocolError: a segment is not as announced.
+            ProtocolError: A segment is not as announced.
         """
         if len(segments) != len(descriptors):
             raise ProtocolError(f"{len(segments)} segments with {len(descriptors)} descriptors")
@@ -101,7 +101,7 @@ class Ring:
         """The mmap of a segment, for a second ndarray that owns its memory.
 
         Raises:
-            ProtocolError: the segment is unknown.
+            ProtocolError: The segment is unknown.
         """
         segment = self._segments.get(number)
         if segment is None:
@@ -112,7 +112,7 @@ class Ring:
         """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
 
         Raises:
-            ProtocolError: it does not lie within its segment, or its dtype or shape is not valid.
+            ProtocolError: It does not lie within its segment, or its dtype or shape is not valid.
         """
         dtype, nbytes = dtype_and_nbytes(node)
         if nbytes == 0:
@@ -163,9 +163,9 @@ class SlotPool:
     """Shared memory for batches, created as needed and reused.
 
     Args:
-        keep: free segments that are kept; beyond that those unused the longest are retired.
-        advice: for the user whose batch cannot be described.
-        single_reader: whether one process reads the slots, so that a descriptor need not be kept once it was sent.
+        keep: Free segments that are kept; beyond that those unused the longest are retired.
+        advice: What to do about a batch that cannot be described.
+        single_reader: Whether one process reads the slots, so that a descriptor need not be kept once it was sent.
     """
 
     def __init__(self, keep: int, advice: str, *, single_reader: bool) -> None:
@@ -219,14 +219,14 @@ class SlotPool:
         """What a reader has to learn before it reads a slot with these segments.
 
         Args:
-            segments: of the slot.
-            known: numbers of the segments that this reader has mapped; updated.
+            segments: The segments of the slot.
+            known: Numbers of the segments that this reader has mapped; updated.
 
         Returns:
             The new segments, their descriptors (to be closed by the caller), and the numbers to unmap.
 
         Raises:
-            OSError: no descriptors are left.
+            OSError: No descriptors are left.
         """
         new: list[NewSegment] = []
         descriptors: list[int] = []
@@ -269,7 +269,7 @@ class Slot:
 
     @property
     def advice(self) -> str:
-        """For the user whose batch cannot be described."""
+        """What to do about a batch that cannot be described."""
         return self._pool.advice
 
     def take(self, nbytes: int) -> Bytes:

@@ -24,7 +24,7 @@ def decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> Messag
     """Decode one message.
 
     Raises:
-        ProtocolError: the payload is not a message of the decoder's types.
+        ProtocolError: The payload is not a message of the decoder's types.
     """
     try:
         return decoder.decode(payload)
@@ -43,14 +43,14 @@ class ArrayNode(Struct, frozen=True):
     """An array or tensor in shared or device memory.
 
     Args:
-        kind: what the receiver makes of it: "tensor", "array", "scalar" (a NumPy scalar) or "device" (a tensor that
+        kind: What the receiver makes of it: "tensor", "array", "scalar" (a NumPy scalar) or "device" (a tensor that
             is in device memory).
-        segment: number of the segment, or of the block of device memory; -1 for an array of 0 bytes.
-        offset: bytes from the start of the segment.
-        shape: shape of the memory, C order.
+        segment: Number of the segment, or of the block of device memory; -1 for an array of 0 bytes.
+        offset: Bytes from the start of the segment.
+        shape: Shape of the memory, C order.
         dtype: NumPy's string for the dtype of the memory.
-        axes: permutation from the memory's axes to those of the array; ``None`` for none.
-        torch_dtype: name of the tensor's dtype if NumPy has no such dtype.
+        axes: Permutation from the memory's axes to those of the array; ``None`` for none.
+        torch_dtype: Name of the tensor's dtype if NumPy has no such dtype.
     """
 
     kind: str
@@ -118,8 +118,8 @@ class NewSegment(Struct, frozen=True):
     """A shared-memory segment that the receiver has not mapped yet. Its descriptor is sent with the message.
 
     Args:
-        number: the sender's number for it.
-        nbytes: its size.
+        number: The sender's number for it.
+        nbytes: Its size.
     """
 
     number: int
@@ -132,11 +132,11 @@ class DeviceMemoryHandle(Struct, frozen=True):
     Args:
         device: UUID of the device; its index differs from process to process.
         allocation: CUDA's handle of the allocation.
-        nbytes: size of the storage.
-        offset: of the storage in the allocation, in bytes.
-        counter, counter_offset: location of torch's reference count of the export.
+        nbytes: Size of the storage.
+        offset: Offset of the storage in the allocation, in bytes.
+        counter, counter_offset: Location of torch's reference count of the export.
         event: CUDA's handle of the event after which the memory may be read.
-        event_needed: whether the reader has to wait for that event.
+        event_needed: Whether the reader has to wait for that event.
     """
 
     device: str
@@ -156,13 +156,13 @@ class ErrorMessage(Struct, frozen=True):
     """An exception: its type by name, its arguments or else its message, its traceback as text.
 
     Args:
-        kind: the type's module and qualified name.
+        kind: The type's module and qualified name.
         message: ``str(error)``.
         arguments: ``error.args`` if all of them are plain values, so that an ``OSError`` keeps its number.
-        key, index, stage: attributes of a ``SampleError``.
-        notes: the first of its notes.
-        traceback: its formatted traceback.
-        cause: its ``__cause__``.
+        key, index, stage: Attributes of a ``SampleError``.
+        notes: The first of its notes.
+        traceback: Its formatted traceback.
+        cause: Its ``__cause__``.
     """
 
     kind: str

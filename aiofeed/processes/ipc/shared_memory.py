@@ -35,9 +35,9 @@ class Segment:
     """Mapped shared memory.
 
     Args:
-        number: its number in the process that created it.
-        memory: all of its bytes.
-        address: of the mapping.
+        number: Its number in the process that created it.
+        memory: All of its bytes.
+        address: Address of the mapping.
     """
 
     number: int
@@ -54,7 +54,7 @@ def create_segment(number: int, nbytes: int) -> tuple[Segment, int]:
     """Create a segment of at least ``nbytes``; also returns its descriptor.
 
     Raises:
-        FeedError: there is not enough memory; the message has the figures.
+        FeedError: There is not enough memory; the message has the figures.
     """
     nbytes = -(-nbytes // GRAIN) * GRAIN
     free = machine.free_memory()
@@ -75,7 +75,7 @@ def open_segment(number: int, nbytes: int, descriptor: int) -> Segment:
     """Map a segment that another process has created, and close its descriptor.
 
     Raises:
-        ProtocolError: it is smaller than ``nbytes``, or could shrink.
+        ProtocolError: It is smaller than ``nbytes``, or could shrink.
     """
     try:
         size = os.fstat(descriptor).st_size

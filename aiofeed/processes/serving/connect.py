@@ -55,17 +55,17 @@ def subscribe(
     """Connect to the server at a path; blocks. Returns the subscription and the number of batches of an epoch.
 
     Args:
-        path: of the server's socket.
-        wait_s: how long to wait for a server that is not there yet.
-        backend: the device that batches go to; ``None``: they stay on the host.
-        memory: for batches that are copied out of the ring on the host.
-        wrap: turns a batch of ``HostTensor`` into the batch that is delivered.
-        executor: copies large batches.
-        on_epoch: called with (epoch, batches) when an epoch starts.
-        host_only: do without the server's device memory, which could not be opened earlier.
+        path: Path of the server's socket.
+        wait_s: How long to wait for a server that is not there yet.
+        backend: The device that batches go to; ``None``: they stay on the host.
+        memory: Memory for batches that are copied out of the ring on the host.
+        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
+        executor: Copies large batches.
+        on_epoch: Called with (epoch, batches) when an epoch starts.
+        host_only: Do without the server's device memory, which could not be opened earlier.
 
     Raises:
-        FeedError: there is no server, it refuses this process, or it does not answer.
+        FeedError: There is no server, it refuses this process, or it does not answer.
     """
     sock = connect(path, SERVER, wait_s)
     try:

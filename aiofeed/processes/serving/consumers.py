@@ -45,17 +45,17 @@ class Consumer:
     """One connection. Created on the running loop.
 
     Args:
-        sock: a connected socket.
-        peer: its process.
-        hub: is told of what the consumer wants.
+        sock: A connected socket.
+        peer: Its process.
+        hub: Is told of what the consumer wants.
 
     Attributes:
-        greeted: whether the handshake is complete.
-        ticket: of its subscription; ``None`` if it is not subscribed.
-        fed_ticket: the ticket in the messages of the epoch that it takes part in; -1 before its first epoch.
-        known: numbers of the segments that it has mapped.
-        batches: how many were sent to it.
-        on_device: whether it reads batches in the server's device memory.
+        greeted: Whether the handshake is complete.
+        ticket: Ticket of its subscription; ``None`` if it is not subscribed.
+        fed_ticket: The ticket in the messages of the epoch that it takes part in; -1 before its first epoch.
+        known: Numbers of the segments that it has mapped.
+        batches: How many were sent to it.
+        on_device: Whether it reads batches in the server's device memory.
     """
 
     def __init__(self, sock: socket.socket, peer: Peer, hub: Hub) -> None:
@@ -100,7 +100,7 @@ class Consumer:
         """Close the connection. Idempotent.
 
         Args:
-            reading: whether the consumer may still read its slots, which are then not written again.
+            reading: Whether the consumer may still read its slots, which are then not written again.
         """
         self._handshake_timer.cancel()
         self._process.close()

@@ -67,10 +67,10 @@ class DeviceReader:
     """The device memory of one server. On the subscription's loop, except the methods of ``BatchInBlock``.
 
     Args:
-        backend: the consumer's device.
-        shared: its memory and events for other processes.
-        server: monitors the server's process.
-        died: makes the error to raise if the server has died.
+        backend: The consumer's device.
+        shared: Its memory and events for other processes.
+        server: Monitors the server's process.
+        died: Makes the error to raise if the server has died.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class DeviceReader:
         The event of a server that has died may never complete, so this polls instead of waiting for it.
 
         Raises:
-            WorkerDiedError: the server has died.
-            TimeoutError: the event was not complete within ``limit_s``.
+            WorkerDiedError: The server has died.
+            TimeoutError: The event was not complete within ``limit_s``.
         """
         pause_s, deadline = _MIN_POLL_S, None if limit_s is None else time.monotonic() + limit_s
         while not self._is_complete(event):
@@ -144,8 +144,8 @@ class DeviceReader:
         """Open the block that a message introduces, and retire those that it retires.
 
         Raises:
-            HandleError: a block cannot be opened, although the probe could.
-            ProtocolError: a block with that number is open.
+            HandleError: A block cannot be opened, although the probe could.
+            ProtocolError: A block with that number is open.
         """
         if (block := message.new_block) is not None:
             if block.number in self._open:
@@ -160,7 +160,7 @@ class DeviceReader:
         """The batch of a message.
 
         Raises:
-            ProtocolError: its block is not open.
+            ProtocolError: Its block is not open.
         """
         block = self._open.get(message.block)
         if block is None:
@@ -178,7 +178,7 @@ class DeviceReader:
         """Copy batches to memory of this process, because the server closes the connection.
 
         Raises:
-            WorkerDiedError, TimeoutError: the copies did not complete.
+            WorkerDiedError, TimeoutError: The copies did not complete.
         """
         for batch in batches:
             batch.save(LAST_COPIES_S)
@@ -229,7 +229,7 @@ class BatchInBlock:
         """The batch with a ``TensorInBlock`` for each device tensor; ``make_array`` gives the other arrays.
 
         Raises:
-            ProtocolError: a tensor does not lie in the block.
+            ProtocolError: A tensor does not lie in the block.
         """
         nbytes = self._memory.nbytes
         return decode_batch(
@@ -240,8 +240,8 @@ class BatchInBlock:
         """Wait until the server has written the block. Blocks; for aiofeed's own threads.
 
         Raises:
-            WorkerDiedError: the server has died.
-            TimeoutError: that took longer than ``limit_s``.
+            WorkerDiedError: The server has died.
+            TimeoutError: That took longer than ``limit_s``.
         """
         if (block := self._block) is not None:
             self._reader.wait(block.filled, limit_s)
@@ -261,7 +261,7 @@ class BatchInBlock:
         """Queue a copy of the whole block to memory of this process, from which the batch is copied later.
 
         Raises:
-            WorkerDiedError, TimeoutError: the server has not written it within ``limit_s``.
+            WorkerDiedError, TimeoutError: The server has not written it within ``limit_s``.
         """
         self.wait(limit_s)
         with self._lock, self._reader.backend.use_stream(self._reader.side):
@@ -280,9 +280,9 @@ class UncopiedBatch:
     """A batch in device memory in the queue of one iterator.
 
     Args:
-        batch: where it is.
-        tree: its structure.
-        lease: given back when its copies are queued.
+        batch: Where it is.
+        tree: Its structure.
+        lease: Given back when its copies are queued.
     """
 
     __slots__ = ("batch", "lease", "tree")
@@ -304,8 +304,8 @@ class BlockCopier(Copier):
         """Queue the copies of a batch; one from the server's device memory is complete and valid on return.
 
         Raises:
-            WorkerDiedError: the server has died, so the content of its memory is unknown.
-            DeviceCopyError: a copy failed, or ``transform`` raised.
+            WorkerDiedError: The server has died, so the content of its memory is unknown.
+            DeviceCopyError: A copy failed, or ``transform`` raised.
         """
         if type(batch) is not UncopiedBatch:
             return super().issue(batch)

@@ -45,8 +45,8 @@ class Export:
     """What one consumer has of a block.
 
     Args:
-        read: the event that it records after reading.
-        unsent: the handle that it has not been sent yet.
+        read: The event that it records after reading.
+        unsent: The handle that it has not been sent yet.
     """
 
     read: SharedEvent
@@ -58,12 +58,12 @@ class DeviceBlock:
     """A block of device memory: the memory of one batch.
 
     Args:
-        number: its number in messages.
+        number: Its number in messages.
         memory: uint8 [nbytes].
-        filled: complete when the content may be read.
-        exports: by consumer.
-        readers: consumers whose copies of the content must complete before it is written again.
-        reusable: whether it may be written again; not if a dropped consumer may still read it.
+        filled: Complete when the content may be read.
+        exports: The exports to consumers.
+        readers: Consumers whose copies of the content must complete before it is written again.
+        reusable: Whether it may be written again; not if a dropped consumer may still read it.
     """
 
     number: int
@@ -82,9 +82,9 @@ class DeviceRing:
     """Blocks of device memory, allocated as needed. On the server's loop, except ``to_host``.
 
     Args:
-        backend: the device of the served feeder.
-        shared: its memory and events for other processes.
-        blocks: how many there may be: one more than may have readers, because the copies of a block's readers may
+        backend: The device of the served feeder.
+        shared: Its memory and events for other processes.
+        blocks: How many there may be: one more than may have readers, because the copies of a block's readers may
             still run after they have sent ``Read``.
     """
 
@@ -115,7 +115,7 @@ class DeviceRing:
         """A block with known content, for a consumer to try.
 
         Raises:
-            HandleError: device memory cannot be allocated or exported.
+            HandleError: Device memory cannot be allocated or exported.
         """
         if self._probe is None:
             import torch
@@ -145,15 +145,15 @@ class DeviceRing:
         """Queue copies of a batch's device tensors to a block; ``None`` if it has none. There must be room.
 
         Args:
-            batch: on the stream of ``entered``.
-            advice: for the user whose batch cannot be described.
+            batch: On the stream of ``entered``.
+            advice: What to do about a batch that cannot be described.
 
         Returns:
             The batch with an ``ArrayNode`` in place of each of these tensors, and the block.
 
         Raises:
-            HandleError: there is not enough device memory.
-            CollateError: it has a tensor that cannot be described.
+            HandleError: There is not enough device memory.
+            CollateError: It has a tensor that cannot be described.
         """
         tensors = [leaf for leaf in leaves(batch) if self._shared.holds(leaf)]
         for tensor in tensors:
@@ -210,7 +210,7 @@ class DeviceRing:
         """Export a block to a consumer, unless that was done before.
 
         Raises:
-            HandleError: it cannot be exported.
+            HandleError: It cannot be exported.
         """
         if consumer in block.exports:
             return
@@ -312,11 +312,11 @@ class TensorInBlock:
     """A tensor in a block. No dataclass, which would be a node of the batch and not a leaf.
 
     Args:
-        node: its description.
-        nbytes: size of the block.
+        node: Its description.
+        nbytes: Size of the block.
 
     Raises:
-        ProtocolError: it does not lie in the block.
+        ProtocolError: It does not lie in the block.
     """
 
     __slots__ = ("_axes", "_dtype", "_nbytes", "_node")

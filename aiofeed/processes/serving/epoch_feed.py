@@ -16,19 +16,19 @@ class EpochFeed:
     """One epoch on its way to one iterator.
 
     Args:
-        room: batches that may wait in memory of this process.
+        room: Batches that may wait in memory of this process.
 
     Attributes:
-        queue: what the iterator takes, or a copy thread before it.
-        counters: statistics of the epoch.
-        epoch: its number at the server; -1 before it has started.
-        superseded: whether a newer iterator follows.
-        started: whether a batch was handed out.
-        complete: whether the end of the epoch is in the queue.
-        passed_on: whether the next feed has got its batches, because this one had not started.
-        unread: serial numbers of its batches that have not been read yet.
-        messages: those that it got before it started.
-        unconfirmed: serial numbers of batches read before it started, for which ``Read`` has not been sent.
+        queue: What the iterator takes, or a copy thread before it.
+        counters: Statistics of the epoch.
+        epoch: Its number at the server; -1 before it has started.
+        superseded: Whether a newer iterator follows.
+        started: Whether a batch was handed out.
+        complete: Whether the end of the epoch is in the queue.
+        passed_on: Whether the next feed has got its batches, because this one had not started.
+        unread: Serial numbers of its batches that have not been read yet.
+        messages: Those that it got before it started.
+        unconfirmed: Serial numbers of batches read before it started, for which ``Read`` has not been sent.
     """
 
     def __init__(self, room: int) -> None:

@@ -73,11 +73,11 @@ class Hub:
     """Serves one feeder.
 
     Args:
-        feeder: iterated by the hub alone; ``iter`` runs in a thread of the executor.
-        listener: where consumers connect; closed with the hub.
-        options: of ``aiofeed.serve``.
-        executor: copies large batches, and starts epochs.
-        ring: blocks on the device of the feeder's batches; ``None`` for batches in host memory.
+        feeder: Iterated by the hub alone; ``iter`` runs in a thread of the executor.
+        listener: Where consumers connect; closed with the hub.
+        options: Options of ``aiofeed.serve``.
+        executor: Copies large batches, and starts epochs.
+        ring: Blocks on the device of the feeder's batches; ``None`` for batches in host memory.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Hub:
         """Serve epochs, then close the connections.
 
         Args:
-            epochs: up to which epoch, as in ``Feeder.epochs``.
-            go_on: whether to continue with the next epoch after a failure, which every consumer gets.
+            epochs: Up to which epoch, as in ``Feeder.epochs``.
+            go_on: Whether to continue with the next epoch after a failure, which every consumer gets.
 
         Raises:
-            Exception: the error of the feeder.
+            Exception: The error of the feeder.
         """
         with self._publisher.entered():
             await self._run(epochs, go_on=go_on)

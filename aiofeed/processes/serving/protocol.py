@@ -54,7 +54,7 @@ class ProbeResult(Struct, frozen=True):
     """Whether the consumer could read the memory.
 
     Args:
-        reason: why not; "" if it could.
+        reason: Why not; "" if it could.
     """
 
     reason: str = ""
@@ -85,10 +85,10 @@ class DeviceBlockHandle(Struct, frozen=True):
     """A block of the server's device memory, for one consumer to open. The server created the events.
 
     Args:
-        number: the server's number for it.
-        handle: of the memory.
-        filled: handle of the event that the server records after it has written the block.
-        read: handle of the event that this consumer records after it has read the block.
+        number: The server's number for it.
+        handle: Handle of the memory.
+        filled: Handle of the event that the server records after it has written the block.
+        read: Handle of the event that this consumer records after it has read the block.
     """
 
     number: int
@@ -101,9 +101,9 @@ class Probe(Struct, frozen=True):
     """Device memory for the consumer to try.
 
     Args:
-        block: the memory; ``None`` if the server cannot share any.
-        content: the bytes in it.
-        refusal: why there is none.
+        block: The memory; ``None`` if the server cannot share any.
+        content: The bytes in it.
+        refusal: Why there is none.
     """
 
     block: DeviceBlockHandle | None
@@ -115,9 +115,9 @@ class Welcome(Struct, frozen=True):
     """The answer to ``Hello``.
 
     Args:
-        version: of these messages.
-        batches: per epoch and consumer; with ``mode="shard"`` an estimate until an epoch has started.
-        device: name of the device of the server's batches; "" for host memory.
+        version: Version of these messages.
+        batches: Per epoch and consumer; with ``mode="shard"`` an estimate until an epoch has started.
+        device: Name of the device of the server's batches; "" for host memory.
     """
 
     version: int
@@ -135,9 +135,9 @@ class EpochStarted(Struct, frozen=True):
     """An epoch starts.
 
     Args:
-        ticket: of the subscription.
-        epoch: its number.
-        batches: how many of them this consumer gets if no consumer joins or leaves.
+        ticket: Ticket of the subscription.
+        epoch: Its number.
+        batches: How many of them this consumer gets if no consumer joins or leaves.
     """
 
     ticket: int
@@ -149,16 +149,16 @@ class BatchAvailable(Struct, frozen=True):
     """A batch is in the ring. Its slot is not written again before ``Read``.
 
     Args:
-        ticket: of the subscription.
-        serial: identifies the batch in ``Read``.
-        number: its position in the epoch of the feeder.
-        batch: its description.
-        nbytes: of its arrays.
-        segments: memory that is new to this consumer.
-        retired: numbers of segments that will not be used again.
-        block: number of the block of device memory that its device tensors are in; -1 for none.
-        new_block: that block, if it is new to this consumer.
-        retired_blocks: numbers of blocks that will not be used again.
+        ticket: Ticket of the subscription.
+        serial: Identifies the batch in ``Read``.
+        number: Its position in the epoch of the feeder.
+        batch: Its description.
+        nbytes: Size of its arrays.
+        segments: Memory that is new to this consumer.
+        retired: Numbers of segments that will not be used again.
+        block: Number of the block of device memory that its device tensors are in; -1 for none.
+        new_block: That block, if it is new to this consumer.
+        retired_blocks: Numbers of blocks that will not be used again.
     """
 
     ticket: int

@@ -39,12 +39,12 @@ class PublishedBatch:
     """One batch, the slots that it is in, and its readers.
 
     Attributes:
-        serial: identifies it in messages; -1 before it is published.
-        nbytes: of its arrays and tensors.
-        host: its description and its slot in shared memory; ``None`` if it is not there.
-        device: its description, the slot of what stays on the host, and the block of device memory; ``None`` likewise.
-        readers: consumers that have not read it yet.
-        reusable: whether its slots may be written again when it has no readers.
+        serial: Identifies it in messages; -1 before it is published.
+        nbytes: Size of its arrays and tensors.
+        host: Its description and its slot in shared memory; ``None`` if it is not there.
+        device: Its description, the slot of what stays on the host, and the block of device memory; ``None`` likewise.
+        readers: Consumers that have not read it yet.
+        reusable: Whether its slots may be written again when it has no readers.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -60,9 +60,9 @@ class BatchPublisher:
     """Puts batches into slots, describes them to consumers, and frees them.
 
     Args:
-        keep: free segments of shared memory that are kept.
-        ring: blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
-        executor: copies large batches.
+        keep: Free segments of shared memory that are kept.
+        ring: Blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
+        executor: Copies large batches.
     """
 
     def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
@@ -110,7 +110,7 @@ class BatchPublisher:
         """A consumer has read a batch.
 
         Raises:
-            ProtocolError: it is not a reader of that batch.
+            ProtocolError: It is not a reader of that batch.
         """
         batch = self._published.get(serial)
         if batch is None or consumer not in batch.readers:
@@ -173,12 +173,12 @@ class BatchPublisher:
         """Put a batch of the feeder where its readers can read it.
 
         Args:
-            value: the batch.
-            readers: gives its readers; called again after every wait, in which consumers may come or go.
+            value: The batch.
+            readers: Gives its readers; called again after every wait, in which consumers may come or go.
 
         Raises:
-            CollateError: it cannot be described.
-            FeedError: there is not enough shared memory.
+            CollateError: It cannot be described.
+            FeedError: There is not enough shared memory.
         """
         batch = PublishedBatch(total_nbytes(value))
         try:
@@ -259,12 +259,12 @@ class BatchPublisher:
         """The message that gives a batch to a consumer, and its descriptors.
 
         Args:
-            batch: published to the consumer.
-            consumer: the reader.
-            number: position of the batch in the epoch.
+            batch: Published to the consumer.
+            consumer: The reader.
+            number: Position of the batch in the epoch.
 
         Raises:
-            OSError: no descriptors are left.
+            OSError: No descriptors are left.
         """
         on_device = self._reads_on_device(batch, consumer)
         placed = batch.device if on_device else batch.host

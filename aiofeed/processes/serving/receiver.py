@@ -29,18 +29,18 @@ class BatchReceiver:
     """The memory of one server, as one consumer has it.
 
     Args:
-        backend: the device that copies from the ring; ``None``: batches are copied to memory of this process.
-        device_reader: the server's device memory; ``None`` if only host memory is shared.
-        memory: for copies in host memory.
-        wrap: turns a batch of ``HostTensor`` into the batch that is delivered.
-        executor: copies large batches.
+        backend: The device that copies from the ring; ``None``: batches are copied to memory of this process.
+        device_reader: The server's device memory; ``None`` if only host memory is shared.
+        memory: Memory for copies on the host.
+        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
+        executor: Copies large batches.
 
     Attributes:
-        busy: whether a thread copies a batch; ``receive`` must not be called then.
-        on_read: called with a feed and a serial number when a batch has been read, or never will be.
-        on_taken: called with a feed when a batch has left the host's queue.
-        on_error: called with the error of a batch that cannot be received.
-        on_idle: called when ``busy`` ends.
+        busy: Whether a thread copies a batch; ``receive`` must not be called then.
+        on_read: Called with a feed and a serial number when a batch has been read, or never will be.
+        on_taken: Called with a feed when a batch has left the host's queue.
+        on_error: Called with the error of a batch that cannot be received.
+        on_idle: Called when ``busy`` ends.
     """
 
     on_read: Callable[[EpochFeed, int], None]
@@ -79,8 +79,8 @@ class BatchReceiver:
         """Map or open the memory that a message introduces, and forget the memory that it retires.
 
         Raises:
-            ProtocolError: the memory is not as announced.
-            HandleError: device memory cannot be opened.
+            ProtocolError: The memory is not as announced.
+            HandleError: Device memory cannot be opened.
         """
         self._ring.map_segments([] if message is None else message.segments, descriptors)
         if message is None:
@@ -104,7 +104,7 @@ class BatchReceiver:
         """Copy the waiting batches out of the server's device memory, because the server closes the connection.
 
         Raises:
-            WorkerDiedError, TimeoutError: they can no longer be copied.
+            WorkerDiedError, TimeoutError: They can no longer be copied.
         """
         if self._device_reader is not None:
             self._device_reader.save(list(self._in_blocks.values()))

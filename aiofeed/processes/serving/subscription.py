@@ -63,16 +63,16 @@ class Subscription:
     """A connection to a server.
 
     Args:
-        sock: connected, with the handshake complete; closed with the subscription.
-        path: of the server, for messages.
-        receiver: takes batches out of their slots; closed with the subscription.
-        server: monitors the server's process; closed with the subscription.
-        on_epoch: called with (epoch, batches) when a feed starts an epoch.
+        sock: Connected, with the handshake complete; closed with the subscription.
+        path: Path of the server's socket, for messages.
+        receiver: Takes batches out of their slots; closed with the subscription.
+        server: Monitors the server's process; closed with the subscription.
+        on_epoch: Called with (epoch, batches) when a feed starts an epoch.
 
     Attributes:
-        receiver: as given.
-        iterators: the feeds' iterators; a feed ends when its iterator is dropped.
-        host_only: whether this server's device memory could not be opened; a new connection is to do without it.
+        receiver: As given.
+        iterators: The feeds' iterators; a feed ends when its iterator is dropped.
+        host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class SharedTensors:
     tensors (CUDA tensors: as long as this process runs).
 
     Attributes:
-        address: for ``attach_tensors``: the path of a socket.
-        nbytes: size of all tensors.
+        address: Path of the socket, for ``attach_tensors``.
+        nbytes: Size of all tensors.
     """
 
     def __init__(self, tensors: Any, nbytes: int, server: TensorServer) -> None:
@@ -50,7 +50,7 @@ class SharedTensors:
         """The shared tensors, in the given container, for this process. Writes are visible to all processes.
 
         Raises:
-            ValueError: they have been closed.
+            ValueError: They have been closed.
         """
         if self._closed:
             raise ValueError(f"the tensors shared at {self.address} have been closed")
@@ -89,12 +89,12 @@ def share(
     tensors this process must outlive the others.
 
     Args:
-        tensors: a tensor or array, or a list, tuple or dict of them. Arrays become tensors.
-        address: a name, or the path of the socket to listen at.
+        tensors: A tensor or array, or a list, tuple or dict of them. Arrays become tensors.
+        address: A name, or the path of the socket to listen at.
 
     Raises:
-        TypeError, ValueError: one of the tensors cannot be shared, or the address is not valid.
-        FeedError: the address is taken, or there is not enough memory; the message has the figures.
+        TypeError, ValueError: One of the tensors cannot be shared, or the address is not valid.
+        FeedError: The address is taken, or there is not enough memory; the message has the figures.
     """
     return share_through(CudaHandles(), tensors, address)
 
@@ -109,15 +109,15 @@ def attach_tensors(
     are visible to all processes, without any synchronization.
 
     Args:
-        address: the argument of ``share``, or the ``address`` of its result.
+        address: The argument of ``share``, or the ``address`` of its result.
         device: ``None``: where they were shared. "cpu": in host memory. Any other device, or "auto": there; tensors
             that were shared on that device are opened (and are writable), others are copied.
-        writable: map host memory so that writes are visible to all processes.
-        timeout_s: how long to wait for a process that shares tensors there.
+        writable: Map host memory so that writes are visible to all processes.
+        timeout_s: How long to wait for a process that shares tensors there.
 
     Raises:
-        FeedError: no process of this user shares tensors there, or it cannot hand them out.
-        TypeError, ValueError: an argument has the wrong type or is out of range.
+        FeedError: No process of this user shares tensors there, or it cannot hand them out.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
     return attach_through(CudaHandles(), address, device, writable=writable, timeout_s=timeout_s)
 

@@ -39,11 +39,11 @@ class Attacher:
     """One attachment to shared tensors.
 
     Args:
-        path: of the socket.
-        handles: opens device memory.
-        wanted: where the tensors are to be; ``None``: where they were shared.
-        writable: whether writes to host memory are visible to all processes.
-        timeout_s: how long to wait for a process that shares tensors there.
+        path: Path of the socket.
+        handles: Opens device memory.
+        wanted: Where the tensors are to be; ``None``: where they were shared.
+        writable: Whether writes to host memory are visible to all processes.
+        timeout_s: How long to wait for a process that shares tensors there.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Attacher:
         """The tensors.
 
         Raises:
-            FeedError: no process shares tensors there, or it cannot hand them out.
+            FeedError: No process shares tensors there, or it cannot hand them out.
         """
         host_only = self._wanted is not None and self._wanted.type == "cpu"
         try:

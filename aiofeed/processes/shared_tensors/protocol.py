@@ -16,8 +16,8 @@ class Attach(Struct, frozen=True):
     """Requests the tensors.
 
     Args:
-        version: of these messages.
-        host: whether all of them are to be in host memory.
+        version: Version of these messages.
+        host: Whether all of them are to be in host memory.
     """
 
     version: int
@@ -28,11 +28,11 @@ class InSegment(Struct, frozen=True):
     """A tensor in host memory, in C order.
 
     Args:
-        shape: of the tensor.
+        shape: Shape of the tensor.
         dtype: torch's name for its dtype.
-        segment: position of its segment in the offer; -1 for a tensor of 0 bytes.
-        offset: bytes from the start of the segment.
-        device: identity of the device that it was copied from; "" for none.
+        segment: Position of its segment in the offer; -1 for a tensor of 0 bytes.
+        offset: Bytes from the start of the segment.
+        device: Identity of the device that it was copied from; "" for none.
     """
 
     shape: list[int]
@@ -46,10 +46,10 @@ class OnDevice(Struct, frozen=True):
     """A tensor in device memory, in C order.
 
     Args:
-        shape: of the tensor.
+        shape: Shape of the tensor.
         dtype: torch's name for its dtype.
-        start: its first element in the storage.
-        handle: of the storage.
+        start: Its first element in the storage.
+        handle: Handle of the storage.
     """
 
     shape: list[int]
@@ -62,11 +62,11 @@ class Offer(Struct, frozen=True):
     """The tensors. The segments' descriptors are sent with the message, in the same order.
 
     Args:
-        pid: of the process that shares them.
-        kind: their container.
-        keys: of a dict.
-        places: where each tensor is.
-        segments: size of each segment in bytes.
+        pid: Process id of the process that shares them.
+        kind: Their container.
+        keys: Keys of a dict.
+        places: Where each tensor is.
+        segments: Size of each segment in bytes.
     """
 
     pid: int

@@ -32,11 +32,11 @@ class TensorServer:
     """A listening socket and its thread.
 
     Args:
-        path: of the socket.
-        store: the tensors; used and closed by the thread.
+        path: Path of the socket.
+        store: The tensors; used and closed by the thread.
 
     Raises:
-        FeedError: another process listens there, or there can be no socket.
+        FeedError: Another process listens there, or there can be no socket.
     """
 
     def __init__(self, path: Path, store: TensorStore) -> None:

@@ -33,12 +33,12 @@ class TensorStore:
     """Tensors in shared memory and on devices.
 
     Args:
-        tensors: a tensor or array, or a list, tuple or dict of them.
-        handles: exports device memory.
+        tensors: A tensor or array, or a list, tuple or dict of them.
+        handles: Exports device memory.
 
     Raises:
-        TypeError, ValueError: one of them cannot be shared.
-        FeedError: there is not enough memory; the message has the figures.
+        TypeError, ValueError: One of them cannot be shared.
+        FeedError: There is not enough memory; the message has the figures.
     """
 
     def __init__(self, tensors: Any, handles: DeviceHandles) -> None:
@@ -244,7 +244,7 @@ def split_parts(tensors: Any) -> tuple[Kind, list[str | int], list[Any]]:
     """The kind of container, the keys of a dict, and each tensor or array, detached.
 
     Raises:
-        TypeError, ValueError: one of them cannot be shared.
+        TypeError, ValueError: One of them cannot be shared.
     """
     kind, keys, items = _container(tensors)
     names = [f"[{key!r}]" for key in keys or range(len(items))] if kind != "tensor" else [""]
@@ -283,7 +283,7 @@ def _checked(item: Any, where: str) -> Any:
     """A tensor or array, detached.
 
     Raises:
-        TypeError: it is neither, or has no plain memory.
+        TypeError: It is neither, or has no plain memory.
     """
     if isinstance(item, np.ndarray):
         if isinstance(item, np.ma.MaskedArray):

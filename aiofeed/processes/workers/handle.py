@@ -35,11 +35,11 @@ class AssignedBatch:
     """A batch that a worker assembles.
 
     Args:
-        worker: the worker.
-        serial: identifies the batch in messages.
-        plan: of the batch.
-        reply: set when the batch is finished.
-        was_read: called when the worker reports that all samples have been read.
+        worker: The worker.
+        serial: Identifies the batch in messages.
+        plan: Plan of the batch.
+        reply: Set when the batch is finished.
+        was_read: Called when the worker reports that all samples have been read.
     """
 
     worker: WorkerHandle
@@ -57,19 +57,19 @@ class WorkerHandle:
     """One worker process. Created on the running loop.
 
     Args:
-        number: which worker, from 0.
-        count: how many workers there are.
-        config: descriptor of the worker's configuration; inherited, not closed.
-        backend: the device that copies from its ring; ``None`` for none.
-        received: called with each message; may raise ``ProtocolError``.
-        lost: called once when the connection has ended; see ``Connection``.
+        number: Number of the worker, from 0.
+        count: How many workers there are.
+        config: Descriptor of the worker's configuration; inherited, not closed.
+        backend: The device that copies from its ring; ``None`` for none.
+        received: Called with each message; may raise ``ProtocolError``.
+        lost: Called once when the connection has ended; see ``Connection``.
 
     Attributes:
-        ring: its shared memory.
-        ready: whether its source is open.
-        assigned: the batches that it assembles, by serial.
-        decoding: how many of them it may decode.
-        exit_status: negative for a signal; ``None`` while it runs, or if the status could not be obtained.
+        ring: Its shared memory.
+        ready: Whether its source is open.
+        assigned: The batches that it assembles, by serial.
+        decoding: How many of them it may decode.
+        exit_status: Negative for a signal; ``None`` while it runs, or if the status could not be obtained.
     """
 
     def __init__(

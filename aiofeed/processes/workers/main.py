@@ -48,10 +48,10 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
     """Run as a worker process.
 
     Args:
-        connection: descriptor of the socket to the trainer.
-        config: descriptor of the file with the configuration.
-        parent: the trainer's process id.
-        number: of this worker, from 0.
+        connection: Descriptor of the socket to the trainer.
+        config: Descriptor of the file with the configuration.
+        parent: The trainer's process id.
+        number: Number of this worker, from 0.
     """
     # Ctrl-C in a terminal interrupts all its processes; the trainer decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -151,7 +151,7 @@ class _Worker:
         """The index at a position of the epoch's order, which the trainer has; on the loop.
 
         Raises:
-            FeedError: the epoch has no order.
+            FeedError: The epoch has no order.
         """
         ticket = next(self._tickets)
         self._requests[ticket] = asyncio.get_running_loop().create_future()

@@ -13,13 +13,8 @@ from functools import partial
 from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
-from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.limits import ResolvedLimits
-from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.fetcher import Fetcher
-from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import decode_batch, leaf_in_slot
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
@@ -29,7 +24,7 @@ from aiofeed.processes.workers.pool import WorkerPool
 from aiofeed.processes.workers.protocol import BatchFailed, BatchReady
 from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
 from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
-from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch, release
+from aiofeed.runtime.queue import ReadyBatch, release
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
@@ -38,13 +33,13 @@ class MultiprocessEngine(Engine):
     """Turns batch plans into finished batches by worker processes.
 
     Args:
-        steps, limits, budget, queue, in_order, policy, length: as for ``Engine``.
-        processes: the workers.
-        fetcher: gives the names of samples; it reads nothing here.
-        wrap: turns a batch of ``HostTensor`` into the batch that is delivered.
-        memory: for arrays that are copied out of the ring.
-        executor: copies large batches.
-        tuner: holds how many samples the workers read at a time; updated from their messages.
+        steps: What to assemble, in order, and where epochs begin and end.
+        processes: The workers.
+        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
+        memory: Memory for arrays that are copied out of the ring.
+        executor: Copies large batches.
+        options: Other arguments of ``Engine``. The fetcher only gives the names of samples; the tuner holds how many
+            samples the workers read at a time, as their messages report.
     """
 
     def __init__(
@@ -52,35 +47,12 @@ class MultiprocessEngine(Engine):
         steps: Iterable[Step],
         *,
         processes: WorkerPool,
-        fetcher: Fetcher,
-        batch_size: int,
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
-        queue: BatchQueue[QueueItem],
-        limits: ResolvedLimits,
-        budget: MemoryBudget,
-        in_order: bool,
-        policy: FailurePolicy,
-        length: int,
-        tuner: Tuner | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            steps,
-            batch_size=batch_size,
-            fetcher=fetcher,
-            new_builder=_no_builder,
-            wrap=wrap,
-            memory=memory,
-            executor=executor,
-            queue=queue,
-            limits=limits,
-            budget=budget,
-            in_order=in_order,
-            policy=policy,
-            length=length,
-            tuner=tuner,
-        )
+        super().__init__(steps, new_builder=_no_builder, wrap=wrap, memory=memory, executor=executor, **options)
         self._pool = processes
         self._executor = executor
         self._memory = memory

@@ -56,11 +56,11 @@ class WorkerPool:
     """All worker processes of a feeder.
 
     Args:
-        worker_config: what they work with; pickled by this constructor.
-        backend: the device that copies from their rings; ``None`` for none.
+        worker_config: What they work with; pickled by this constructor.
+        backend: The device that copies from their rings; ``None`` for none.
 
     Attributes:
-        borrowed: slots that batches of the user lie in.
+        borrowed: Slots that batches of the user lie in.
     """
 
     def __init__(self, worker_config: WorkerConfig, backend: DeviceBackend | None) -> None:
@@ -96,7 +96,7 @@ class WorkerPool:
         """Start the workers and wait until all are ready. Idempotent.
 
         Raises:
-            Exception: a worker could not load its configuration, its source could not be opened, or it died.
+            Exception: A worker could not load its configuration, its source could not be opened, or it died.
         """
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
@@ -137,7 +137,7 @@ class WorkerPool:
         """Process a message of a worker.
 
         Raises:
-            ProtocolError: it is about a batch that the worker does not have.
+            ProtocolError: It is about a batch that the worker does not have.
         """
         if isinstance(message, BatchReady | BatchFailed):
             batch = _assigned(worker, message.serial)

@@ -24,12 +24,12 @@ class PlanBatch(Struct, frozen=True):
     """Read a batch; decode it when ``StartDecoding`` arrives, or at once if ``may_decode``.
 
     Args:
-        serial: identifies the batch in all messages about it.
-        number: its position among this rank's batches of the epoch.
-        epoch_seed: seeds the samples' random generators.
+        serial: Identifies the batch in all messages about it.
+        number: Its position among this rank's batches of the epoch.
+        epoch_seed: Seeds the samples' random generators.
         indices, positions: int64, in the order of the batch.
-        may_decode: whether it may be decoded at once.
-        order_length: length of the epoch's order, of which samples can be requested; 0 for none.
+        may_decode: Whether it may be decoded at once.
+        order_length: Length of the epoch's order, of which samples can be requested; 0 for none.
     """
 
     serial: int
@@ -51,8 +51,8 @@ class ReleaseSlot(Struct, frozen=True):
     """The trainer no longer uses the slot of a batch.
 
     Args:
-        serial: of the batch.
-        reusable: whether it may be written again; not if a fork of the trainer can still read it.
+        serial: Serial number of the batch.
+        reusable: Whether it may be written again; not if a fork of the trainer can still read it.
     """
 
     serial: int
@@ -99,16 +99,16 @@ class BatchReady(Struct, frozen=True):
     """A finished batch. Its slot belongs to the trainer until ``ReleaseSlot``.
 
     Args:
-        serial: of the batch.
-        batch: its description.
-        stats: its statistics.
-        nbytes: encoded and decoded bytes, for the memory budget.
-        chunk_size: samples per decode job.
-        segments: memory that is new to the trainer.
-        retired: numbers of segments that will not be used again.
-        remaining: positions of the samples that are left; ``None``: all.
-        failures: errors of the samples that were skipped or replaced.
-        reads: how many samples the worker reads at a time.
+        serial: Serial number of the batch.
+        batch: Its description.
+        stats: Its statistics.
+        nbytes: Encoded and decoded bytes, for the memory budget.
+        chunk_size: Samples per decode job.
+        segments: Memory that is new to the trainer.
+        retired: Numbers of segments that will not be used again.
+        remaining: Positions of the samples that are left; ``None``: all.
+        failures: Errors of the samples that were skipped or replaced.
+        reads: How many samples the worker reads at a time.
     """
 
     serial: int

@@ -34,15 +34,15 @@ class WorkerConfig:
     """What a worker process works with.
 
     Args:
-        source, decode, collate_fn: of the feeder.
-        length: of the source when the feeder was made.
-        engines: number of workers, which share the limits.
-        read_concurrency, decode_threads: of all workers together.
-        keep: free segments that are kept for later batches.
-        in_order: whether batches have to be in order.
-        policy: what to do about samples that fail.
-        cache: the store of decoded samples.
-        reads_given, threads_given: whether the user specified the number; else ``read_concurrency`` is where the
+        source, decode, collate_fn: Those of the feeder.
+        length: Length of the source when the feeder was made.
+        engines: Number of workers, which share the limits.
+        read_concurrency, decode_threads: Limits of all workers together.
+        keep: Free segments that are kept for later batches.
+        in_order: Whether batches have to be in order.
+        policy: What to do about samples that fail.
+        cache: The store of decoded samples.
+        reads_given, threads_given: Whether the user specified the number; else ``read_concurrency`` is where the
             tuning of reads starts.
     """
 
@@ -93,7 +93,7 @@ def check_picklable(**arguments: Any) -> None:
     """Check that arguments can be sent to a worker process.
 
     Raises:
-        TypeError: one cannot; the message has its name, the reason and what to do.
+        TypeError: One cannot; the message has its name, the reason and what to do.
     """
     for name, value in arguments.items():
         pickler = _Pickler(_Discard(), pickle.HIGHEST_PROTOCOL)
@@ -132,7 +132,7 @@ def check_not_starting() -> None:
     """Refuse to start workers from a process that is importing the script for its own start.
 
     Raises:
-        RuntimeError: the script has no guard; the message says what to add.
+        RuntimeError: The script has no guard; the message says what to add.
     """
     process = sys.modules.get("multiprocessing.process")
     inheriting = process is not None and getattr(process.current_process(), "_inheriting", False)

@@ -60,8 +60,8 @@ class RemoteOrder:
     """The epoch's order, which is in the trainer's process.
 
     Args:
-        length: number of positions.
-        request: requests the index at a position.
+        length: Number of positions.
+        request: Requests the index at a position.
     """
 
     length: int
@@ -76,7 +76,7 @@ class PermittedBuffer(ReorderBuffer):
     """Batches in this worker. The trainer permits decoding and puts finished batches in order.
 
     Args:
-        send: reports batches whose samples have been read; ``None`` if the trainer does not need that.
+        send: Reports batches whose samples have been read; ``None`` if the trainer does not need that.
     """
 
     def __init__(self, send: Send | None) -> None:

@@ -31,10 +31,10 @@ class BorrowedSlot:
     """The slot of one batch on its way to the user.
 
     Args:
-        tracker: reports when the user has dropped the batch.
-        ring: the slot is in.
-        free: called once, when nothing refers to the slot, with whether it may be written again.
-        zero_copy: whether arrays may stay in the slot.
+        tracker: Reports when the user has dropped the batch.
+        ring: The slot is in.
+        free: Called once, when nothing refers to the slot, with whether it may be written again.
+        zero_copy: Whether arrays may stay in the slot.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BorrowedSlot:
         """Whether an array stays in the slot; the others are copied.
 
         Raises:
-            ProtocolError: it does not lie within its segment.
+            ProtocolError: It does not lie within its segment.
         """
         if not self._zero_copy or node.kind == "scalar" or node.segment < 0:
             return False
@@ -63,7 +63,7 @@ class BorrowedSlot:
         """Bytes of the arrays that are copied.
 
         Raises:
-            ProtocolError: one does not lie within its segment.
+            ProtocolError: One does not lie within its segment.
         """
         return sum(self._ring.view(node).nbytes for node in array_nodes(batch) if not self.stays(node))
 
@@ -71,7 +71,7 @@ class BorrowedSlot:
         """An array or tensor, in the slot or as a copy in memory of the lease. For any thread, before ``track``.
 
         Raises:
-            ProtocolError: it does not lie within its segment.
+            ProtocolError: It does not lie within its segment.
         """
         if not self.stays(node):
             return copied_leaf(self._ring.view(node), node, lease)

@@ -45,7 +45,7 @@ async def test_a_monitor_calls_back_once_when_the_process_ends(mechanism: None) 
     monitor.close()
 
 
-async def test_a_closed_monitor_calls_nobody(mechanism: None) -> None:
+async def test_a_closed_monitor_does_not_call_back(mechanism: None) -> None:
     """Also if the process has ended in the meantime."""
     calls: list[None] = []
     with cat() as process:
@@ -84,7 +84,7 @@ def test_unknown_processes_and_this_one_count_as_running() -> None:
 
 
 def test_a_process_that_has_begun_to_exit_counts_as_dead() -> None:
-    """It closes its devices before it has ended; a zombie has not been reaped, which no signal tells."""
+    """It closes its devices before it has ended; signal 0 still reaches a process that has not been reaped."""
     assert not is_exiting(os.getpid())
     with cat() as process:
         assert not is_exiting(process.pid)

@@ -106,7 +106,7 @@ def pool() -> Iterator[SlotPool]:
 
 
 def test_slots_are_reused_and_grow(pool: SlotPool) -> None:
-    """A larger batch gets a new segment, and the reader is told of segments that are new or retired."""
+    """A larger batch gets a new segment, and the reader gets the new and the retired segments."""
     ring, known = Ring(), set[int]()
 
     def write(sizes: list[int]) -> tuple[Slot, int, list[int]]:
@@ -146,7 +146,7 @@ def test_slots_are_reused_and_grow(pool: SlotPool) -> None:
 
 
 def test_a_slot_that_a_process_may_still_read_is_never_reused(pool: SlotPool) -> None:
-    """Its segment is retired, and the reader is told to unmap it."""
+    """Its segment is retired, and the reader unmaps it."""
     slot, known = pool.lease(), set[int]()
     slot.take(100)
     new, descriptors, _ = pool.introduce(slot.segments, known)
