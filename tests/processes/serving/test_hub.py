@@ -164,7 +164,9 @@ async def test_async_for_gives_the_same_batches(address: str) -> None:
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
-            assert (await anext(iterator)).tolist() == expected(3)[2][0]
+            # On a busy machine the batch may have arrived before the cancellation.
+            first = await anext(iterator) if waiting.cancelled() else waiting.result()
+            assert first.tolist() == expected(3)[2][0]
             await iterator.aclose()
     assert got == expected(2)
 
