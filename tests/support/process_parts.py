@@ -73,6 +73,20 @@ class Unopenable(Numbers):
         raise ConnectionError("no route")
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses notes."""
+
+    reason: str
+
+
+class UnopenableFrozen(Numbers):
+    """Raises an exception that refuses notes in `open`."""
+
+    async def open(self) -> None:
+        raise FrozenError("no route")
+
+
 class SlowAt(Numbers):
     """Reads of some numbers wait until a file exists."""
 

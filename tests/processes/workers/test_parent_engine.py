@@ -19,6 +19,7 @@ from aiofeed import (
     DecodeImage,
     FailurePolicy,
     Feeder,
+    FeedError,
     ImageFolder,
     IteratorClosedError,
     Limits,
@@ -402,6 +403,12 @@ def test_an_error_of_open_is_raised_in_the_consumer() -> None:
     with pytest.raises(ConnectionError, match="no route") as caught:
         list(Feeder(parts.Unopenable(4), decode=parts.number, batch_size=2, engine="process:2"))
     assert "Unopenable.open()" in str(caught.value.__notes__)
+
+
+def test_an_error_of_open_that_refuses_notes_is_raised_in_the_consumer() -> None:
+    """A frozen dataclass, for example; as a ``FeedError`` with its name."""
+    with pytest.raises(FeedError, match=r"process_parts\.FrozenError"):
+        list(Feeder(parts.UnopenableFrozen(4), decode=parts.number, batch_size=2, engine="process"))
 
 
 # --- devices ---
