@@ -94,20 +94,20 @@ class AttachedFeed:
         self._said = _Said()
 
     def _connect(self, wait_s: float) -> None:
-        from aiofeed.processes.serving.connect import join
+        from aiofeed.processes.serving.connect import subscribe
 
         backend, said = self._backend, _Said()
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._attachment is not None and self._attachment.host_only
-        attachment, said.batches = join(
+        attachment, said.batches = subscribe(
             self._path,
             wait_s,
             backend,
             memory=memory,
             wrap=as_tensors if backend is None else _unchanged,
             executor=loop_thread.decode_pool,
-            begun=said.begun,
+            on_epoch=said.begun,
             host_only=host_only,
         )
         attachment.host_only = host_only

@@ -38,13 +38,13 @@ class HostPass(HostDelivery):
 
     def take(self, item: ReadyBatch) -> Any:
         """The batch, transformed where there is a transform."""
-        if not self.pass_.touched:
-            self._loop_thread.call(self._attachment.touch, self.pass_)
+        if not self.pass_.started:
+            self._loop_thread.call(self._attachment.mark_started, self.pass_)
         return super().take(item)
 
     def watch(self, owner: object) -> None:
         """End the pass when ``owner`` is dropped."""
-        self._attachment.owners.watch(self.pass_, owner)
+        self._attachment.iterators.watch(owner, self.pass_)
 
     def stop(self) -> None:
         """The pass wants no more; never blocks."""
@@ -82,7 +82,7 @@ class DevicePass:
 
     def watch(self, owner: object) -> None:
         """End the pass when ``owner`` is dropped."""
-        self._attachment.owners.watch(self.pass_, owner)
+        self._attachment.iterators.watch(owner, self.pass_)
         self._thread.watch(owner)
 
     def launch(self) -> None:
@@ -91,8 +91,8 @@ class DevicePass:
 
     def take(self, item: ReadyBatch) -> Any:
         """The batch on the device, the caller's current stream made to wait for its copy."""
-        if not self.pass_.touched:
-            self._loop_thread.call(self._attachment.touch, self.pass_)
+        if not self.pass_.started:
+            self._loop_thread.call(self._attachment.mark_started, self.pass_)
         return self._thread.take(item)
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ def deliver(
     pass_ = EpochFeed(room=PREFETCH_BATCHES)
     if backend is None:
         return HostPass(loop_thread, attachment, pass_, transform)
-    return DevicePass(loop_thread, attachment, pass_, attachment.taker.copier(backend, transform))
+    return DevicePass(loop_thread, attachment, pass_, attachment.receiver.copier(backend, transform))
 
 
 def _issued(loop_thread: EventLoopThread, item: ReadyBatch) -> None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.resolve import Device
     from aiofeed.devices.static_copier import StaticBatch
-    from aiofeed.processes.ipc.passing import Passable
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,6 @@ class FeederConfig:
     statics: tuple[StaticBatch, ...] = ()
     cache: Cache | None = None
     said: Limits | None = None
-    passable: Passable | None = None
 
 
 def new_config(
@@ -160,7 +158,7 @@ def check_travels(config: FeederConfig) -> None:
     if config.engines:
         from aiofeed.processes.workers import spawn
 
-        spawn.check_travels(source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+        spawn.check_picklable(source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
 def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:

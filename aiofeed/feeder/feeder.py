@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from aiofeed.cache.host import HostCache
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.devices.resolve import Device
-    from aiofeed.processes.ipc.passing import Passable
     from aiofeed.sources.dataset import MapDataset
 
     # Without its default `feeder = Feeder(...)` would need an annotation wherever no collate_fn says what a batch is.
@@ -162,16 +161,12 @@ class Feeder(Generic[BatchT]):
     def _config(self) -> FeederConfig:
         return self._session.config
 
-    def _pass_on(self, passable: Passable) -> None:
-        """Let memory of engine processes that are still to be started be passed on; for a server."""
-        self._session.config = replace(self._session.config, passable=passable)
-
     def __getstate__(self) -> dict[str, Any]:
         """A feeder travels to other processes without its threads; there it begins where this one stands."""
         kept = self.__dict__.copy()
         config = kept.pop("_session").config
         return kept | {
-            "config": replace(config, backend=None, statics=(), passable=None),
+            "config": replace(config, backend=None, statics=()),
             "static": bool(config.statics),
         }
 

@@ -268,7 +268,7 @@ def _processes(config: FeederConfig) -> WorkerPool | None:
         read_concurrency=limits.read_concurrency,
         # Each process has a copy of a Dataset.
         decode_threads=limits.decode_threads * (config.engines if isinstance(source, FromDataset) else 1),
-        keep=limits.prefetch_batches + 1 + (config.passable.slots if config.passable is not None else 0),
+        keep=limits.prefetch_batches + 1,
         in_order=config.in_order,
         policy=config.policy,
         cache=config.cache,
@@ -277,9 +277,7 @@ def _processes(config: FeederConfig) -> WorkerPool | None:
     )
     backend = config.backend
     # What one device's driver has locked, all of its kind copy from.
-    return WorkerPool(
-        worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend, config.passable
-    )
+    return WorkerPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
 
 
 def _tuner(config: FeederConfig) -> Tuner | None:

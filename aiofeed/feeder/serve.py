@@ -129,10 +129,7 @@ class Server:
         """Those who are attached now."""
         if self._hub is None:
             return ()
-        return tuple(
-            ServedConsumer(each.pid, each.ticket is not None and each.joined == each.ticket, each.batches)
-            for each in self._hub.consumers
-        )
+        return tuple(ServedConsumer(each.pid, each.fed, each.batches) for each in self._hub.consumers)
 
     def start(self, epochs: int | None = None) -> Server:
         """Serve in threads of this process, up to epoch ``epochs`` or until ``close``; returns itself.
@@ -178,19 +175,15 @@ class Server:
             raise ValueError("the feeder has no batches to serve")
         self.close()
         from aiofeed.processes.ipc.address import SERVER, Listener, check_free
-        from aiofeed.processes.ipc.passing import Passable
         from aiofeed.processes.serving.hub import Hub
 
         check_free(self._path, SERVER)
         # Before anybody can connect, who would not wait for long: a process's first use of a GPU takes seconds.
         ring = self._ring()
         listener = Listener(self._path, SERVER)
-        # Of engine processes that are still to be started, the memory is handed on as it is.
-        passable = self._feeder._config.passable or Passable(self._terms.lag)
-        self._feeder._pass_on(passable)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
-            hub = Hub(self._feeder, listener, self._terms, loop_thread.decode_pool, passable, ring)
+            hub = Hub(self._feeder, listener, self._terms, loop_thread.decode_pool, ring)
             self._hub = hub
             done: Future[None] = Future()
             self._done = done

@@ -48,12 +48,26 @@ MOST_READ_THREADS = 64
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A uvloop loop, or asyncio's own where uvloop is not to be had."""
+    reserve_standard_descriptors()
     try:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def reserve_standard_descriptors() -> None:
+    """Open /dev/null in place of each closed standard stream, so that no socket or pipe gets descriptor 0, 1 or 2.
+
+    libuv aborts the process when it closes such a descriptor of its own, and ``print`` would write into a socket.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free descriptor is this one. Child processes inherit it, as they do standard streams.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 class EventLoopThread:

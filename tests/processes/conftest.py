@@ -1,4 +1,4 @@
-"""What the tests of worker processes need."""
+"""Fixtures for tests of several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.waiting import children
 
 
 @pytest.fixture(autouse=True)
-def no_process_left_behind() -> object:
+def no_worker_left_running() -> object:
     """Fail a test after which a worker process still runs."""
     before = {each.pid for each in children()}
     yield

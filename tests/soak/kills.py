@@ -1,6 +1,6 @@
-"""SIGKILL at random moments, whoever it hits; what comes of it, how soon, and whether anything is left behind.
+"""SIGKILL at random moments: checks the error, how soon it is raised, and that nothing is left behind.
 
-``python -m tests.soak.kills --times 200 --seed 1`` is the long form, and prints what it saw.
+``python -m tests.soak.kills --times 200 --seed 1`` kills 200 processes and prints a report.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ SHM = Path("/dev/shm")
 
 
 class Kills:
-    """Rounds of one death each.
+    """Rounds in each of which one process is killed.
 
     Args:
-        seed: of the moments.
-        within_s: how soon whoever is to hear of it must.
+        seed: Of the random moments.
+        within_s: Limit for the error to be raised.
     """
 
     def __init__(self, seed: int, within_s: float) -> None:
         self.random = random.Random(seed)
         self.within_s = within_s
-        self.heard_s: dict[str, list[float]] = defaultdict(list)
+        self.noticed_s: dict[str, list[float]] = defaultdict(list)
 
     def run(self, times: int) -> None:
-        """So many deaths, of each kind in turn."""
+        """Kill so many processes, of each kind in turn."""
         kinds: tuple[Callable[[str], float], ...] = (
-            self.engine,
-            self.engine_of_a_server,
+            self.worker,
+            self.worker_of_a_server,
             self.consumer_of_all,
             self.consumer_of_a_share,
             self.server,
@@ -67,22 +67,22 @@ class Kills:
             for _, kind in zip(range(times), itertools.cycle(kinds), strict=False):
                 address = str(Path(folder) / "killed.sock")
                 took = kind(address)
-                self.heard_s[kind.__name__].append(took)
-                assert took < self.within_s, f"{kind.__name__}: heard of after {took:.2f} s"
+                self.noticed_s[kind.__name__].append(took)
+                assert took < self.within_s, f"{kind.__name__}: noticed after {took:.2f} s"
                 if opened is None:
                     opened = share_soak.descriptors()
             assert opened is not None
             share_soak.until_closed(opened)
-            # Of a server that was killed, as the next one would find it.
+            # The socket of a killed server, which the next one would replace.
             assert set(os.listdir(folder)) <= {"killed.sock"}
-        # What other programs have there now goes in time.
+        # Files of other programs disappear in time.
         left = (set(os.listdir(SHM)) if SHM.is_dir() else set()) - before
         until(lambda: not left or not left & set(os.listdir(SHM)))
 
     def report(self) -> str:
-        """How often, and how soon it was heard of."""
-        lines = [f"{sum(map(len, self.heard_s.values()))} processes killed"]
-        for kind, seconds in self.heard_s.items():
+        """How many processes were killed, and how soon that was noticed."""
+        lines = [f"{sum(map(len, self.noticed_s.values()))} processes killed"]
+        for kind, seconds in self.noticed_s.items():
             ms = sorted(1e3 * each for each in seconds)
             lines.append(f"  {len(ms):4} {kind}: median {statistics.median(ms):.0f} ms, worst {ms[-1]:.0f} ms")
         return "\n".join(lines)
@@ -90,12 +90,12 @@ class Kills:
     def _moment(self) -> float:
         return float(self.random.random() ** 2 * 0.5)
 
-    def engine(self, address: str) -> float:
-        """One of two engine processes; the trainer hears."""
+    def worker(self, address: str) -> float:
+        """One of two workers; the trainer gets the error."""
         return share_soak.kill_once(self._moment(), self.random.randrange(2), self.within_s)
 
-    def engine_of_a_server(self, address: str) -> float:
-        """One of two engine processes of a served feeder; its consumer hears, with the exit status, and goes on."""
+    def worker_of_a_server(self, address: str) -> float:
+        """One of two workers of a served feeder; its consumer gets the error with the exit status, and continues."""
         options: dict[str, Any] = {"decode": parts.slow_number, "batch_size": 4, "engine": "process:2"}
         with (
             Feeder(parts.Numbers(10**7), **options) as feeder,
@@ -104,8 +104,7 @@ class Kills:
         ):
             iterator = iter(feed)
             seen = [next(iterator).tolist()]
-            pipeline: Any = feeder._session.pipeline
-            killed = _kill_after(self._moment(), pipeline._processes.pids[self.random.randrange(2)])
+            killed = _kill_after(self._moment(), parts.worker_pids(feeder)[self.random.randrange(2)])
             with pytest.raises(WorkerDiedError) as caught:
                 seen.extend(batch.tolist() for batch in iterator)
             took = time.monotonic() - killed()
@@ -115,11 +114,11 @@ class Kills:
         return took
 
     def consumer_of_all(self, address: str) -> float:
-        """One of two that see every batch; the server hears, and the other goes on."""
+        """One of two consumers that get every batch; the server notices, and the other continues."""
         return self._consumer(address, "broadcast")
 
     def consumer_of_a_share(self, address: str) -> float:
-        """One of two that take turns; the server hears, and the other goes on."""
+        """One of two consumers that take turns; the server notices, and the other continues."""
         return self._consumer(address, "shard")
 
     def _consumer(self, address: str, mode: Any) -> float:
@@ -127,32 +126,32 @@ class Kills:
         with (
             feeder,
             aiofeed.serve(feeder, address, mode=mode, join="batch", min_consumers=2) as server,
-            Started(serve_parts.for_ever, address, 0.001) as witness,
-            Started(serve_parts.for_ever, address, 0.0005) as victim,
+            Started(serve_parts.endlessly, address, 0.001) as witness,
+            Started(serve_parts.endlessly, address, 0.0005) as victim,
         ):
-            seen = [witness.hear()]
+            seen = [witness.receive()]
             deadline = time.monotonic() + self._moment()
-            while time.monotonic() < deadline or witness.told.poll():
-                if witness.told.poll(0.005):
-                    seen.append(witness.hear())
+            while time.monotonic() < deadline or witness.pipe.poll():
+                if witness.pipe.poll(0.005):
+                    seen.append(witness.receive())
                     if time.monotonic() >= deadline:
                         break
             killed = time.monotonic()
             victim.kill()
             while any(each.pid == victim.pid for each in server.consumers):
-                assert time.monotonic() - killed < self.within_s, "the server does not hear of it"
+                assert time.monotonic() - killed < self.within_s, "the server does not notice it"
                 time.sleep(0.001)
             took = time.monotonic() - killed
-            seen += [witness.hear() for _ in range(20)]
+            seen += [witness.receive() for _ in range(20)]
         firsts = [batch[0] for batch in seen]
         assert all(batch == list(range(batch[0], batch[0] + 4)) for batch in seen)
         assert all(one < other or other < 8 for one, other in itertools.pairwise(firsts))
         return took
 
     def server(self, address: str) -> float:
-        """The server; its consumer hears, and the next server takes the address."""
+        """The server; its consumer gets the error, and the next server takes the address."""
         with Started(serve_parts.serves, address) as server:
-            assert server.hear() == "serving"
+            assert server.receive() == "serving"
             with aiofeed.attach(address) as feed:
                 iterator = iter(feed)
                 next(iterator)
@@ -163,16 +162,16 @@ class Kills:
                 return time.monotonic() - killed()
 
     def holder_of_tensors(self, address: str) -> float:
-        """Of two processes that write to shared tensors, one, or the one that shares; the others keep them."""
+        """A process that writes to shared tensors, or the one that shares them; the others keep them."""
         of_sharer = self.random.random() < 0.5
         with contextlib.ExitStack() as stack:
             if of_sharer:
                 sharer = stack.enter_context(Started(shares, address))
-                assert sharer.hear() == "sharing"
+                assert sharer.receive() == "sharing"
             else:
                 stack.enter_context(aiofeed.share(torch.arange(1000), address))
             holder = stack.enter_context(Started(holds, address))
-            assert holder.hear() == 499500
+            assert holder.receive() == 499500
             ours = aiofeed.attach_tensors(address)
             victim = sharer if of_sharer else holder
             time.sleep(self._moment())
@@ -184,28 +183,28 @@ class Kills:
             if not of_sharer:
                 assert int(aiofeed.attach_tensors(address).sum()) == 499500
         if of_sharer:
-            with aiofeed.share(torch.ones(3), address):  # a dead one's address can be had
+            with aiofeed.share(torch.ones(3), address):  # the address of a dead process is free
                 pass
         return took
 
 
-def shares(address: str, told: Connection) -> None:
-    """Share for ever."""
+def shares(address: str, pipe: Connection) -> None:
+    """Share endlessly."""
     with aiofeed.share(torch.arange(1000), address):
-        told.send("sharing")
+        pipe.send("sharing")
         time.sleep(60.0)
 
 
-def holds(address: str, told: Connection) -> None:
-    """Hold what is shared, and write to it, for ever."""
-    held = aiofeed.attach_tensors(address)
-    told.send(int(held.sum()))
+def holds(address: str, pipe: Connection) -> None:
+    """Write to the shared tensors endlessly."""
+    tensor = aiofeed.attach_tensors(address)
+    pipe.send(int(tensor.sum()))
     while True:
-        held += 1
+        tensor += 1
 
 
 def _kill_after(seconds: float, pid: int) -> Callable[[], float]:
-    """Kill a process from a thread; what is returned gives the moment."""
+    """Kill a process from a thread; returns a function that waits for that and gives its time."""
     moment: list[float] = []
 
     def kill() -> None:
@@ -227,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kills processes at random moments.")
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--within", type=float, default=1.0, metavar="S", help="how soon it must be heard of")
+    parser.add_argument("--within", type=float, default=1.0, metavar="S", help="limit for the error to be raised")
     given = parser.parse_args()
     kills = Kills(given.seed, given.within)
     try:

@@ -1,4 +1,4 @@
-"""An engine process killed at random moments: a few times in the tests, hundreds of times in a soak."""
+"""Worker processes killed at random moments: a few times in the tests, hundreds of times in a soak."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support import process_parts as parts
 
 
 def kill_at_random_moments(times: int, seed: int = 0, *, within_s: float = 15.0) -> None:
-    """Feed from two processes, kill one of them at a random moment, and look at what comes of it; again and again.
+    """Kill one of two workers at a random moment and check the error in the consumer, several times.
 
     Args:
-        times: how often.
-        seed: of the moments.
-        within_s: how soon the consumer must hear of it; the promise is a second on a machine that is not busy.
+        times: Number of kills.
+        seed: Of the random moments.
+        within_s: Limit for the error to reach the consumer; the promise is one second on a machine that is not busy.
     """
     moments = random.Random(seed)
     before = descriptors()
@@ -32,7 +32,7 @@ def kill_at_random_moments(times: int, seed: int = 0, *, within_s: float = 15.0)
 
 
 def until_closed(before: set[str]) -> None:
-    """Wait until nothing is open that was not."""
+    """Wait until no descriptor is open that was not open before."""
     deadline = time.monotonic() + 10.0
     while left := descriptors() - before:
         assert time.monotonic() < deadline, f"left open: {left}"
@@ -40,7 +40,7 @@ def until_closed(before: set[str]) -> None:
 
 
 def kill_once(after_s: float, which: int, within_s: float) -> float:
-    """One feeder, one death; the seconds until it is heard of."""
+    """Kill one worker of a feeder; returns the seconds until the consumer has got the error."""
     others = {each.pid for each in psutil.Process().children()}
     limits = Limits(decode_threads=2, prefetch_batches=3)
     feeder = Feeder(parts.Numbers(10**7), decode=parts.slow_number, batch_size=4, engine="process:2", limits=limits)
@@ -72,7 +72,7 @@ def kill_once(after_s: float, which: int, within_s: float) -> float:
 
 
 def descriptors() -> set[str]:
-    """What is open, by what it stands for."""
+    """The open memfds and sockets."""
     folder = Path("/proc/self/fd")
     found = set()
     for name in os.listdir(folder):

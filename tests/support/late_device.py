@@ -1,8 +1,8 @@
-"""A device of several processes, on the CPU: work is done late, by a thread per stream, and missing waits show.
+"""A device that several processes share, simulated on the CPU: its work runs late, so that missing waits show.
 
-Memory that processes share is a memfd, and so is each of their events: how often it was recorded, and how often that
-record was reached. What is written is poisoned first, stays so for a while, and only then has its content: whoever
-reads without waiting, or is overwritten while reading, sees poison.
+Each stream is a thread. Shared memory is a memfd, and so is each shared event, which counts how often it was recorded
+and how often a stream has reached that record. A write fills its target with poison first, waits, and then writes the
+content: a reader that does not wait, or is overwritten while it reads, gets poison.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 
 POISON = 0xDB
-_TRIALS_EVENTS = 2
+_PROBE_EVENTS = 2
 _libc = ctypes.CDLL(None)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 class LateStream:
-    """Runs what it is given in turn, in a thread."""
+    """Runs its work in order, in a thread."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -54,20 +54,20 @@ class LateStream:
 
 
 class HostStream:
-    """The consumer's own: what it waits for has happened when the call returns."""
+    """The consumer's stream: its work runs in the call."""
 
     def push(self, work: Callable[[], object]) -> None:
         work()
 
 
 class LateEvent:
-    """A mark in a stream, of one process or of several."""
+    """An event, of one process or of several."""
 
     def __init__(self, device: LateDevice, memory: Any = None, handle: bytes = b"") -> None:
         self.device = device
         self.shared = memory is not None
         device.events += self.shared
-        self.honest = device.events <= _TRIALS_EVENTS
+        self.honest = device.events <= _PROBE_EVENTS
         self.handle = handle
         self._counts = np.zeros(2, np.int64) if memory is None else np.frombuffer(memory, np.int64, 2)
 
@@ -79,7 +79,7 @@ class LateEvent:
         stream.push(lambda: self._counts.__setitem__(1, count))
 
     def wait(self, stream: Any) -> None:
-        assert not self.shared, "work is queued behind an event of another process, which may have died"
+        assert not self.shared, "a stream waits for an event of another process, which may have died"
         count = int(self._counts[0])
 
         def wait() -> None:
@@ -97,15 +97,15 @@ class LateEvent:
 
 
 class LateDevice:
-    """A device backend, and what of it several processes share.
+    """A device backend whose memory and events several processes share.
 
     Args:
-        identity: what it is called in every process.
-        late_s: how long a copy takes, at most.
-        hasty: it takes events that processes share for complete, but for those of the trial.
-        mute: it does not record events for other processes, but for those of the trial.
+        identity: Its name in every process.
+        late_s: The longest time that a copy takes.
+        hasty: Report shared events as complete at once, except those of the probe.
+        mute: Do not record shared events, except those of the probe.
         refuses: "export" or "open": that fails.
-        stalls_at: its copy to shared memory of that number never ends.
+        stalls_at: The copy to shared memory with this number never ends.
     """
 
     name = "late:0"
@@ -169,7 +169,7 @@ class LateDevice:
         event.wait(stream)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any, /) -> None:
-        pass  # what is queued refers to its tensors
+        pass  # queued work refers to its tensors
 
     def pin(self, nbytes: int, /) -> Any:
         return np.empty(nbytes, np.uint8)
@@ -180,7 +180,7 @@ class LateDevice:
     def interprocess(self) -> LateDevice:
         return self
 
-    # --- what several processes share ---
+    # --- shared memory and events ---
 
     def identity(self) -> str:
         return self._identity
@@ -198,7 +198,7 @@ class LateDevice:
         descriptor = os.memfd_create("late")
         os.ftruncate(descriptor, nbytes)
         memory = torch.frombuffer(_map(descriptor, nbytes), dtype=torch.uint8)
-        # As torch does: what is exported is kept for those who have not opened it yet, whatever becomes of it here.
+        # As in torch: exported memory is kept for processes that have not opened it yet.
         self._files[memory.data_ptr()] = descriptor
         self._open.append(weakref.finalize(self, os.close, descriptor))
         return memory
@@ -223,7 +223,7 @@ class LateDevice:
         descriptor = os.memfd_create("late")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         event = LateEvent(self, _map(descriptor, mmap.PAGESIZE), _name(descriptor))
-        # As CUDA does: an event is gone for everybody with the one who made it.
+        # As in CUDA: an event ends for all processes with the object that created it.
         self._open.append(weakref.finalize(event, os.close, descriptor))
         return event
 
@@ -234,7 +234,7 @@ class LateDevice:
         return LateEvent(self, _open(handle, mmap.PAGESIZE), handle)
 
     def put(self, target: torch.Tensor, source: torch.Tensor, /) -> None:
-        assert self.current_stream() is self._slots, "a slot is filled on the training's stream"
+        assert self.current_stream() is self._slots, "a block is written on the stream of a training"
         self.puts += 1
         number, late_s = self.puts, self._late()
 
@@ -267,7 +267,7 @@ class LateDevice:
     # --- for tests ---
 
     def close(self) -> None:
-        """End the threads, whatever they wait for, and close the files."""
+        """End the threads and close the files."""
         self.closed = True
         for close in self._open:
             close()
@@ -281,9 +281,9 @@ def _name(descriptor: int) -> bytes:
 
 
 def _map(descriptor: int, nbytes: int) -> Any:
-    """Shared memory, mapped for good; Python's own keeps a descriptor, which a failure's traceback would keep open."""
+    """Map shared memory for ever; Python's mmap would keep a descriptor open as long as a traceback refers to it."""
     size = os.fstat(descriptor).st_size
-    assert size >= nbytes, f"{size} bytes where {nbytes} are expected: it is some other memory by now"
+    assert size >= nbytes, f"{size} bytes instead of {nbytes}: the descriptor has been reused"
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     assert address != ctypes.c_void_p(-1).value
     return (ctypes.c_ubyte * nbytes).from_address(address)

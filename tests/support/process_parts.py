@@ -1,4 +1,4 @@
-"""Sources, decoders and collate functions that travel to engine processes. Imports no torch."""
+"""Sources, decoders and collate functions that are sent to worker processes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Numbers:
-    """n numbers; reading those in `bad` fails."""
+    """n numbers; reading those in `bad` raises `error`."""
 
     def __init__(self, n: int, bad: tuple[int, ...] = (), error: Exception | None = None) -> None:
         self.n = n
@@ -38,8 +38,8 @@ def number(data: bytes) -> Any:
     return np.array(int(data))
 
 
-def tell(path: str, text: str) -> None:
-    """Add a line to a file, whoever else does."""
+def append_line(path: str, text: str) -> None:
+    """Append a line to a file that several processes write."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -47,65 +47,84 @@ def tell(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-class Noted(Numbers):
-    """Notes its life in a file."""
+def worker_pids(feeder: Any) -> list[int]:
+    """The process ids of a feeder's workers."""
+    return [worker.pid for worker in feeder._session.pipeline._processes._workers]
+
+
+class LoggedSource(Numbers):
+    """Logs `open` and `aclose` in a file."""
 
     def __init__(self, n: int, path: str) -> None:
         super().__init__(n)
         self.path = path
 
     async def open(self) -> None:
-        tell(self.path, f"open {os.getpid()}")
+        append_line(self.path, f"open {os.getpid()}")
 
     async def aclose(self) -> None:
-        tell(self.path, f"close {os.getpid()}")
+        append_line(self.path, f"close {os.getpid()}")
 
 
 class Unopenable(Numbers):
-    """Cannot be opened."""
+    """Raises in `open`."""
 
     async def open(self) -> None:
         raise ConnectionError("no route")
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses notes."""
+
+    reason: str
+
+
+class UnopenableFrozen(Numbers):
+    """Raises an exception that refuses notes in `open`."""
+
+    async def open(self) -> None:
+        raise FrozenError("no route")
+
+
 class SlowAt(Numbers):
-    """Reads of some numbers wait until a file is there."""
+    """Reads of some numbers wait until a file exists."""
 
     def __init__(self, n: int, slow: tuple[int, ...], path: str) -> None:
         super().__init__(n)
         self.slow, self.path = slow, path
 
     async def read(self, index: int) -> bytes:
-        while index in self.slow and not os.path.exists(self.path):  # noqa: ASYNC110 - another process makes it
+        while index in self.slow and not os.path.exists(self.path):  # noqa: ASYNC110 - another process creates it
             await asyncio.sleep(0.005)
         return await super().read(index)
 
 
-class Far(Numbers):
-    """Reads take 20 ms, however many are under way; each tells how many were, itself included, when it began."""
+class RemoteNumbers(Numbers):
+    """Reads take 20 ms at any concurrency; each gives the number of concurrent reads when it began, itself included."""
 
-    under_way = 0
+    reading = 0
 
     async def read(self, index: int) -> bytes:
-        self.under_way += 1
-        found = self.under_way
+        self.reading += 1
+        found = self.reading
         await asyncio.sleep(0.020)
-        self.under_way -= 1
+        self.reading -= 1
         return b"%d" % found
 
 
-class Followed(Noted):
-    """Each read notes its beginning and its end."""
+class LoggedReads(LoggedSource):
+    """Also logs the beginning and the end of each read."""
 
     async def read(self, index: int) -> bytes:
-        tell(self.path, "begins")
+        append_line(self.path, "begins")
         await asyncio.sleep(0.002)
-        tell(self.path, "ends")
+        append_line(self.path, "ends")
         return await super().read(index)
 
 
 class Large(Numbers):
-    """Each is 10 MiB, the same ones; reads take a moment."""
+    """Each sample is the same 10 MiB; reads take 1 ms."""
 
     data = bytes(10 << 20)
 
@@ -115,7 +134,7 @@ class Large(Numbers):
 
 
 def size(data: bytes) -> Any:
-    """int64 []: how many bytes it was given."""
+    """int64 []: the number of bytes."""
     return np.array(len(data))
 
 
@@ -129,12 +148,12 @@ class Stuck(Numbers):
 
 @dataclasses.dataclass(frozen=True)
 class CountingDecode:
-    """Notes every sample in a file."""
+    """Logs every sample in a file."""
 
     path: str
 
     def __call__(self, data: bytes) -> Any:
-        tell(self.path, data.decode())
+        append_line(self.path, data.decode())
         return np.array(int(data))
 
 
@@ -162,8 +181,23 @@ def fails_at_seventeen(data: bytes) -> Any:
     return np.array(int(data))
 
 
+class Unprintable(Exception):
+    """Raises SystemExit when it is formatted, and takes no notes."""
+
+    __notes__ = 3  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def unprintable_at_seventeen(data: bytes) -> Any:
+    if data == b"17":
+        raise Unprintable
+    return np.array(int(data))
+
+
 class StrangeError(Exception):
-    """Of a type that the trainer's process need not know."""
+    """An exception that the trainer's process may not be able to import."""
 
 
 def strange_at_seventeen(data: bytes) -> Any:
@@ -188,7 +222,7 @@ def random_numbers(data: bytes, *, rng: Any) -> Any:
 
 
 def growing(data: bytes) -> Any:
-    """Larger and larger, in kilobytes."""
+    """1 KiB more for each number."""
     return np.full((1 + int(data)) * 1024, int(data) % 251, np.uint8)
 
 
@@ -202,7 +236,7 @@ def slow_number(data: bytes) -> Any:
 
 
 class Pair(NamedTuple):
-    """A namedtuple that both processes know."""
+    """A namedtuple that both processes can import."""
 
     left: Any
     right: Any
@@ -210,7 +244,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """A dataclass that both processes know."""
+    """A dataclass that both processes can import."""
 
     x: Any
     names: list[str]
@@ -237,7 +271,7 @@ def collate_numbers(samples: list[Any]) -> Any:
 
 
 class Opaque:
-    """What no process takes from another."""
+    """An object that cannot be sent to another process."""
 
 
 def collate_with_labels(samples: list[Any]) -> Any:

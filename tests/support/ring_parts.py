@@ -1,4 +1,4 @@
-"""Processes that attach to, or serve, batches in the memory of a device that they share."""
+"""Processes that serve, or attach to, batches in device memory that several processes share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.late_device import LateDevice
 from tests.support.serve_parts import wait_for
 
 
-class Lines(logging.Handler):
-    """What aiofeed logs, told to the test."""
+class LogLines(logging.Handler):
+    """Collects the messages that aiofeed logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Lines(logging.Handler):
 
 
 def collate(samples: list[Any]) -> dict[str, Any]:
-    """Tensors dense, permuted, strided, empty and of odd types; what stays on the host; sizes that differ."""
+    """Dense, permuted, strided and empty tensors, several dtypes, values that stay on the host; sizes that differ."""
     numbers = torch.tensor([int(sample) for sample in samples])
     width = 16 + 16 * (int(numbers[0]) // 4 % 3)
     images = numbers.view(-1, 1, 1, 1).expand(-1, 3, 4, width).to(torch.bfloat16)
@@ -45,8 +45,8 @@ def collate(samples: list[Any]) -> dict[str, Any]:
     }
 
 
-def wrong(batch: dict[str, Any]) -> list[str]:
-    """Which parts of a batch are not as they were made."""
+def wrong_parts(batch: dict[str, Any]) -> list[str]:
+    """The parts of a batch that differ from the original."""
     made = collate(batch["array"].tolist())
     found = []
     for name, value in made.items():
@@ -73,16 +73,16 @@ def expected(n: int = 48) -> list[list[int]]:
 
 
 def epochs(
-    address: str, told: Connection, count: int, device: dict[str, Any] | None = None, step_s: float = 0.0, keep: int = 4
+    address: str, pipe: Connection, count: int, device: dict[str, Any] | None = None, step_s: float = 0.0, keep: int = 4
 ) -> None:
-    """Tell what each of some epochs gave, and what was wrong with it, at once and later; then what was logged.
+    """Send the batches of each of some epochs and the parts that were wrong, then what was logged.
 
     Args:
-        device: arguments of the device; `None` for the host.
-        step_s: how long a step takes.
-        keep: so many batches are looked at again before they are dropped.
+        device: Arguments of the device; `None` for the host.
+        step_s: Duration of a step.
+        keep: How many batches are kept, and checked again before they are dropped.
     """
-    lines = Lines()
+    lines = LogLines()
     logging.getLogger("aiofeed").addHandler(lines)
     try:
         on = None if device is None else LateDevice(**device)
@@ -90,23 +90,23 @@ def epochs(
             for _ in range(count):
                 seen, bad, kept = [], [], []
                 for batch in feed:
-                    bad += wrong(batch)
+                    bad += wrong_parts(batch)
                     seen.append([int(number) for number in batch["array"]])
                     kept.append(batch)
                     if len(kept) > keep:
-                        bad += wrong(kept.pop(0))
+                        bad += wrong_parts(kept.pop(0))
                     time.sleep(step_s)
                 for batch in kept:
-                    bad += wrong(batch)
-                told.send((seen, bad))
-            blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
-            told.send((blocks is not None and bool(blocks._opened), lines.lines))
+                    bad += wrong_parts(batch)
+                pipe.send((seen, bad))
+            blocks = feed._attachment.receiver._device_reader  # type: ignore[union-attr]
+            pipe.send((blocks is not None and bool(blocks._open), lines.lines))
     except Exception as error:
-        told.send((type(error).__name__, str(error)))
+        pipe.send((type(error).__name__, str(error)))
 
 
-def for_ever(address: str, told: Connection, device: dict[str, Any] | None, step_s: float, begin: str = "") -> None:
-    """Tell of each batch until killed, or until the server is gone; the first is taken once `begin`, a file, exists."""
+def endlessly(address: str, pipe: Connection, device: dict[str, Any] | None, step_s: float, begin: str = "") -> None:
+    """Send each batch until killed or until the server is gone; take the first when the file `begin` exists."""
     try:
         with aiofeed.attach(address, device=None if device is None else LateDevice(**device)) as feed:
             while True:
@@ -114,76 +114,76 @@ def for_ever(address: str, told: Connection, device: dict[str, Any] | None, step
                 if begin:
                     wait_for(begin)
                 for batch in iterator:
-                    told.send(([int(number) for number in batch["array"]], wrong(batch)))
+                    pipe.send(([int(number) for number in batch["array"]], wrong_parts(batch)))
                     time.sleep(step_s)
     except Exception as error:
-        told.send((type(error).__name__, str(error)))
+        pipe.send((type(error).__name__, str(error)))
 
 
-def stops(address: str, told: Connection, device: dict[str, Any]) -> None:
-    """Stop with the first batch; tell, once that is over, what is wrong with the rest and how it ends."""
+def stops(address: str, pipe: Connection, device: dict[str, Any]) -> None:
+    """Stop (SIGSTOP) after the first batch; when continued, send the final error and the parts that were wrong."""
     with aiofeed.attach(address, device=LateDevice(**device)) as feed:
         iterator = iter(feed)
-        bad = wrong(next(iterator))
-        told.send("stopping")
+        bad = wrong_parts(next(iterator))
+        pipe.send("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
         try:
             for batch in iterator:
-                bad += wrong(batch)
+                bad += wrong_parts(batch)
         except Exception as error:
-            told.send((type(error).__name__, str(error), bad))
+            pipe.send((type(error).__name__, str(error), bad))
 
 
-def serves(address: str, told: Connection, device: dict[str, Any], options: dict[str, Any]) -> None:
-    """Serve for ever."""
+def serves(address: str, pipe: Connection, device: dict[str, Any], options: dict[str, Any]) -> None:
+    """Serve endlessly."""
     with feeder(40_000, LateDevice(**device)) as feeding, aiofeed.serve(feeding, address, **options):
-        told.send("serving")
+        pipe.send("serving")
         time.sleep(60.0)
 
 
-def serves_epochs(address: str, told: Connection, device: dict[str, Any], count: int, n: int) -> None:
-    """Serve some epochs, and end."""
+def serves_epochs(address: str, pipe: Connection, device: dict[str, Any], count: int, n: int) -> None:
+    """Serve some epochs, then exit."""
     with feeder(n, LateDevice(**device)) as feeding:
         server = aiofeed.serve(feeding, address)
-        told.send("serving")
+        pipe.send("serving")
         server.run(epochs=count)
-    told.send("done")
+    pipe.send("done")
 
 
-def said(address: str, told: Connection, device: dict[str, Any]) -> None:
-    """Tell what a transform on both sides made of the batches of an epoch."""
-    transform = lambda batch: batch | {"also": "transformed"}  # noqa: E731
+def transformed(address: str, pipe: Connection, device: dict[str, Any]) -> None:
+    """Send the parts that the transforms of the server and of the consumer have added."""
+    transform = lambda batch: batch | {"here": "consumer"}  # noqa: E731
     with aiofeed.attach(address, device=LateDevice(**device), transform=transform) as feed:
-        told.send([(batch["said"], batch["also"]) for batch in feed])
+        pipe.send([(batch["there"], batch["here"]) for batch in feed])
 
 
-def closes_when_told(address: str, told: Connection, device: dict[str, Any]) -> None:
-    """Serve until SIGUSR1, close, and end."""
+def closes_at_signal(address: str, pipe: Connection, device: dict[str, Any]) -> None:
+    """Serve until SIGUSR1, close, and exit."""
     signal.signal(signal.SIGUSR1, lambda *_: None)
     with feeder(48, LateDevice(**device)) as feeding, aiofeed.serve(feeding, address):
-        told.send("serving")
+        pipe.send("serving")
         signal.pause()
-    told.send("closed")
+    pipe.send("closed")
 
 
-def leaves(address: str, told: Connection, count: int) -> None:
-    """Iterate in every way that leaves batches behind; tell what was wrong."""
+def leaves(address: str, pipe: Connection, count: int) -> None:
+    """Leave epochs at different points; send the parts that were wrong."""
     bad = []
     with aiofeed.attach(address, device=LateDevice()) as feed:
         for turn in range(count):
             iterator = iter(feed)
             if turn % 3 == 0:
-                continue  # nothing was taken: the next iterator has it
+                continue  # no batch was taken: the next iterator gets this epoch
             for at, batch in enumerate(iterator):
-                bad += wrong(batch)
+                bad += wrong_parts(batch)
                 if turn % 3 == 1 and at == turn % 7:
                     break
-        blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
-        told.send((blocks is not None and bool(blocks._opened), bad))
+        blocks = feed._attachment.receiver._device_reader  # type: ignore[union-attr]
+        pipe.send((blocks is not None and bool(blocks._open), bad))
 
 
-def opens_no_more(address: str, told: Connection) -> None:
-    """Attach where memory can be opened, then it cannot; tell of the error, and of the next epoch."""
+def cannot_open_later(address: str, pipe: Connection) -> None:
+    """Attach while memory can be opened, then fail to open more; send the error and the result of the next epoch."""
     device = LateDevice()
     with aiofeed.attach(address, device=device) as feed:
         device.refuses = "open"
@@ -191,5 +191,5 @@ def opens_no_more(address: str, told: Connection) -> None:
             list(feed)
         except Exception as error:
             feed.close()
-            good = sum(not wrong(batch) for batch in feed)
-            told.send((type(error).__name__, str(error), good, feed._attachment.taker._blocks is not None))  # type: ignore[union-attr]
+            good = sum(not wrong_parts(batch) for batch in feed)
+            pipe.send((type(error).__name__, str(error), good, feed._attachment.receiver._device_reader is not None))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Processes that attach to a server: what they do, how they are started, and how they are killed."""
+"""Processes that attach to a server: what they run, and how tests start and kill them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def forking() -> Iterator[None]:
-    """Have a process from which consumers fork, with torch imported; it ends with the tests."""
-    modules = ("attached", "attached_passes", "sharing.joining", "sharing.device_blocks")
-    CONTEXT.set_forkserver_preload(["torch", "uvloop", *(f"aiofeed.{module}" for module in modules), "serve_parts"])
+    """Run a fork server that has imported torch, from which consumers are forked, until the tests end."""
+    modules = (
+        "feeder.attach",
+        "feeder.attached_passes",
+        "processes.serving.connect",
+        "processes.serving.device_reader",
+    )
+    CONTEXT.set_forkserver_preload(
+        ["torch", "uvloop", *(f"aiofeed.{module}" for module in modules), "tests.support.serve_parts"]
+    )
     forkserver.ensure_running()
-    started = CONTEXT.Process(target=nothing)  # its import of torch is waited for here
+    started = CONTEXT.Process(target=nothing)  # waits until the fork server has imported torch
     started.start()
     started.join()
     yield
@@ -35,11 +42,11 @@ def forking() -> Iterator[None]:
 
 
 def nothing() -> None:
-    """For a process that shows that one can be started."""
+    """The target of a process that only shows that one can be started."""
 
 
-def epochs(address: str, told: Connection, count: int, close_early: int = 0) -> None:
-    """Tell what each of some epochs gave; an error by type and text."""
+def epochs(address: str, pipe: Connection, count: int, close_early: int = 0) -> None:
+    """Send the batches of each of some epochs; an error as type and text."""
     try:
         with aiofeed.attach(address) as feed:
             for _ in range(count):
@@ -48,20 +55,20 @@ def epochs(address: str, told: Connection, count: int, close_early: int = 0) -> 
                     seen.append(batch.flatten().tolist())
                     if close_early and len(seen) == close_early:
                         break
-                told.send((feed.epoch, seen))
-        told.send("done")
+                pipe.send((feed.epoch, seen))
+        pipe.send("done")
     except Exception as error:
-        told.send((type(error).__name__, str(error)))
+        pipe.send((type(error).__name__, str(error)))
 
 
 def wait_for(path: str) -> None:
-    """Until a file is there."""
+    """Wait until a file exists."""
     while not os.path.exists(path):
         time.sleep(0.002)
 
 
-def for_ever(address: str, told: Connection, step_s: float, begin: str = "") -> None:
-    """Tell of each batch until killed, or until the server is gone; the first is taken once `begin`, a file, exists."""
+def endlessly(address: str, pipe: Connection, step_s: float, begin: str = "") -> None:
+    """Send each batch until killed or until the server is gone; take the first when the file `begin` exists."""
     try:
         with aiofeed.attach(address) as feed:
             while True:
@@ -69,39 +76,39 @@ def for_ever(address: str, told: Connection, step_s: float, begin: str = "") -> 
                 if begin:
                     wait_for(begin)
                 for batch in iterator:
-                    told.send(batch.flatten().tolist())
+                    pipe.send(batch.flatten().tolist())
                     time.sleep(step_s)
     except Exception as error:
-        told.send((type(error).__name__, str(error)))
+        pipe.send((type(error).__name__, str(error)))
 
 
-def stops(address: str, told: Connection) -> None:
-    """Stop with the first batch; tell, once that is over, how the epoch ends."""
+def stops(address: str, pipe: Connection) -> None:
+    """Stop (SIGSTOP) after the first batch; when continued, send the error with which the epoch ends."""
     with aiofeed.attach(address) as feed:
-        iterator = iter(feed)  # one that is dropped would leave its epoch
+        iterator = iter(feed)  # kept: a dropped iterator leaves its epoch
         next(iterator)
-        told.send("stopping")
+        pipe.send("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
         try:
             for _ in iterator:
                 pass
         except Exception as error:
-            told.send((type(error).__name__, str(error)))
+            pipe.send((type(error).__name__, str(error)))
 
 
-def serves(address: str, told: Connection) -> None:
-    """Serve for ever."""
+def serves(address: str, pipe: Connection) -> None:
+    """Serve endlessly."""
     feeder = aiofeed.Feeder(parts.Numbers(10**7), decode=parts.slow_number, batch_size=4)
     with aiofeed.serve(feeder, address):
-        told.send("serving")
+        pipe.send("serving")
         time.sleep(60.0)
 
 
 class Started:
-    """A process, and what it tells. Close it by ``with``."""
+    """A process, and the pipe from it. Close it by ``with``."""
 
     def __init__(self, target: Any, address: str, *arguments: Any) -> None:
-        self.told, theirs = CONTEXT.Pipe(duplex=False)
+        self.pipe, theirs = CONTEXT.Pipe(duplex=False)
         self.process = CONTEXT.Process(target=target, args=(address, theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
@@ -111,12 +118,12 @@ class Started:
         assert self.process.pid is not None
         return self.process.pid
 
-    def hear(self, limit_s: float = 20.0) -> Any:
-        assert self.told.poll(limit_s), "it says nothing"
-        return self.told.recv()
+    def receive(self, limit_s: float = 20.0) -> Any:
+        assert self.pipe.poll(limit_s), "the process sent nothing"
+        return self.pipe.recv()
 
     def kill(self) -> None:
-        # The fork server may have reaped it already, and not told yet.
+        # The fork server may have reaped it already.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -125,36 +132,36 @@ class Started:
 
     def __exit__(self, *_: object) -> None:
         if self.process.is_alive():
-            # Where it has ended meanwhile, whoever forked it has waited for it.
+            # It may have ended, and been reaped by the fork server.
             with contextlib.suppress(ProcessLookupError):
                 self.kill()
         self.process.join()
         self.process.close()
-        self.told.close()
+        self.pipe.close()
 
 
 def kill_consumers_at_random_moments(count: int, seed: int, folder: Path) -> None:
-    """Kill consumers at random moments while one goes on, which must see every batch in its order.
+    """Kill consumers at random moments, while another one must get every batch in order.
 
     Args:
-        count: how many are killed.
-        seed: of the moments.
-        folder: for the socket.
+        count: How many to kill.
+        seed: Of the random moments.
+        folder: For the socket.
     """
     moments = random.Random(seed)
     address = str(folder / "killed.sock")
     feeder = aiofeed.Feeder(parts.Numbers(4000), decode=parts.number, batch_size=4)
-    with feeder, aiofeed.serve(feeder, address, join="batch") as server, Started(for_ever, address, 0.001) as witness:
-        seen = [witness.hear()]
+    with feeder, aiofeed.serve(feeder, address, join="batch") as server, Started(endlessly, address, 0.001) as witness:
+        seen = [witness.receive()]
         for _ in range(count):
-            with Started(for_ever, address, 0.0005) as victim:
+            with Started(endlessly, address, 0.0005) as victim:
                 deadline = time.monotonic() + moments.random() ** 2 * 0.5
                 while time.monotonic() < deadline:
-                    while witness.told.poll():
-                        seen.append(witness.hear())
+                    while witness.pipe.poll():
+                        seen.append(witness.receive())
                     time.sleep(0.005)
                 victim.kill()
-        seen += [witness.hear() for _ in range(20)]  # the slots of the dead came back: it goes on
+        seen += [witness.receive() for _ in range(20)]  # the slots of the killed consumers were freed
         assert [each.pid for each in server.consumers] == [witness.pid]
         expected = [[4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3] for at in range(1000)]
         assert seen == [expected[at % 1000] for at in range(len(seen))]

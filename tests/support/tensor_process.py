@@ -1,4 +1,4 @@
-"""A process that shares tensors, or attaches to them, and does as it is told on its standard input.
+"""A process that shares tensors, or attaches to them, and executes commands from its standard input.
 
 python tensor_process.py share|attach ADDRESS [fork]
 """
@@ -22,7 +22,7 @@ def main() -> None:
     else:
         tensors = attach_tensors(address, writable=True)
     if "fork" in options and os.fork() == 0:
-        # Closed, because whoever waits for the parent's end waits for the end of its output.
+        # Closed, because a test that waits for the parent's end waits for the end of its output.
         os.close(1)
         os.close(2)
         os.read(0, 1)

@@ -1,4 +1,4 @@
-"""Waiting for other processes, and counting them."""
+"""Waiting for other processes, and listing them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import psutil
 
 
 def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
-    """Wait for a condition of another process, which has no event to wait for; how long it took."""
+    """Wait for a condition of another process, which gives no event to wait for; returns the seconds that took."""
     started = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < limit_s, "it did not come"
+        assert time.monotonic() - started < limit_s, f"the condition did not hold within {limit_s:g} s"
         time.sleep(0.002)
     return time.monotonic() - started
 
@@ -24,7 +24,7 @@ def children() -> list[psutil.Process]:
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     running = []
     for each in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended in the meantime
             if each.pid != tracker and each.status() != psutil.STATUS_ZOMBIE:
                 running.append(each)
     return running

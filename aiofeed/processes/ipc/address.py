@@ -1,14 +1,16 @@
-"""Where a server, or whoever shares tensors, is found: a Unix socket of this user's own.
+"""Addresses: Unix sockets of this user, at which a server or a process with shared tensors listens.
 
-A name stands in a folder of this user's alone; a path stands where it says. Who was killed leaves a socket behind.
-Whether anybody lives there is asked under a lock on the folder, so that of two that start at once one is refused; no
-file is left beside the socket.
+A plain name stands for a socket in a private folder of this user; a path is used as given. A process that was killed
+leaves its socket file behind; the next ``Listener`` replaces it. Whether a socket is dead is checked under a lock on
+the folder, so that of two processes that start at once one is refused; no lock file is left beside the socket.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
+import logging
 import os
 import re
 import socket
@@ -16,29 +18,36 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiofeed.core.errors import FeedError
-from aiofeed.processes.ipc.peers import is_alive, peer_of
+from aiofeed.processes.ipc.peers import Peer, is_alive, peer_of
+from aiofeed.runtime.event_loop import reserve_standard_descriptors
+
+log = logging.getLogger("aiofeed.processes")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-# What sockaddr_un holds, less the zero at its end.
-_MOST_BYTES = 107 if sys.platform == "linux" else 103
+# The size of sun_path in sockaddr_un, without the terminating zero.
+_MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _BACKLOG = 64
 _POLL_S = 0.02
+MAX_CONNECTIONS = 256
+# After a failed accept (no file descriptors left), before the next one.
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
 class AddressKind:
-    """What is found at an address, in words for errors.
+    """What listens at an address, and the texts of errors about it.
 
     Args:
-        suffix: of the socket of a plain name.
-        taken: who is there already, and what to do.
-        absent: that nobody is.
-        ended: that somebody was.
-        start: what would help.
+        suffix: File suffix of the socket of a plain name.
+        taken: Text for an address where one listens already, and what to do.
+        absent: Text for an address where none listens.
+        ended: Text for the socket of a dead one.
+        start: How to start one.
     """
 
     suffix: str
@@ -50,71 +59,71 @@ class AddressKind:
 
 SERVER = AddressKind(
     ".sock",
-    ("a server listens", "attach to it, close it, or give another address"),
+    ("a server listens", "attach to it, close it, or choose another address"),
     "no server listens",
     "the server has ended that listened",
     "start one with aiofeed.serve(feeder, address)",
 )
 TENSORS = AddressKind(
     ".tensors",
-    ("a process shares tensors", "attach_tensors() gives those, and share() takes any other address"),
-    "nobody shares tensors",
+    ("a process shares tensors", "get those with attach_tensors(), or choose another address for share()"),
+    "no process shares tensors",
     "the process has ended that shared tensors",
-    "start that process first: it calls aiofeed.share(tensors, address) and keeps what that returns",
+    "start a process that calls aiofeed.share(tensors, address) and keeps the result",
 )
 
 
 def resolve(address: str | os.PathLike[str], kind: AddressKind) -> Path:
-    """The path of the socket: of a plain name, in this user's private folder.
+    """The path of the socket; that of a plain name is in this user's private folder.
 
     Raises:
-        TypeError, ValueError: it is neither a path nor a plain name, or longer than sockets' paths may be.
-        FeedError: the private folder is somebody else's, or open to others.
+        TypeError, ValueError: The address is neither a path nor a plain name, or is too long for a socket.
+        FeedError: The private folder belongs to another user, or is open to others.
     """
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
         raise TypeError(
             f"address={address!r}: expected a name or the path of a Unix socket, not {type(address).__name__}"
         )
     if not hasattr(socket, "AF_UNIX"):
-        raise ValueError("what processes share needs Unix sockets, which this system lacks")
+        raise ValueError("sharing between processes needs Unix sockets, which this system lacks")
     if "\0" in text or (isinstance(address, str) and os.sep not in text and not _NAME.fullmatch(text)):
         raise ValueError(
             f"address={address!r}: a name has letters, digits, '_', '-' and '.', at most 64; a path has a {os.sep!r}"
         )
-    named = isinstance(address, str) and os.sep not in text
-    path = private_folder() / f"{text}{kind.suffix}" if named else Path(text).absolute()
-    if (nbytes := len(os.fsencode(path))) > _MOST_BYTES:
+    is_name = isinstance(address, str) and os.sep not in text
+    path = private_folder() / f"{text}{kind.suffix}" if is_name else Path(text).absolute()
+    if (nbytes := len(os.fsencode(path))) > _MAX_PATH_BYTES:
         raise ValueError(
-            f"address={address!r}: {path} has {nbytes} bytes, and a socket's path at most {_MOST_BYTES}; "
+            f"address={address!r}: {path} has {nbytes} bytes, and a socket's path at most {_MAX_PATH_BYTES}; "
             f"use a shorter one, or a plain name"
         )
     return path
 
 
 def private_folder() -> Path:
-    """This user's folder of sockets, made where it is missing; the system takes it away with the session or the boot.
+    """This user's folder of sockets; created if missing. The system removes it with the session or at the next boot.
 
     Raises:
-        FeedError: it is somebody else's, or open to others.
+        FeedError: It belongs to another user, or is open to others.
     """
     session = os.environ.get("XDG_RUNTIME_DIR", "")
-    if session and _private(Path(session)):
+    if session and _is_private(Path(session)):
         folder = Path(session) / "aiofeed"
     else:
         folder = Path(tempfile.gettempdir()) / f"aiofeed-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise FeedError(f"the folder {folder} of addresses cannot be made: {error.strerror}") from error
-    if not _private(folder):
+        raise FeedError(f"cannot create the folder {folder} for sockets: {error.strerror}") from error
+    if not _is_private(folder):
         raise FeedError(
             f"{folder} must be a folder of yours that is open to nobody else: remove it, `chmod 700` it, "
-            f"or give the path of a socket elsewhere as the address"
+            f"or use the path of a socket elsewhere as the address"
         )
     return folder
 
 
-def _private(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     try:
         found = folder.lstat()
     except OSError:
@@ -126,17 +135,20 @@ class Listener:
     """A listening socket, open to this user alone. Close it.
 
     Args:
-        path: where; the socket of a dead process is replaced.
-        kind: of what listens.
+        path: Path of the socket; the socket of a dead process is replaced.
+        kind: Kind of the address.
 
     Raises:
-        FeedError: another one is there, or something that is no socket.
+        FeedError: Another process listens there, or the file there is not a socket.
     """
 
     def __init__(self, path: Path, kind: AddressKind) -> None:
         self.path = path
         self._kind = kind
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._accepted: Callable[[socket.socket, Peer], object] | None = None
+        self._connections: Sized = ()
+        self._retry: asyncio.TimerHandle | None = None
+        self.sock = _new_socket()
         try:
             self._bind()
             self.sock.setblocking(False)
@@ -157,15 +169,55 @@ class Listener:
                 self.sock.bind(os.fspath(self.path))
             except OSError as error:
                 raise FeedError(f"no socket can be made at {self.path}: {error.strerror}") from error
-            # Until it listens nobody can connect.
+            # Nobody can connect before `listen`.
             self.path.chmod(0o600)
             self.sock.listen(_BACKLOG)
             self._identity = _identity(self.path)
         finally:
             os.close(folder)
 
+    def start_accepting(self, accepted: Callable[[socket.socket, Peer], object], connections: Sized) -> None:
+        """Accept this user's processes on the running loop.
+
+        Args:
+            accepted: Called with each connected socket, which it owns then.
+            connections: Those that are open; beyond ``MAX_CONNECTIONS`` new ones are refused.
+        """
+        self._accepted, self._connections = accepted, connections
+        asyncio.get_running_loop().add_reader(self.sock.fileno(), self._accept)
+
+    def stop_accepting(self) -> None:
+        """Accept no more connections; on the same loop. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self.sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            sock, _ = self.sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:
+            log.error("cannot accept a connection at %s, next attempt in %g s: %s", self.path, _RETRY_S, error)
+            loop.remove_reader(self.sock.fileno())
+            self._retry = loop.call_later(_RETRY_S, loop.add_reader, self.sock.fileno(), self._accept)
+            return
+        try:
+            peer = peer_of(sock)
+        except OSError:
+            sock.close()  # the peer has gone
+            return
+        if peer.uid != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
+            log.warning("refused a connection of process %d of user %d at %s", peer.pid, peer.uid, self.path)
+            sock.close()
+            return
+        assert self._accepted is not None
+        self._accepted(sock, peer)
+
     def close(self) -> None:
-        """Stop listening, and take the socket away unless another one stands there by now. Idempotent."""
+        """Close the socket and remove its file, unless another process has replaced that. Idempotent."""
         if self.sock.fileno() < 0:
             return
         if self._identity == _identity(self.path):
@@ -174,22 +226,26 @@ class Listener:
 
 
 def check_free(path: Path, kind: AddressKind) -> None:
-    """Raise early what a ``Listener`` would: before gigabytes are copied for nothing.
+    """Raise what ``Listener`` would raise, before data are copied for nothing.
 
     Raises:
-        FeedError: the address is taken.
+        FeedError: The address is taken.
     """
     _is_dead(path, kind)
 
 
 def _is_dead(path: Path, kind: AddressKind) -> bool:
-    """Whether the socket of a dead process is in the way; ``FeedError`` where it is anything else."""
+    """Whether the socket file of a dead process is at the path.
+
+    Raises:
+        FeedError: A process listens there, or the file there is not a socket.
+    """
     try:
         mode = path.lstat().st_mode
     except OSError:
-        return False  # nothing is there, or binding says what is wrong
+        return False  # no such file; or `bind` reports the error
     if not stat.S_ISSOCK(mode):
-        raise FeedError(f"{path} is there already and is no socket: it stays; give another address")
+        raise FeedError(f"{path} exists and is no socket: it is left alone; choose another address")
     pid = 0
     try:
         sock = _open(path)
@@ -198,7 +254,7 @@ def _is_dead(path: Path, kind: AddressKind) -> bool:
         with sock:
             pid = peer_of(sock).pid
     except BlockingIOError:
-        pass  # whoever it is has much to do
+        pass  # a process listens there and is busy
     who, instead = kind.taken
     raise FeedError(f"{who} at {path} already{f' (pid {pid})' if pid else ''}: {instead}")
 
@@ -211,16 +267,21 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def _new_socket() -> socket.socket:
+    reserve_standard_descriptors()
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
 def _open(path: Path) -> socket.socket | None:
-    """A connection to whoever listens there; ``None`` where it is nobody who lives.
+    """Connect to the process that listens at a path; ``None`` if none does, or it is dead.
 
     Raises:
-        BlockingIOError: too many wait to be accepted.
-        FeedError: it is another user's, or cannot be reached.
+        BlockingIOError: Its backlog is full.
+        FeedError: It belongs to another user, or cannot be reached.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _new_socket()
     try:
-        # Not to be held up by one that does not accept: it is there.
+        # Do not wait for a process that does not accept: it is there.
         sock.setblocking(False)
         code = sock.connect_ex(os.fspath(path))
         if code in (errno.ECONNREFUSED, errno.ENOENT):
@@ -233,11 +294,11 @@ def _open(path: Path) -> socket.socket | None:
         peer = peer_of(sock)
         if peer.uid != os.getuid():
             raise FeedError(
-                f"what listens at {path} runs as user {peer.uid}, this process as user {os.getuid()}: "
-                f"give an address of your own"
+                f"the process that listens at {path} runs as user {peer.uid}, this process as user {os.getuid()}: "
+                f"use an address of your own"
             )
         if not is_alive(peer.pid):
-            # A fork of a dead server's still holds its socket.
+            # A fork of the dead process still holds the listening socket.
             sock.close()
             return None
     except BaseException:
@@ -247,10 +308,10 @@ def _open(path: Path) -> socket.socket | None:
 
 
 def connect(path: Path, kind: AddressKind, wait_s: float) -> socket.socket:
-    """A blocking connection to this user's process that listens there; waits, blocking, for it to come.
+    """A blocking connection to this user's process that listens at a path. Blocks until there is one.
 
     Raises:
-        FeedError: nobody came in time, it is another user's, or it cannot be reached.
+        FeedError: There was none within ``wait_s``, it belongs to another user, or it cannot be reached.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -266,5 +327,5 @@ def connect(path: Path, kind: AddressKind, wait_s: float) -> socket.socket:
         time.sleep(_POLL_S)
     waited = f" (waited {wait_s:g} s)" if wait_s else ""
     if busy:
-        raise FeedError(f"whatever listens at {path} takes no more connections{waited}")
+        raise FeedError(f"the process that listens at {path} accepts no more connections{waited}")
     raise FeedError(f"{kind.ended if path.is_socket() else kind.absent} at {path}{waited}: {kind.start}")

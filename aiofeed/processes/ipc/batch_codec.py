@@ -1,4 +1,4 @@
-"""A batch between two processes: its arrays in a slot, the rest as a typed description. No pickle."""
+"""A batch between two processes: arrays in a slot of shared memory, the rest as a tree of typed nodes. No pickle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,94 +14,89 @@ from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple
 from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Plain, Plains, Raw, Table
-from aiofeed.runtime.buffers import BufferLease, Bytes, HostBufferPool, array
+from aiofeed.processes.ipc.schema import (
+    ArrayNode,
+    BytesNode,
+    MappingNode,
+    Node,
+    RecordNode,
+    SequenceNode,
+    ValueNode,
+    ValuesNode,
+)
+from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.tensors import INTEGER_OF_SIZE, in_memory_order, view_as_integers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiofeed.processes.ipc.ring import Slot
+
 _SCALARS = (type(None), bool, int, float, str)
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
-_TABLES: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict"}
-# The module that a script is, in the process that runs it and in one that only imports it.
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict"}
+# A script's module has the first name in the process that runs it, the second in one that only imports it.
 _MAIN = ("__main__", "__mp_main__")
-# It keeps nothing.
-_private = HostBufferPool(0)
-
-
 _DTYPE_KINDS = "biufcSUMm"
-_MOST_DIMENSIONS = 32
+_MAX_DIMENSIONS = 32
 
 
-class Place(Protocol):
-    """Where arrays go: a slot."""
-
-    @property
-    def advice(self) -> str:
-        """The way out for whoever has a batch that cannot be packed."""
-        ...
-
-    def take(self, nbytes: int) -> Bytes:
-        """Memory of the slot."""
-        ...
-
-    def locate(self, memory: NDArray[Any]) -> tuple[int, int] | None:
-        """Segment and offset of what lies in it already."""
-        ...
+# --- encoding ---
 
 
-def encode_batch(batch: Any, slot: Place) -> Node:
-    """The description of a batch, whose arrays stand in the slot afterwards.
+def encode_batch(batch: Any, slot: Slot) -> Node:
+    """Describe a batch. Arrays that are not in the slot yet are copied to it.
 
     Raises:
-        CollateError: something in it cannot be described; the message says what, where, and the way out.
+        CollateError: The batch has a value that cannot be described; the message has its type, its place in the batch
+            and what to do.
     """
-    return _pack(batch, slot, "")
+    return _encode(batch, slot, "")
 
 
-def _pack(value: Any, slot: Place, path: str) -> Node:
+def _encode(value: Any, slot: Slot, path: str) -> Node:
     kind = type(value)
-    if isinstance(value, Leaf):
-        return value  # it lies in device memory already
+    if isinstance(value, ArrayNode):
+        return value  # in device memory, described by the caller
     if kind is HostTensor:
-        return _leaf("tensor", value.memory, value.axes, value.torch_dtype, slot, path)
+        return _encode_array("tensor", value.memory, value.axes, value.torch_dtype, slot, path)
     if kind in _SEQUENCES:
-        if all(_crosses(item) for item in value):
-            return Plains(_SEQUENCES[kind], list(value))
-        return Items(_SEQUENCES[kind], [_pack(item, slot, f"{path}[{at}]") for at, item in enumerate(value)])
-    if kind in _TABLES:
+        if all(_is_plain(item) for item in value):
+            return ValuesNode(_SEQUENCES[kind], list(value))
+        return SequenceNode(_SEQUENCES[kind], [_encode(item, slot, f"{path}[{at}]") for at, item in enumerate(value)])
+    if kind in _MAPPINGS:
         for key in value:
-            if not _crosses(key):
-                raise refusal(f"a dict with the key {key!r}", path, slot.advice)
-        items = [_pack(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
-        return Table(_TABLES[kind], list(value), items)
-    if _crosses(value):
-        return Plain(value)
+            if not _is_plain(key):
+                raise unsupported_value(f"a dict with the key {key!r}", path, slot.advice)
+        items = [_encode(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
+        return MappingNode(_MAPPINGS[kind], list(value), items)
+    if _is_plain(value):
+        return ValueNode(value)
     if kind is bytes:
-        return Raw("bytes", value)
+        return BytesNode("bytes", value)
     if kind is str:
-        return Raw("text", value.encode("utf-8", "surrogatepass"))
+        return BytesNode("text", value.encode("utf-8", "surrogatepass"))
     if is_namedtuple(value):
-        return _named("namedtuple", value, list(value._fields), list(value), slot, path)
+        return _encode_record("namedtuple", value, list(value._fields), list(value), slot, path)
     if is_dataclass_instance(value):
         fields = [field.name for field in dataclasses.fields(value)]
-        return _named("dataclass", value, fields, [getattr(value, name) for name in fields], slot, path)
+        return _encode_record("dataclass", value, fields, [getattr(value, name) for name in fields], slot, path)
     if isinstance(value, np.generic) or kind is np.ndarray:
-        return _leaf("array" if kind is np.ndarray else "scalar", np.asarray(value), None, None, slot, path)
+        return _encode_array("array" if kind is np.ndarray else "scalar", np.asarray(value), None, None, slot, path)
     if hasattr(value, "__torch_function__") and not isinstance(value, type):
         memory, torch_dtype = _tensor_memory(value, slot, path)
-        return _leaf("tensor", memory, None, torch_dtype, slot, path)
-    raise refusal(f"a {kind.__module__}.{kind.__qualname__}", path, slot.advice)
+        return _encode_array("tensor", memory, None, torch_dtype, slot, path)
+    raise unsupported_value(f"a {kind.__module__}.{kind.__qualname__}", path, slot.advice)
 
 
-def _named(kind: str, value: Any, fields: list[str], items: list[Any], slot: Place, path: str) -> Named:
-    of = type(value)
-    packed = [_pack(item, slot, f"{path}.{name}") for name, item in zip(fields, items, strict=True)]
-    return Named(kind, of.__module__, of.__qualname__, fields, packed)
+def _encode_record(kind: str, value: Any, fields: list[str], items: list[Any], slot: Slot, path: str) -> RecordNode:
+    cls = type(value)
+    nodes = [_encode(item, slot, f"{path}.{name}") for name, item in zip(fields, items, strict=True)]
+    return RecordNode(kind, cls.__module__, cls.__qualname__, fields, nodes)
 
 
-def _crosses(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
+    """Whether MessagePack carries a value unchanged."""
     kind: type = type(value)
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
@@ -110,107 +105,111 @@ def _crosses(value: Any) -> bool:
     return kind in _SCALARS
 
 
-def refusal(what: str, path: str, advice: str) -> CollateError:
-    """The error of what cannot be described, with the way out."""
+def unsupported_value(what: str, path: str, advice: str) -> CollateError:
+    """The error for a value that cannot be described; ``advice`` says what to do."""
     at = f" (at batch{path})" if path else ""
     return CollateError(
-        f"{what}{at} cannot be handed from one process to another: what can are tensors, arrays, numbers, texts, bytes "
+        f"{what}{at} cannot be sent to another process, which takes tensors, arrays, numbers, strings, bytes "
         f"and None in lists, tuples, dicts, namedtuples and dataclasses; {advice}"
     )
 
 
-def _tensor_memory(value: Any, slot: Place, path: str) -> tuple[NDArray[Any], str | None]:
+def _tensor_memory(value: Any, slot: Slot, path: str) -> tuple[NDArray[Any], str | None]:
     import torch
 
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-        raise refusal(f"a {type(value).__name__} with layout {value.layout} on {value.device}", path, slot.advice)
+        raise unsupported_value(
+            f"a {type(value).__name__} with layout {value.layout} on {value.device}", path, slot.advice
+        )
     if value.requires_grad or value.is_quantized:
-        raise refusal("a tensor that requires grad or is quantized", path, slot.advice)
+        raise unsupported_value("a tensor that requires grad or is quantized", path, slot.advice)
     tensor = value.resolve_conj().resolve_neg()
     try:
         return tensor.numpy(), None
     except (TypeError, RuntimeError):
-        pass  # a dtype that numpy lacks: its bytes cross under its name
+        pass  # NumPy has no such dtype: its bytes are sent as integers, with the dtype's name
     if tensor.itemsize not in INTEGER_OF_SIZE:
-        raise refusal(f"a tensor of {tensor.dtype}", path, slot.advice)
+        raise unsupported_value(f"a tensor of {tensor.dtype}", path, slot.advice)
     return view_as_integers(tensor).numpy(), str(tensor.dtype).removeprefix("torch.")
 
 
-def _leaf(
-    kind: str, memory: NDArray[Any], axes: Sequence[int] | None, torch_dtype: str | None, slot: Place, path: str
-) -> Leaf:
+def _encode_array(
+    kind: str, memory: NDArray[Any], axes: Sequence[int] | None, torch_dtype: str | None, slot: Slot, path: str
+) -> ArrayNode:
     try:
         plain_dtype(memory.dtype.str)
     except ProtocolError:
-        raise refusal(f"an array of {memory.dtype}", path, slot.advice) from None
-    if memory.nbytes == 0:
-        return Leaf(
-            kind, -1, 0, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype
-        )
-    memory, order = in_memory_order(memory)
-    if order is not None:
-        axes = order
-    place = slot.locate(memory) if memory.flags.c_contiguous else None
-    if place is None:
-        rows = slot.take(memory.nbytes).view(memory.dtype).reshape(memory.shape)
-        np.copyto(rows, memory)
-        place = slot.locate(rows)
-        assert place is not None
-        memory = rows
-    return Leaf(kind, *place, list(memory.shape), memory.dtype.str, None if axes is None else list(axes), torch_dtype)
+        raise unsupported_value(f"an array of {memory.dtype}", path, slot.advice) from None
+    segment, offset = -1, 0
+    if memory.nbytes:
+        memory, order = in_memory_order(memory)
+        axes = order if order is not None else axes
+        found = slot.locate(memory) if memory.flags.c_contiguous else None
+        if found is None:
+            rows = slot.take(memory.nbytes).view(memory.dtype).reshape(memory.shape)
+            np.copyto(rows, memory)
+            found = slot.locate(rows)
+            assert found is not None
+            memory = rows
+        segment, offset = found
+    permutation = None if axes is None else list(axes)
+    return ArrayNode(kind, segment, offset, list(memory.shape), memory.dtype.str, permutation, torch_dtype)
 
 
-def decode_batch(node: Node, take: Callable[[Leaf], Any]) -> Any:
-    """The batch of a description; ``take`` gives what stands for an array.
+# --- decoding ---
+
+
+def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
+    """Rebuild a batch from its description; ``make_array`` gives the leaf of each array.
 
     Raises:
-        WireError: it describes nothing that ``encode_batch`` makes.
+        ProtocolError: The description is none that ``encode_batch`` makes.
     """
-    if isinstance(node, Leaf):
-        return take(node)
-    if isinstance(node, Plain):
+    if isinstance(node, ArrayNode):
+        return make_array(node)
+    if isinstance(node, ValueNode):
         return node.value
-    if isinstance(node, Raw):
-        return node.raw if node.kind == "bytes" else _text(node.raw)
-    if isinstance(node, Plains):
+    if isinstance(node, BytesNode):
+        return node.data if node.kind == "bytes" else _decode_text(node.data)
+    if isinstance(node, ValuesNode):
         return node.values if node.kind == "list" else tuple(node.values)
-    items = [decode_batch(item, take) for item in node.items]
-    if isinstance(node, Items):
+    items = [decode_batch(item, make_array) for item in node.items]
+    if isinstance(node, SequenceNode):
         return items if node.kind == "list" else tuple(items)
-    if isinstance(node, Table):
+    if isinstance(node, MappingNode):
         if len(node.keys) != len(items):
             raise ProtocolError(f"{len(node.keys)} keys for {len(items)} values")
         pairs = dict(zip(node.keys, items, strict=True))
         return pairs if node.kind == "dict" else OrderedDict(pairs)
     if len(node.fields) != len(items):
         raise ProtocolError(f"{len(node.fields)} fields for {len(items)} values")
-    return _rebuild(node, items)
+    return _decode_record(node, items)
 
 
-def _rebuild(node: Named, items: list[Any]) -> Any:
-    kind: Any = _known_class(node)
+def _decode_record(node: RecordNode, items: list[Any]) -> Any:
+    cls: Any = _known_class(node)
     if node.kind == "dataclass":
-        if kind is None or {field.name for field in dataclasses.fields(kind)} != set(node.fields):
+        if cls is None or {field.name for field in dataclasses.fields(cls)} != set(node.fields):
             raise ProtocolError(f"{node.module}.{node.name} is no dataclass of this process with fields {node.fields}")
-        made = object.__new__(kind)
+        made = object.__new__(cls)
         for name, item in zip(node.fields, items, strict=True):
-            # Past __init__ and __post_init__: they ran when the batch was made.
+            # Without __init__ and __post_init__, which have run in the other process.
             object.__setattr__(made, name, item)
         return made
-    if kind is None or list(kind._fields) != node.fields:
-        kind = _namedtuple(node)
-    return kind._make(items)
+    if cls is None or list(cls._fields) != node.fields:
+        cls = _new_namedtuple(node)
+    return cls._make(items)
 
 
-def _namedtuple(node: Named) -> Any:
+def _new_namedtuple(node: RecordNode) -> Any:
     try:
         return namedtuple(node.name.rpartition(".")[2], node.fields)
     except ValueError as error:
-        raise ProtocolError(f"no namedtuple: {error}") from None
+        raise ProtocolError(f"an invalid namedtuple: {error}") from None
 
 
-def _known_class(node: Named) -> type | None:
-    """The class of that name, where this process has it; nothing is imported because a message says so."""
+def _known_class(node: RecordNode) -> type | None:
+    """The class that this process has under that name. Nothing is imported because of a message."""
     for module in _MAIN if node.module in _MAIN else (node.module,):
         found: Any = sys.modules.get(module)
         for name in node.name.split("."):
@@ -222,102 +221,114 @@ def _known_class(node: Named) -> type | None:
     return None
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     try:
-        return raw.decode("utf-8", "surrogatepass")
+        return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise ProtocolError(f"no text: {error}") from None
+        raise ProtocolError(f"an invalid string: {error}") from None
 
 
-def leaves_of(node: Node) -> Iterator[Leaf]:
+def array_nodes(node: Node) -> Iterator[ArrayNode]:
     """The arrays of a description."""
-    if isinstance(node, Leaf):
+    if isinstance(node, ArrayNode):
         yield node
-    elif isinstance(node, Items | Table | Named):
+    elif isinstance(node, SequenceNode | MappingNode | RecordNode):
         for item in node.items:
-            yield from leaves_of(item)
+            yield from array_nodes(item)
 
 
-def in_place(view: NDArray[Any], leaf: Leaf, *, pinned: bool, lease: BufferLease) -> Any:
-    """What stands for an array that a device copies straight from the ring; what stays on the host is copied."""
-    if leaf.kind != "tensor":
-        return copied(view, leaf, lease)
-    return HostTensor(view, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
+# --- the leaf of an array ---
 
 
-def copied(view: NDArray[Any], leaf: Leaf, lease: BufferLease) -> Any:
-    """What stands for an array once the ring is left behind: a copy in memory of the lease."""
-    if leaf.kind == "scalar":
+def leaf_in_slot(view: NDArray[Any], node: ArrayNode, *, pinned: bool) -> Any:
+    """A tensor as it lies in the slot, from which a device copies; an array, which stays on the host, as a copy."""
+    if node.kind != "tensor":
+        return copied_leaf(view, node, None)
+    return HostTensor(view, permutation(node), _torch_dtype(node), pinned=pinned)
+
+
+def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:
+    """A copy of an array or tensor, in memory of the lease; ``None``: in memory of its own."""
+    if node.kind == "scalar":
         return view[()]
-    # Pinned memory is used again once the device has copied from it; what stays on the host is the user's for good.
-    place: BufferLease = lease if leaf.kind == "tensor" or isinstance(lease, HostBufferPool) else _private
-    own = array(place, view.shape, view.dtype) if view.nbytes else np.empty(view.shape, view.dtype)
-    np.copyto(own, view)
-    return as_it_is(own, leaf, pinned=lease.pinned)
+    # Pinned memory is reused once the device has copied from it; an array, which stays on the host, must not be there.
+    if lease is None or not view.nbytes or (node.kind != "tensor" and not isinstance(lease, HostBufferPool)):
+        copy = np.empty(view.shape, view.dtype)
+    else:
+        copy = array(lease, view.shape, view.dtype)
+    np.copyto(copy, view)
+    return leaf_of(copy, node, pinned=lease is not None and lease.pinned)
 
 
-def as_it_is(memory: NDArray[Any], leaf: Leaf, *, pinned: bool = False) -> Any:
-    """What stands for an array or tensor whose memory it is handed over with."""
-    if leaf.kind == "array":
-        axes = axes_of(leaf)
+def leaf_of(memory: NDArray[Any], node: ArrayNode, *, pinned: bool = False) -> Any:
+    """The array or tensor with the given memory, without a copy."""
+    if node.kind == "array":
+        axes = permutation(node)
         return memory if axes is None else memory.transpose(axes)
-    return HostTensor(memory, axes_of(leaf), _torch_dtype(leaf), pinned=pinned)
+    return HostTensor(memory, permutation(node), _torch_dtype(node), pinned=pinned)
 
 
-def axes_of(leaf: Leaf) -> tuple[int, ...] | None:
-    """The permutation from memory to what the user sees; ``None`` for none.
+# --- validation ---
+
+
+def permutation(node: ArrayNode) -> tuple[int, ...] | None:
+    """The permutation from the memory's axes to those of the array; ``None`` for none.
 
     Raises:
-        WireError: it is no permutation of the dimensions.
+        ProtocolError: It is no permutation of the dimensions.
     """
-    if leaf.axes is None:
+    if node.axes is None:
         return None
-    if sorted(leaf.axes) != list(range(len(leaf.shape))):
-        raise ProtocolError(f"axes {leaf.axes} of an array with {len(leaf.shape)} dimensions")
-    return tuple(leaf.axes)
+    if sorted(node.axes) != list(range(len(node.shape))):
+        raise ProtocolError(f"axes {node.axes} of an array with {len(node.shape)} dimensions")
+    return tuple(node.axes)
 
 
-def _torch_dtype(leaf: Leaf) -> str | None:
-    name = leaf.torch_dtype
+def _torch_dtype(node: ArrayNode) -> str | None:
+    name = node.torch_dtype
     if name is None:
         return None
     import torch
 
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(leaf.dtype).itemsize:
-        raise ProtocolError(f"torch_dtype {name!r} for {leaf.dtype}")
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(node.dtype).itemsize:
+        raise ProtocolError(f"torch_dtype {name!r} for {node.dtype}")
     return name
 
 
-def extent(leaf: Leaf) -> tuple[np.dtype[Any], int]:
+def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
     """The dtype of an array's memory, and its size in bytes.
 
     Raises:
-        WireError: it is no plain array.
+        ProtocolError: The dtype or the shape is not valid.
     """
-    dtype = plain_dtype(leaf.dtype)
-    if len(leaf.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in leaf.shape):
-        raise ProtocolError(f"an array of shape {leaf.shape}")
+    dtype = plain_dtype(node.dtype)
+    if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
+        raise ProtocolError(f"an array of shape {node.shape}")
     count = 1
-    for size in leaf.shape:
+    for size in node.shape:
         count *= size
     return dtype, count * dtype.itemsize
 
 
 def empty_array(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array of no bytes.
+    """An array of 0 bytes.
 
     Raises:
-        WireError: there is none of this shape.
+        ProtocolError: NumPy refuses the shape.
     """
     try:
         return np.empty(shape, dtype)
-    except ValueError as error:  # though it has no bytes, its other dimensions may be too many
+    except ValueError as error:  # NumPy multiplies the other dimensions, too
         raise ProtocolError(f"an array of shape {shape}: {error}") from None
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:
-    """A dtype of plain bytes; ``ProtocolError`` for any other."""
+    """The dtype of a string.
+
+    Raises:
+        ProtocolError: It is no dtype of plain bytes.
+    """
     try:
         dtype = np.dtype(text)
     except (TypeError, ValueError, SyntaxError) as error:

@@ -1,8 +1,8 @@
-"""Device memory that two processes have: CUDA's interprocess handles, as torch gives them. All that knows CUDA is here.
+"""Device memory in several processes: CUDA's interprocess handles, through torch. Only this module calls CUDA's IPC.
 
-torch counts who has a storage open, in memory of its own, and keeps a storage that its owner has dropped until the
-last one has let go; it also makes the event after which the memory may be read. What it cannot do is to keep the
-memory of a process that has ended.
+torch keeps a reference count of each exported storage in shared memory, and keeps a storage that its owner has dropped
+until the last process has closed it. It also creates the event after which the memory may be read. The memory of a
+process that has ended is gone.
 """
 
 from __future__ import annotations
@@ -22,49 +22,47 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend, Stream
 
 
-# cudaIpcEventHandle_t; opening what is no handle is not defined.
+# Size of cudaIpcEventHandle_t; to open anything else is undefined behaviour.
 _EVENT_BYTES = 64
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-# Streams are for good, as those of copies are.
+# One stream per device for the whole process, never destroyed, like the streams of copies.
 _streams: dict[torch.device, Any] = {}
 _streams_lock = threading.Lock()
 
 
 class HandleError(Exception):
-    """Device memory cannot be handed on, or opened, here; the message says why."""
+    """Device memory cannot be exported or opened in this process; the message says why."""
 
 
 class DeviceHandles(Protocol):
-    """What is asked of a device whose memory is shared."""
+    """Exports and opens tensors' storages, for ``share`` and ``attach_tensors``."""
 
     def holds(self, tensor: torch.Tensor, /) -> bool:
-        """Whether a tensor lies in memory of this kind."""
+        """Whether a tensor is in memory of this kind of device."""
         ...
 
     def identity(self, tensor: torch.Tensor, /) -> str:
-        """What the device of a tensor is called in every process."""
+        """The name of a tensor's device, the same in every process."""
         ...
 
-    def settle(self, tensor: torch.Tensor, /) -> None:
-        """Wait until what is queued on a tensor's device is done."""
+    def synchronize(self, tensor: torch.Tensor, /) -> None:
+        """Wait until the work queued on a tensor's device has completed."""
         ...
 
     def export(self, tensor: torch.Tensor, /) -> DeviceMemoryHandle:
-        """The handle of a tensor's storage, for one process to open; ``HandleError`` where there is none."""
+        """A handle of a tensor's storage, for one process; ``HandleError`` if it cannot be exported."""
         ...
 
     def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None, /) -> torch.UntypedStorage:
-        """The storage of a handle; ``HandleError`` where it cannot be opened, or is not on the wanted device."""
+        """The storage of a handle; ``HandleError`` if it cannot be opened or is not on the wanted device."""
         ...
 
     def forget(self, handle: DeviceMemoryHandle, /) -> None:
-        """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that. Once."""
+        """Take back the export of a handle that no process has opened or will open. Once per handle."""
         ...
 
     def find(self, identity: str, /) -> torch.device | None:
-        """The device of that identity, or else any of its kind; ``None`` where there is none."""
+        """The device of that identity, or else another of its kind; ``None`` if there is none."""
         ...
 
 
@@ -72,23 +70,23 @@ class CudaHandles:
     """CUDA IPC."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a CUDA tensor."""
+        """Whether a tensor is on a CUDA device."""
         return tensor.device.type == "cuda"
 
     def identity(self, tensor: torch.Tensor) -> str:
-        """The UUID of its device: indices depend on CUDA_VISIBLE_DEVICES."""
+        """The UUID of the device; its index depends on CUDA_VISIBLE_DEVICES."""
         return _uuid(tensor.device.index)
 
-    def settle(self, tensor: torch.Tensor) -> None:
-        """Whoever opens it then waits for nothing."""
+    def synchronize(self, tensor: torch.Tensor) -> None:
+        """Wait for the device, so that processes that open the tensor need not wait."""
         import torch
 
         torch.cuda.synchronize(tensor.device)
 
     def export(self, tensor: torch.Tensor) -> DeviceMemoryHandle:
-        """A handle and one count. Expandable segments, some containers and some drivers have none."""
+        """Export with one reference. Not possible for expandable segments, in some containers, with some drivers."""
         identity = _uuid(tensor.device.index)
-        storage: Any = tensor.untyped_storage()  # the method is there, but torch's stubs leave it out
+        storage: Any = tensor.untyped_storage()  # torch's stubs lack the method
         if storage.nbytes() == 0:
             return DeviceMemoryHandle(identity, b"", 0, 0, b"", 0, b"", False)
         try:
@@ -98,18 +96,18 @@ class CudaHandles:
         return DeviceMemoryHandle(identity, allocation, nbytes, offset, counter, counter_offset, event, event_needed)
 
     def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
-        """Map the allocation; the current stream waits for the event, where that is needed."""
+        """Map the allocation; the current stream waits for the event if that is needed."""
         try:
-            return _opened(handle, wanted)
+            return _open_storage(handle, wanted)
         except HandleError:
             self.forget(handle)
             raise
-        except RuntimeError as error:  # in a fork of a process that had begun to use CUDA, for one
+        except RuntimeError as error:  # for example in a fork of a process that used CUDA
             self.forget(handle)
             raise HandleError(first_line(error)) from error
 
     def forget(self, handle: DeviceMemoryHandle) -> None:
-        """Take back the count of one export. Once: torch takes one below zero for a large one, and keeps the memory."""
+        """Take back the reference of one export. A second call would make torch's unsigned count wrap around."""
         import torch
 
         if not handle.counter:
@@ -118,10 +116,10 @@ class CudaHandles:
         try:
             untyped._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
         except (RuntimeError, NotImplementedError, AttributeError):
-            pass  # without CUDA there is no such call, and the owner's memory is kept until it ends
+            pass  # this torch has no CUDA: the memory stays until the process that owns it ends
 
     def find(self, identity: str) -> torch.device | None:
-        """By UUID; else the current device."""
+        """The device with that UUID, else the current one."""
         import torch
 
         if not torch.cuda.is_available():
@@ -130,14 +128,14 @@ class CudaHandles:
             index = _index(identity)
             return torch.device("cuda", torch.cuda.current_device() if index is None else index)
         except RuntimeError:
-            return None  # there is one, but not for this process, which is a fork
+            return None  # a fork of a process that used CUDA cannot use it
 
 
-class CudaSlots:
-    """CUDA's memory and interprocess events for slots of a ring; see ``SharedDevice``.
+class CudaSharedDevice:
+    """CUDA memory and interprocess events, as ``SharedDevice`` describes them.
 
     Args:
-        device: with an index.
+        device: A CUDA device with an index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +147,7 @@ class CudaSlots:
         return _uuid(self._device.index)
 
     def stream(self) -> Any:
-        """One per device for the process."""
+        """One stream per device for the whole process."""
         import torch
 
         cuda: Any = torch.cuda  # in part without types
@@ -159,54 +157,54 @@ class CudaSlots:
             return _streams[self._device]
 
     def holds(self, value: object) -> bool:
-        """Whether it is a tensor on this GPU."""
+        """Whether a value is a tensor on this GPU."""
         import torch
 
         return isinstance(value, torch.Tensor) and value.device == self._device
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of torch's allocator, whose blocks CUDA exports."""
+        """Memory of torch's caching allocator, which CUDA can export."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def export(self, memory: torch.Tensor) -> DeviceMemoryHandle:
-        """A handle and one count, for one process."""
+        """A handle with one reference, for one process."""
         import torch
 
         if torch.version.hip is not None:
-            # github.com/ROCm/hip/issues/3778: they count as complete once they are recorded.
+            # github.com/ROCm/hip/issues/3778: other processes see an event as complete as soon as it is recorded.
             raise HandleError("ROCm's events do not tell other processes when work is complete")
-        if (name := _expandable()) is not None:
-            # Some versions of torch export these by descriptors, which not every container lets through.
-            raise HandleError(f"{name} sets expandable_segments, whose memory is not exported here")
+        if (name := _expandable_segments()) is not None:
+            # Some versions of torch export them by descriptors, which not every container allows.
+            raise HandleError(f"{name} sets expandable_segments, whose memory aiofeed does not export")
         return self._handles.export(memory)
 
     def open(self, handle: DeviceMemoryHandle) -> torch.Tensor:
-        """Map the allocation. Nothing waits: not for the event of the export either."""
+        """Map the allocation without waiting for the event of the export."""
         import torch
 
         if handle.nbytes < 1:
             raise HandleError(f"a handle of {handle.nbytes} bytes")
-        # `filled` tells when it may be read. A stream that waits for torch's event would wait for ever if the server
-        # were killed before that is complete.
+        # The event `filled` of a block tells when it may be read. A stream that waits for torch's event would never
+        # continue if the server were killed before that is complete.
         storage = self._handles.open(msgspec.structs.replace(handle, event_needed=False), self._device)
         empty: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
         return cast("torch.Tensor", empty.set_(storage, 0, (handle.nbytes,), (1,)))
 
     def forget(self, handle: DeviceMemoryHandle) -> None:
-        """Take back the count of one export."""
+        """Take back the reference of one export."""
         self._handles.forget(handle)
 
     def event(self) -> Any:
-        """An event of torch's own class, interprocess and without timing."""
+        """An interprocess event of torch, without timing."""
         import torch
 
         cuda: Any = torch.cuda
         return cuda.Event(interprocess=True)
 
     def export_event(self, event: Any) -> bytes:
-        """CUDA's handle. An event that was never recorded is made on the current device, so that is set."""
+        """CUDA's handle. torch creates an unrecorded event on the current device, so this sets the device."""
         import torch
 
         cuda: Any = torch.cuda
@@ -217,7 +215,7 @@ class CudaSlots:
             raise HandleError(first_line(error)) from error
 
     def open_event(self, handle: bytes) -> Any:
-        """The event of another process, to be recorded and waited for as one of this process's."""
+        """The event of another process, which this process can record and query."""
         import torch
 
         if len(handle) != _EVENT_BYTES:
@@ -229,20 +227,20 @@ class CudaSlots:
             raise HandleError(first_line(error)) from error
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A kernel or a copy on the current stream."""
+        """Queue a copy on the current stream."""
         target.copy_(source, non_blocking=True)
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
-        """The memory belongs to the current stream."""
+        """Queue a copy on the current stream, to which its memory belongs."""
         return source.clone()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """torch waits for the current stream, and for no other."""
+        """Copy to host memory; waits for the current stream only."""
         return tensor.cpu()
 
 
-def _expandable() -> str | None:
-    """The variable that asks for memory without handles."""
+def _expandable_segments() -> str | None:
+    """The environment variable that sets expandable segments, whose memory has no handles."""
     for name in _ALLOCATOR_SETTINGS:
         if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
             return name
@@ -262,7 +260,7 @@ def _index(uuid: str) -> int | None:
     return next((index for index in range(count) if _uuid(index) == uuid), None)
 
 
-def _opened(handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
+def _open_storage(handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
     import torch
 
     if handle.nbytes < 0 or handle.offset < 0 or handle.counter_offset < 0:
@@ -273,7 +271,7 @@ def _opened(handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.Un
     if index is None:
         raise HandleError(f"GPU {handle.device} is not visible to this process")
     if wanted is not None and wanted != torch.device("cuda", index):
-        raise HandleError(f"the tensors lie on cuda:{index}, and {wanted} was asked for")
+        raise HandleError(f"the tensors are on cuda:{index}, and {wanted} was requested")
     untyped: Any = torch.UntypedStorage
     if handle.nbytes == 0:
         return cast("torch.UntypedStorage", untyped(0, device=torch.device("cuda", index)))
@@ -292,15 +290,15 @@ def _opened(handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.Un
 
 
 def first_line(error: Exception) -> str:
-    """What is said of an error; CUDA's go on with advice for whoever debugs torch."""
+    """The first line of an error's message; CUDA's errors continue with advice for debugging torch."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class SharedEvent(Protocol):
-    """An event that two processes know."""
+    """An event that several processes can use."""
 
     def record(self, stream: Stream, /) -> Any:
-        """Complete once everything queued on the stream so far is."""
+        """Mark the event to complete when everything queued on the stream so far has completed."""
         ...
 
     def query(self) -> bool:
@@ -309,17 +307,17 @@ class SharedEvent(Protocol):
 
 
 class SharedDevice(Protocol):
-    """A device backend's memory and events, as other processes of the machine may use them.
+    """A device backend's memory and events, as other processes of the machine can use them.
 
-    A device backend of your own has them by a method ``interprocess()`` that returns one of these.
+    A device backend of your own supports this by a method ``interprocess()`` that returns one.
     """
 
     def identity(self) -> str:
-        """What the device is called in every process, at most 128 letters."""
+        """The device's name, the same in every process; at most 128 characters."""
         ...
 
     def stream(self) -> Stream:
-        """A stream for filling slots: one for the whole process, and not the one of copies from the host."""
+        """The stream that fills blocks: one per process, and not the stream of copies from the host."""
         ...
 
     def holds(self, value: object, /) -> bool:
@@ -327,31 +325,31 @@ class SharedDevice(Protocol):
         ...
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        """uint8 [nbytes] of device memory, for work on the current stream; ``RuntimeError`` where there is no more."""
+        """uint8 [nbytes] of device memory for work on the current stream; ``RuntimeError`` if there is not enough."""
         ...
 
     def export(self, memory: torch.Tensor, /) -> DeviceMemoryHandle:
-        """The handle of what ``allocate`` gave, for one process; ``HandleError`` where there is none."""
+        """A handle of memory from ``allocate``, for one process; ``HandleError`` if it cannot be exported."""
         ...
 
     def open(self, handle: DeviceMemoryHandle, /) -> torch.Tensor:
-        """Another process's memory, uint8 [nbytes]; ``HandleError`` where it cannot be opened."""
+        """Another process's memory, uint8 [nbytes]; ``HandleError`` if it cannot be opened."""
         ...
 
     def forget(self, handle: DeviceMemoryHandle, /) -> None:
-        """Nobody has opened, or will open, what ``export`` gave this handle for: it is not kept for that."""
+        """Take back the export of a handle that no process has opened or will open."""
         ...
 
     def event(self) -> SharedEvent:
-        """An event to be exported."""
+        """A new event that can be exported."""
         ...
 
     def export_event(self, event: SharedEvent, /) -> bytes:
-        """Its handle, for any process; ``HandleError`` where there is none."""
+        """A handle of an event, for any process; ``HandleError`` if it cannot be exported."""
         ...
 
     def open_event(self, handle: bytes, /) -> SharedEvent:
-        """Another process's event; ``HandleError`` where it cannot be opened."""
+        """Another process's event; ``HandleError`` if it cannot be opened."""
         ...
 
     def put(self, target: torch.Tensor, source: torch.Tensor, /) -> None:
@@ -359,18 +357,18 @@ class SharedDevice(Protocol):
         ...
 
     def clone(self, source: torch.Tensor, /) -> torch.Tensor:
-        """Queue a copy to memory of this process's own on the current stream; strides are kept where dense."""
+        """Queue a copy to this process's own memory on the current stream; dense strides are preserved."""
         ...
 
     def to_host(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """A copy in host memory, after what the current stream has queued. Blocks."""
+        """A copy in host memory, after the work of the current stream. Blocks."""
         ...
 
 
 def shared_device(backend: DeviceBackend) -> SharedDevice | None:
-    """What of a backend other processes can use; ``None`` for one whose memory stays its process's."""
+    """A backend's memory and events for other processes; ``None`` if its memory cannot be shared."""
     interprocess = getattr(backend, "interprocess", None)
     if interprocess is not None:
         shared: SharedDevice = interprocess()
         return shared
-    return CudaSlots(backend.device) if backend.device.type == "cuda" else None
+    return CudaSharedDevice(backend.device) if backend.device.type == "cuda" else None

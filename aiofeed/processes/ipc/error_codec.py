@@ -1,4 +1,4 @@
-"""Errors between processes: type by name, message and traceback as text. Nothing is unpickled, nothing is imported."""
+"""Exceptions between processes: the type by name, message and traceback as text. Nothing is unpickled or imported."""
 
 from __future__ import annotations
 
@@ -10,72 +10,77 @@ from aiofeed.core import errors
 from aiofeed.core.errors import FeedError, SampleError, WorkerDiedError
 from aiofeed.processes.ipc.schema import ErrorMessage, Scalar
 
-_MOST_TEXT = 16_000
-_MOST_CAUSES = 8
-_OURS = "aiofeed"
+_MAX_TEXT = 16_000
+_MAX_CAUSES = 8
+_MAX_NOTES = 8
+# Every public error of aiofeed reports the package as its module.
+_PACKAGE = "aiofeed"
 
 
 def describe(error: BaseException, depth: int = 0) -> ErrorMessage:
-    """An error as it crosses; what is longer than anybody reads is cut."""
+    """Describe an exception and its causes; long texts are shortened."""
     kind = type(error)
     cause = error.__cause__
     sample = error if isinstance(error, SampleError) else None
     return ErrorMessage(
         kind=f"{kind.__module__}.{kind.__qualname__}",
-        message=_raw(_text_of(error)),
-        arguments=_arguments(error),
-        key=None if sample is None else _raw(sample.key),
+        message=_to_bytes(_text_of(error)),
+        arguments=_plain_arguments(error),
+        key=None if sample is None else _to_bytes(sample.key),
         index=None if sample is None else sample.index,
         stage=None if sample is None else sample.stage,
-        notes=[_raw(str(note)) for note in getattr(error, "__notes__", ())[:_MOST_CAUSES]],
-        traceback=_raw("".join(traceback.format_tb(error.__traceback__))),
-        cause=describe(cause, depth + 1) if cause is not None and depth < _MOST_CAUSES else None,
+        notes=_notes(error),
+        traceback=_to_bytes("".join(traceback.format_tb(error.__traceback__))),
+        cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CAUSES else None,
     )
 
 
-def rebuild(failure: ErrorMessage) -> Exception:
-    """The error on this side: ours and Python's own by their types, any other as a ``FeedError`` that names it.
+def rebuild(message: ErrorMessage, depth: int = 0) -> Exception:
+    """Make the exception of a description. Never raises.
 
-    The traceback that it had on the other side is in its notes.
+    Errors of aiofeed and of Python keep their types; any other becomes a ``FeedError`` that names its type. The
+    traceback of the other process is added as a note.
     """
-    error = _instance(failure)
-    for note in failure.notes:
-        error.add_note(_told(note))
-    if failure.traceback:
-        error.add_note(f"in the engine's process:\n{_told(failure.traceback).rstrip()}")
-    if failure.cause is not None:
-        error.__cause__ = rebuild(failure.cause)
+    error = _instance(message)
+    for note in message.notes:
+        error.add_note(_to_text(note))
+    if message.traceback:
+        error.add_note(f"in the other process:\n{_to_text(message.traceback).rstrip()}")
+    if message.cause is not None and depth < _MAX_CAUSES:
+        error.__cause__ = rebuild(message.cause, depth + 1)
     return error
 
 
-def _instance(failure: ErrorMessage) -> Exception:
-    message = _told(failure.message)
-    module, _, name = failure.kind.rpartition(".")
-    if module == _OURS:
+def _instance(message: ErrorMessage) -> Exception:
+    text = _to_text(message.message)
+    module, _, name = message.kind.rpartition(".")
+    if module == _PACKAGE:
         kind: Any = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, SampleError) and failure.key is not None:
-            return kind(message, key=_told(failure.key), index=failure.index or 0, stage=failure.stage or "")
+        if isinstance(kind, type) and issubclass(kind, SampleError) and message.key is not None:
+            return kind(text, key=_to_text(message.key), index=message.index or 0, stage=message.stage or "")
         if isinstance(kind, type) and issubclass(kind, FeedError) and not issubclass(kind, SampleError):
             if kind is WorkerDiedError:
-                return WorkerDiedError(message, _status(failure))
-            return kind(message)
+                return WorkerDiedError(text, _exit_status(message))
+            return kind(text)
     if module == "builtins":
         kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        # Raised in an iterator, these two would end the consumer's loop silently.
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (StopIteration, StopAsyncIteration):
             try:
-                return kind(*(failure.arguments if failure.arguments is not None else [message]))
-            except TypeError:  # one that takes other arguments than texts (UnicodeDecodeError)
+                error: Exception = kind(*(message.arguments if message.arguments is not None else [text]))
+                return error
+            except Exception:  # noqa: BLE001 - its constructor wants other arguments (UnicodeDecodeError, ExceptionGroup)
                 pass
-    return FeedError(f"{failure.kind}: {message}" if message else failure.kind)
+    return FeedError(f"{message.kind}: {text}" if text else message.kind)
 
 
-def _status(failure: ErrorMessage) -> int | None:
-    """The exit status that stands behind the message."""
-    status = failure.arguments[1] if failure.arguments is not None and len(failure.arguments) == 2 else None
+def _exit_status(message: ErrorMessage) -> int | None:
+    """The exit status of a ``WorkerDiedError``, which is sent as the second argument."""
+    status = message.arguments[1] if message.arguments is not None and len(message.arguments) == 2 else None
     return status if type(status) is int else None
 
 
-def _arguments(error: BaseException) -> list[Scalar] | None:
+def _plain_arguments(error: BaseException) -> list[Scalar] | None:
     arguments: tuple[Any, ...] = error.args
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         arguments = (error.errno, error.strerror, error.filename)
@@ -86,26 +91,31 @@ def _arguments(error: BaseException) -> list[Scalar] | None:
             return None
         if isinstance(value, int) and abs(value) >> 63:
             return None
-        if isinstance(value, str) and (len(value) > _MOST_TEXT or _raw(value) != value.encode("utf-8", "replace")):
+        if isinstance(value, str) and (len(value) > _MAX_TEXT or _to_bytes(value) != value.encode("utf-8", "replace")):
             return None
     return list(arguments)
 
 
-def _text_of(error: BaseException) -> str:
+def _text_of(error: object) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - the user's __str__; the error matters more than its words
+    except BaseException:  # noqa: BLE001 - a user's __str__ may raise anything, SystemExit included
         return ""
 
 
-def _raw(text: str) -> bytes:
-    if len(text) > _MOST_TEXT:
-        text = f"{text[: _MOST_TEXT // 2]} [...] {text[-_MOST_TEXT // 2 :]}"
+def _notes(error: BaseException) -> list[bytes]:
+    notes = getattr(error, "__notes__", ())
+    return [_to_bytes(_text_of(note)) for note in notes[:_MAX_NOTES]] if isinstance(notes, list | tuple) else []
+
+
+def _to_bytes(text: str) -> bytes:
+    if len(text) > _MAX_TEXT:
+        text = f"{text[: _MAX_TEXT // 2]} [...] {text[-_MAX_TEXT // 2 :]}"
     return text.encode("utf-8", "surrogatepass")
 
 
-def _told(raw: bytes) -> str:
+def _to_text(data: bytes) -> str:
     try:
-        return raw.decode("utf-8", "surrogatepass")
+        return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        return raw.decode("utf-8", "replace")
+        return data.decode("utf-8", "replace")

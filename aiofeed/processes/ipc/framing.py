@@ -1,7 +1,7 @@
-"""Messages over a Unix socket: framed, bounded, with descriptors beside them. Nothing here knows what they say.
+"""Framed messages over a Unix socket, with file descriptors: ``Connection`` on an event loop, ``request`` blocking.
 
-A frame is its length and its number of descriptors, 4 bytes each, then the payload. Descriptors travel as SCM_RIGHTS
-with the first byte of their frame, so they are there when it is complete.
+A frame is the length of its payload and its number of descriptors, 4 bytes each, then the payload. Descriptors travel
+as SCM_RIGHTS with the first byte of their frame, so they have arrived when the frame is complete.
 """
 
 from __future__ import annotations
@@ -12,29 +12,36 @@ import logging
 import os
 import socket
 import struct
+import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 log = logging.getLogger("aiofeed.processes")
 
-# A plan takes 16 bytes a sample, a batch's description a few hundred: this is room for four million samples.
+# A plan takes 16 bytes per sample, the description of a batch a few hundred bytes: room for four million samples.
 MAX_MESSAGE_BYTES = 64 << 20
-# Linux passes 253 at a time. A batch needs one or two, and those of its memory that are known need none.
+# Linux passes 253 in one call. A batch needs one or two for new segments, and none for known ones.
 MAX_DESCRIPTORS = 64
 _READ_BYTES = 256 * 1024
 _HEADER = struct.Struct("<II")
-_INT = array.array("i").itemsize
+_INT_BYTES = array.array("i").itemsize
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+# Without it, writing to a closed connection kills a process that has `signal(SIGPIPE, SIG_DFL)`. macOS has the socket
+# option SO_NOSIGPIPE instead.
+_NO_SIGPIPE = getattr(socket, "MSG_NOSIGNAL", 0)
+_SO_NOSIGPIPE = 0x1022
 
 
 class ProtocolError(Exception):
-    """What arrived is no message of ours."""
+    """The peer sent something that is not a valid message."""
 
 
 class Framer:
-    """Bytes in, frames out; it never holds more than one frame and a read. No I/O.
+    """Splits a stream of bytes into frames. It buffers at most one frame and one read. No I/O.
 
     Args:
-        limit_bytes: longest payload that is accepted.
+        limit_bytes: The longest payload that is accepted.
     """
 
     def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -42,22 +49,17 @@ class Framer:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        """The frames that ``data`` completes: payload and number of descriptors.
+        """Yield the frames that ``data`` completes, each as payload and number of descriptors.
 
         Raises:
-            WireError: a frame is longer than allowed or claims too many descriptors; those before it were given.
+            ProtocolError: A frame is too long or has too many descriptors. The frames before it have been yielded.
         """
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 nbytes, descriptors = _HEADER.unpack_from(self._buffer, start)
-                if nbytes > self._limit_bytes:
-                    raise ProtocolError(f"a message of {nbytes} bytes; at most {self._limit_bytes} are accepted")
-                if descriptors > MAX_DESCRIPTORS:
-                    raise ProtocolError(
-                        f"a message with {descriptors} descriptors; at most {MAX_DESCRIPTORS} are accepted"
-                    )
+                _check_header(nbytes, descriptors, self._limit_bytes)
                 end = start + _HEADER.size + nbytes
                 if len(self._buffer) < end:
                     break
@@ -74,15 +76,15 @@ def frame(payload: bytes, descriptors: int = 0) -> bytes:
 
 
 class Connection:
-    """One end of a connection, on a running loop. Neither ``send`` nor what it calls ever blocks.
+    """One end of a connection, on the running event loop. No method blocks.
 
     Args:
-        sock: a connected Unix stream socket; it is closed with the wire.
-        received: called with each payload and its descriptors; it may raise ``ProtocolError``. It takes the descriptors
-            that it keeps out of the list; the others are closed.
-        lost: called once, when the other end is gone (``None``) or has sent what is no message.
-        limit_bytes: longest payload that is accepted.
-        limit_descriptors: how many may have arrived before the payload that they belong to.
+        sock: A connected Unix stream socket; closed with the connection.
+        received: Called with each payload and its descriptors; may raise ``ProtocolError``. It removes the descriptors
+            that it uses from the list; the others are closed.
+        lost: Called once, when the peer has closed the connection (``None``) or sent an invalid message (the error).
+        limit_bytes: The longest payload that is accepted.
+        limit_descriptors: How many may arrive ahead of their payload.
     """
 
     def __init__(
@@ -102,60 +104,62 @@ class Connection:
         self._arrived: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._closed = self._deaf = False
+        self._closed = self._peer_stopped_reading = False
         sock.setblocking(False)
+        disable_sigpipe(sock)
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Queue one message. The descriptors are closed once they are on their way; nothing happens once closed."""
-        if self._closed or self._deaf:
-            _close_all(descriptors)
+        """Queue one message. The descriptors are closed once they are sent. Does nothing on a closed connection."""
+        if self._closed or self._peer_stopped_reading:
+            close_all(descriptors)
             return
         self._unsent.append((memoryview(frame(payload, len(descriptors))), list(descriptors)))
         if len(self._unsent) == 1:
             self._on_writable()
 
     def close(self) -> None:
-        """Close the connection; ``lost`` is not called for it. Idempotent."""
+        """Close the connection; ``lost`` is not called. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._loop.remove_reader(self._sock.fileno())
         self._drop_unsent()
         try:
-            # A fork of this process may still hold the connection.
+            # A fork of this process may still have the socket open.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other end was faster
+            pass  # the peer has closed it
         self._sock.close()
-        _close_all(self._arrived)
+        close_all(self._arrived)
         self._arrived.clear()
 
     @property
     def unsent(self) -> int:
-        """Messages that are not on their way yet."""
+        """Messages in the send queue."""
         return len(self._unsent)
 
     def _drop_unsent(self) -> None:
         self._loop.remove_writer(self._sock.fileno())
         for _, descriptors in self._unsent:
-            _close_all(descriptors)
+            close_all(descriptors)
         self._unsent.clear()
 
     def _on_writable(self) -> None:
         while self._unsent:
             data, descriptors = self._unsent[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             try:
-                sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else self._sock.send(data)
+                sent = self._sock.sendmsg([data], rights, _NO_SIGPIPE)
             except (BlockingIOError, InterruptedError):
                 self._loop.add_writer(self._sock.fileno(), self._on_writable)
                 return
             except OSError:
-                # Nobody reads it any more; what the other end said before is still to be read, up to its end.
-                self._deaf = True
+                # The peer reads no more. Messages that it sent before are still read, up to the end of the stream.
+                self._peer_stopped_reading = True
                 self._drop_unsent()
                 return
-            _close_all(descriptors)
+            close_all(descriptors)
             if sent < len(data):
                 self._unsent[0] = (data[sent:], [])
             else:
@@ -164,38 +168,37 @@ class Connection:
 
     def _on_readable(self) -> None:
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(
-                _READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            )
+            data = _receive(self._sock, _READ_BYTES, self._arrived)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self._end(None)
             return
-        self._arrived.extend(_descriptors(ancillary))
+        except ProtocolError as error:
+            self._refuse(error)
+            return
         if not data:
             self._end(None)
             return
         try:
-            if flags & socket.MSG_CTRUNC:
-                raise ProtocolError(
-                    "a message with more descriptors than it may have, or than `ulimit -n` lets this process open"
-                )
             if len(self._arrived) > self._limit_descriptors:
                 raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
             for payload, count in self._framer.feed(data):
                 if count > len(self._arrived):
-                    raise ProtocolError(f"a message that lacks {count - len(self._arrived)} of its {count} descriptors")
+                    raise ProtocolError(f"{count - len(self._arrived)} of a message's {count} descriptors are missing")
                 descriptors = [self._arrived.popleft() for _ in range(count)]
                 try:
                     self._received(payload, descriptors)
                 finally:
-                    _close_all(descriptors)
+                    close_all(descriptors)
                 if self._closed:
                     return
-        except Exception as error:  # noqa: BLE001 - memory that cannot be mapped, say; whoever waits must hear of it
-            log.error("a message was refused and its connection closed: %s", error)
-            self._end(error)
+        except Exception as error:  # noqa: BLE001 - memory that cannot be mapped, for example; `lost` must report it
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        log.error("refused a message and closed its connection: %s", error)
+        self._end(error)
 
     def _end(self, error: Exception | None) -> None:
         if not self._closed:
@@ -203,16 +206,88 @@ class Connection:
             self._lost(error)
 
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _INT])
-    for descriptor in found:
-        os.set_inheritable(descriptor, False)
-    return found.tolist()
+def request(
+    sock: socket.socket,
+    payload: bytes,
+    *,
+    timeout_s: float,
+    limit_bytes: int = MAX_MESSAGE_BYTES,
+    limit_descriptors: int = MAX_DESCRIPTORS,
+) -> tuple[bytes, list[int]]:
+    """Send one message on a blocking socket and wait for the answer.
+
+    It reads the answer and not a byte more, so the socket can be given to a ``Connection`` afterwards.
+
+    Returns:
+        The payload of the answer, and its descriptors, which the caller closes.
+
+    Raises:
+        TimeoutError: No complete answer arrived within ``timeout_s``.
+        ConnectionError: The peer closed the connection.
+        ProtocolError: The answer is too long, or its descriptors do not match.
+    """
+    deadline = time.monotonic() + timeout_s
+    descriptors: list[int] = []
+    try:
+        sock.settimeout(timeout_s)
+        send_message(sock, payload)
+        nbytes, count = _HEADER.unpack(_receive_exactly(sock, _HEADER.size, descriptors, deadline))
+        _check_header(nbytes, count, limit_bytes, limit_descriptors)
+        answer = _receive_exactly(sock, nbytes, descriptors, deadline)
+        if len(descriptors) != count:
+            raise ProtocolError(f"a message with {len(descriptors)} descriptors that announces {count}")
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return answer, descriptors
 
 
-def _close_all(descriptors: Sequence[int] | deque[int]) -> None:
+def send_message(sock: socket.socket, payload: bytes) -> None:
+    """Send one message on a blocking socket."""
+    disable_sigpipe(sock)
+    sock.sendall(frame(payload), _NO_SIGPIPE)
+
+
+def disable_sigpipe(sock: socket.socket) -> None:
+    """Let a write to a closed connection raise BrokenPipeError even if SIGPIPE has its default action (macOS)."""
+    if sys.platform == "darwin":
+        sock.setsockopt(socket.SOL_SOCKET, _SO_NOSIGPIPE, 1)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close file descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _check_header(nbytes: int, descriptors: int, limit_bytes: int, limit_descriptors: int = MAX_DESCRIPTORS) -> None:
+    if nbytes > limit_bytes:
+        raise ProtocolError(f"a message of {nbytes} bytes; at most {limit_bytes} are accepted")
+    if descriptors > limit_descriptors:
+        raise ProtocolError(f"a message with {descriptors} descriptors; at most {limit_descriptors} are accepted")
+
+
+def _receive_exactly(sock: socket.socket, nbytes: int, descriptors: list[int], deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = _receive(sock, nbytes - len(data), descriptors)
+        if not part:
+            raise ConnectionError("the peer closed the connection")
+        data += part
+    return bytes(data)
+
+
+def _receive(sock: socket.socket, nbytes: int, descriptors: list[int] | deque[int]) -> bytes:
+    """Receive up to ``nbytes``; descriptors are appended to the list, also if this raises."""
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
+    data, ancillary, flags, _ = sock.recvmsg(nbytes, space, _CLOSE_ON_EXEC)
+    for level, kind, rights in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found = array.array("i", rights[: len(rights) - len(rights) % _INT_BYTES])
+            descriptors.extend(found)
+            for descriptor in found:
+                os.set_inheritable(descriptor, False)
+    if flags & socket.MSG_CTRUNC:
+        raise ProtocolError("more descriptors than a message may have, or than `ulimit -n` lets this process open")
+    return data

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, as the kernel says it, and word of that process's end."""
+"""The process at the other end of a Unix socket: its identity, as the kernel reports it, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,14 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiofeed.core.errors import FeedError, WorkerDiedError
-from aiofeed.devices.backend import Event
-from aiofeed.processes.ipc.cuda_ipc import SharedEvent
-
-# How often processes are looked at where the kernel does not tell of their end.
-LOOK_S = 0.25
-# PF_EXITING of Linux.
-_EXITING = 0x4
-
-
-# How soon, and then how seldom, an event is looked at again.
-_FIRST_LOOK_S = 20e-6
-_LOOK_S = 1e-3
+# Interval of the checks on systems without pidfd.
+POLL_S = 0.25
+# PF_EXITING, include/linux/sched.h.
+_PF_EXITING = 0x4
 
 
 @dataclass(frozen=True)
@@ -35,8 +25,8 @@ class Peer:
     """The process at the other end.
 
     Args:
-        pid: its number when it connected (or began to listen); 0 where that is not known.
-        uid: its user.
+        pid: Its process id when it connected (or began to listen); 0 if unknown.
+        uid: Its user id.
     """
 
     pid: int
@@ -44,10 +34,10 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Who is at the other end of a connected Unix socket.
+    """The process at the other end of a connected Unix socket.
 
     Raises:
-        OSError: the kernel does not say.
+        OSError: The kernel does not report it.
     """
     if hasattr(socket, "SO_PEERCRED"):
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -64,7 +54,7 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that is not known is taken to."""
+    """Whether a process exists. True for the unknown process id 0."""
     if not pid:
         return True
     try:
@@ -76,153 +66,94 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def exiting(pid: int) -> bool:
-    """Whether a process has begun to end, as far as the system tells.
+def is_exiting(pid: int) -> bool:
+    """Whether a process has begun to exit; False if the system does not tell.
 
-    It lets go of its devices in the middle of that, and is known to have ended only afterwards.
+    A process closes its devices in the middle of its exit; its pidfd becomes readable only at the end of it.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return False  # no such file system; or ended altogether, which others tell
+        return False  # no /proc; or the process is gone, which `is_alive` and the pidfd tell
     state, *rest = stat[stat.rindex(b")") + 2 :].split()
-    return state in (b"Z", b"X") or bool(int(rest[5]) & _EXITING)
+    return state in (b"Z", b"X") or bool(int(rest[5]) & _PF_EXITING)
 
 
-class ProcessWatch:
-    """Word of a process's end, though somebody else, a fork of its, holds its connection open. On a running loop.
+class ProcessMonitor:
+    """Tells whether a process runs, and calls back when it ends; through a pidfd on Linux.
+
+    An open connection to the process does not tell: a fork of the process may hold it open.
 
     Args:
-        pid: the process; 0: nobody is watched.
-        ended: called once, when it has.
+        pid: The process. 0 (unknown) and this process itself are not monitored and count as running.
     """
 
-    def __init__(self, pid: int, ended: Callable[[], object]) -> None:
+    def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._ended = ended
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._lock = threading.Lock()
         self._descriptor = -1
-        if not pid or pid == os.getpid():
+        self._ended = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._unmonitored = pid in (0, os.getpid())
+        if self._unmonitored or not hasattr(os, "pidfd_open"):
             return
-        if hasattr(os, "pidfd_open"):
-            try:
-                self._descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._loop.call_soon(self._fire)
-                return
-            except OSError:
-                pass  # no room for one, or an older kernel
-        if self._descriptor >= 0:
-            self._loop.add_reader(self._descriptor, self._fire)
-        else:
-            self._look()
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended = True
+        except OSError:
+            pass  # too many descriptors, or an older kernel: `is_alive` is asked instead
 
-    def _look(self) -> None:
+    def alive(self) -> bool:
+        """Whether the process has neither ended nor begun to exit. For any thread. False once closed."""
+        with self._lock:
+            if not self._ended and not self._unmonitored:
+                if self._descriptor >= 0:
+                    poll = select.poll()
+                    poll.register(self._descriptor, select.POLLIN)
+                    self._ended = bool(poll.poll(0)) or is_exiting(self._pid)
+                else:
+                    self._ended = not is_alive(self._pid) or is_exiting(self._pid)
+            return not self._ended
+
+    def call_at_end(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once on the running loop when the process has ended."""
+        self._loop = asyncio.get_running_loop()
+        if self._ended:
+            self._loop.call_soon(self._report, callback)
+        elif self._descriptor >= 0:
+            self._loop.add_reader(self._descriptor, self._report, callback)
+        elif not self._unmonitored:
+            self._poll(callback)
+
+    def _poll(self, callback: Callable[[], object]) -> None:
+        if self._loop is None:
+            return
         if is_alive(self._pid):
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(POLL_S, self._poll, callback)
         else:
-            self._fire()
+            self._report(callback)
 
-    def _fire(self) -> None:
-        ended, self._ended = self._ended, _nothing
-        self.close()
-        ended()
+    def _report(self, callback: Callable[[], object]) -> None:
+        if self._loop is not None:
+            self._stop_calling()
+            self._ended = True
+            callback()
 
-    def close(self) -> None:
-        """Watch no more; idempotent."""
-        self._ended = _nothing
+    def _stop_calling(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
         if self._timer is not None:
             self._timer.cancel()
         if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
-
-
-def _nothing() -> None:
-    pass
-
-
-class ProcessLiveness:
-    """Tells of a process's life as it is now, not as of its last message.
-
-    Where the server dies, its device may drop what it had queued, or complete events whose work was never done. So an
-    event of a copy proves that the copy is right only if the server is seen to live after the event was complete.
-
-    Args:
-        pid: the process.
-        died: makes the error to raise.
-    """
-
-    def __init__(self, pid: int, died: Callable[[], FeedError]) -> None:
-        self._pid = pid
-        self._died = died
-        self._lock = threading.Lock()
-        self._descriptor = -1
-        self._settled = self._ended = False
-        if hasattr(os, "pidfd_open"):
-            try:
-                self._descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._ended = True
-            except OSError:
-                pass  # no room for one, or an older kernel: a signal's number then asks
-
-    def alive(self) -> bool:
-        """Whether the process has not ended, nor begun to."""
-        with self._lock:
-            if self._ended or self._descriptor < 0:
-                self._ended = self._ended or not is_alive(self._pid)
-            else:
-                poll = select.poll()
-                poll.register(self._descriptor, select.POLLIN)
-                self._ended = bool(poll.poll(0)) or exiting(self._pid)
-            return not self._ended
-
-    def check(self) -> None:
-        """Raise where it has ended, unless all that was copied is known to be right."""
-        if not self._settled and not self.alive():
-            raise self._died()
-
-    def wait(self, event: Event | SharedEvent, limit_s: float | None = None) -> None:
-        """Wait until work on its memory is complete, and known to be right. For threads of aiofeed's own.
-
-        An event whose server has died may never be complete, so it is looked at and not waited for.
-
-        Raises:
-            WorkerDiedError: the process has ended.
-            TimeoutError: it took longer than ``limit_s``.
-        """
-        pause_s, deadline = _FIRST_LOOK_S, None if limit_s is None else time.monotonic() + limit_s
-        while not self._complete(event):
-            self.check()
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S)
-        self.check()
-
-    def _complete(self, event: Event | SharedEvent) -> bool:
-        try:
-            return event.query()
-        except RuntimeError:
-            self.check()  # the server has died, and what it had with it: that is what is to be heard of
-            raise
-
-    def settle(self) -> None:
-        """All that was copied is right, and nothing is copied any more: from here on the process may end."""
-        self._settled = True
+            loop.remove_reader(self._descriptor)
 
     def close(self) -> None:
-        """Ask no more; idempotent."""
+        """Stop monitoring: no callback comes any more. On the loop that ``call_at_end`` was called on. Idempotent."""
+        self._stop_calling()
         with self._lock:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def died(path: object, pid: int) -> WorkerDiedError:
-    """The error of a server that ended without a word."""
-    who = f" (pid {pid})" if pid else ""
-    return WorkerDiedError(f"the server at {path}{who} has died: start it again, and attach again")

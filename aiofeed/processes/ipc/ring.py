@@ -1,4 +1,4 @@
-"""The trainer's end of the ring: the segments that an engine process puts batches in, mapped here."""
+"""The ring of shared-memory slots: ``SlotPool`` writes batches into slots, ``Ring`` maps and reads them."""
 
 from __future__ import annotations
 
@@ -7,76 +7,66 @@ import itertools
 import logging
 import os
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.processes.ipc.batch_codec import empty_array, extent
-from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import Leaf, NewSegment
-from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, adopt, create
+from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, empty_array
+from aiofeed.processes.ipc.framing import ProtocolError, close_all
+from aiofeed.processes.ipc.schema import ArrayNode, NewSegment
+from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
+from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.runtime.buffers import Bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.ipc.passing import Passable
 
 log = logging.getLogger("aiofeed.processes")
 
-
-# Registered memory that nothing refers to any more. The collector only appends here (a C function).
-_unused: deque[tuple[Callable[[Bytes], object], Any]] = deque()
-# Below this a batch is copied out of the ring by the loop itself: a millisecond or two, less than handing it to a
-# thread and back takes while a training step holds the GIL. A larger one would keep the loop from what others say.
+# Batches up to this size are copied on the loop: a millisecond or two, less than a thread takes to start on it while a
+# training step holds the GIL. Larger ones are copied in a thread, so that the loop can process other messages.
 INLINE_BYTES = 16 << 20
 # Vector loads, and the rows of DMA engines.
 _ALIGNMENT = 64
-# How fast the size of an extraordinary batch is forgotten.
+# Per batch, how fast the size of an unusually large batch is forgotten.
 _DECAY = 0.95
+# In place of a descriptor that was sent to the only reader.
+_SENT = -1
+# Memory that is registered with a device: how to unregister it, and its mapping, which must outlive that.
+_registered: DropTracker[tuple[Callable[[Bytes], object], Any]] = DropTracker()
+
+
+# --- reading ---
 
 
 class Ring:
-    """The trainer's end: the segments of one engine process, mapped, and registered with the device once.
+    """The segments of another process, mapped here, and registered with a device once.
 
     Args:
-        backend: the device that copies from them; ``None`` for none.
-        passable: is told of them.
+        backend: The device that copies from them; ``None`` for none.
     """
 
-    def __init__(self, backend: DeviceBackend | None = None, passable: Passable | None = None) -> None:
+    def __init__(self, backend: DeviceBackend | None = None) -> None:
         self._segments: dict[int, Segment] = {}
-        self._passable = passable
-        self._passed: dict[int, int] = {}
         self._register: Callable[[Bytes], object] | None = getattr(backend, "register", None)
         self._unregister: Callable[[Bytes], object] | None = getattr(backend, "unregister", None)
         self.pinned = self._register is not None
 
-    def learn(self, segments: Sequence[NewSegment], descriptors: list[int]) -> None:
-        """Map what is new; its descriptors are taken out of the list.
+    def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int]) -> None:
+        """Map new segments; their descriptors are removed from the list and closed.
 
         Raises:
-            WireError: a segment is not what was announced.
+            ProtocolError: A segment is not as announced.
         """
         if len(segments) != len(descriptors):
             raise ProtocolError(f"{len(segments)} segments with {len(descriptors)} descriptors")
         for new in segments:
             if new.number in self._segments:
-                raise ProtocolError(f"segment {new.number} is known already")
-            another = None if self._passable is None else os.dup(descriptors[0])
-            try:
-                segment = adopt(new.number, new.nbytes, descriptors.pop(0))
-            except BaseException:
-                if another is not None:
-                    os.close(another)
-                raise
-            self._segments[new.number] = segment
-            if self._passable is not None and another is not None:
-                self._passed[new.number] = self._passable.add(segment, another)
+                raise ProtocolError(f"segment {new.number} is already mapped")
+            segment = self._segments[new.number] = open_segment(new.number, new.nbytes, descriptors.pop(0))
             if self._register is not None and self._unregister is not None:
                 self._pin(segment, self._register, self._unregister)
 
@@ -86,77 +76,65 @@ class Ring:
         release_unused()
         try:
             register(segment.memory)
-        except Exception as error:  # noqa: BLE001 - whatever the driver says, pageable memory is slower and right
+        except Exception as error:  # noqa: BLE001 - whatever the driver raises, pageable memory is slower and correct
             self.pinned, self._register = False, None
             log.warning("shared memory cannot be pinned (%s): copies to the device will be slower", str(error))
             return
-        # What the finalizer holds keeps the mapping, whose address the driver knows, until it has been told.
-        kept = segment.memory.base
-        weakref.finalize(segment.memory, _unused.append, (unregister, kept)).atexit = False
+        # The mapping stays until the driver, which knows its address, has unregistered it.
+        _registered.watch(segment.memory, (unregister, segment.memory.base))
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Let go of segments that are not used any more."""
+    def unmap(self, numbers: Iterable[int]) -> None:
+        """Forget segments that are not written again; what refers to their memory keeps it mapped."""
         for number in numbers:
-            if self._passable is not None and (passed := self._passed.pop(number, None)) is not None:
-                self._passable.drop(passed)
             self._segments.pop(number, None)
 
     def close(self) -> None:
-        """Let go of all of them."""
-        self.forget(list(self._segments))
+        """Forget all segments."""
+        self._segments.clear()
 
-    def size(self, number: int) -> int:
-        """Bytes of a segment; 0 of one that is not known."""
+    def segment_bytes(self, number: int) -> int:
+        """Size of a segment; 0 of an unknown one."""
         segment = self._segments.get(number)
         return 0 if segment is None else segment.nbytes
 
-    def spoiled(self, number: int) -> bool:
-        """Whether a segment was passed on to somebody who may still read it, though nobody hears of that any more."""
-        passed = self._passed.get(number)
-        return self._passable is not None and passed is not None and self._passable.spoiled(passed)
-
     def mapping(self, number: int) -> Any:
-        """What stands behind a segment's memory, for an owner of one's own; see ``lending.py``.
+        """The mmap of a segment, for a second ndarray that owns its memory.
 
         Raises:
-            WireError: it is not known.
+            ProtocolError: The segment is unknown.
         """
         segment = self._segments.get(number)
         if segment is None:
-            raise ProtocolError(f"there is no segment {number} in the ring")
+            raise ProtocolError(f"the ring has no segment {number}")
         return segment.memory.base
 
-    def view(self, leaf: Leaf, memory: Bytes | None = None) -> NDArray[Any]:
-        """The array of a leaf, as it lies in the ring; of ``memory``, where that is another owner of its segment.
+    def view(self, node: ArrayNode, memory: Bytes | None = None) -> NDArray[Any]:
+        """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
 
         Raises:
-            WireError: it does not lie within its segment, or is no plain array.
+            ProtocolError: It does not lie within its segment, or its dtype or shape is not valid.
         """
-        dtype, nbytes = extent(leaf)
+        dtype, nbytes = dtype_and_nbytes(node)
         if nbytes == 0:
-            return empty_array(leaf.shape, dtype)
-        segment = self._segments.get(leaf.segment)
-        if segment is None or leaf.offset < 0 or leaf.offset + nbytes > segment.nbytes:
-            raise ProtocolError(f"{nbytes} bytes at {leaf.offset} of segment {leaf.segment} do not lie in the ring")
+            return empty_array(node.shape, dtype)
+        segment = self._segments.get(node.segment)
+        if segment is None or node.offset < 0 or node.offset + nbytes > segment.nbytes:
+            raise ProtocolError(f"{nbytes} bytes at {node.offset} of segment {node.segment} do not lie in the ring")
         memory = segment.memory if memory is None else memory
-        return memory[leaf.offset : leaf.offset + nbytes].view(dtype).reshape(leaf.shape)
+        return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
 
 
 def release_unused() -> None:
-    """Tell devices of registered memory that is not used any more, and unmap it."""
-    while True:
-        try:
-            unregister, mapping = _unused.popleft()
-        except IndexError:
-            return
+    """Unregister and unmap device-registered memory that nothing refers to any more."""
+    for unregister, mapping in _registered.collected():
         try:
             unregister(np.frombuffer(mapping, np.uint8))
-        except Exception as error:  # noqa: BLE001 - the device is beyond use, and this is only tidying up
+        except Exception as error:  # noqa: BLE001 - the device has failed; its memory goes with the process
             log.debug("shared memory could not be unregistered: %s", error)
 
 
 class RingLease:
-    """A slot that a device copies from: given back once it has."""
+    """A slot that a device copies from. ``free`` is called on the loop when the copy has completed."""
 
     pinned = True
 
@@ -165,90 +143,125 @@ class RingLease:
         self._free: Callable[[], object] | None = free
 
     def take(self, nbytes: int) -> Bytes:
-        """Nothing is put into it on this side."""
+        """Never called: the batch is in the slot already."""
         raise NotImplementedError
 
     def give_back(self) -> None:
-        """Every copy from it has completed, or none was ever issued; from any thread. Idempotent."""
+        """Every copy from the slot has completed, or none was issued. For any thread. Idempotent."""
         free, self._free = self._free, None
         if free is not None:
             try:
                 self._loop.call_soon_threadsafe(free)
             except RuntimeError:
-                pass  # the loop is closed, and the process with it
+                pass  # the loop is closed, and the process that owns the slot is gone
 
 
-class SlotMemory:
-    """The engine process's end: shared memory for batches, made as needed and used again.
+# --- writing ---
+
+
+class SlotPool:
+    """Shared memory for batches, created as needed and reused.
 
     Args:
-        keep: free segments kept; those unused the longest go first.
+        keep: Free segments that are kept; beyond that those unused the longest are retired.
+        advice: What to do about a batch that cannot be described.
+        single_reader: Whether one process reads the slots, so that a descriptor need not be kept once it was sent.
     """
 
-    advice = 'make collate_fn (or the decoder) return those, or use engine="thread"'
-
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, advice: str, *, single_reader: bool) -> None:
+        self.advice = advice
         self._keep = keep
+        self._single_reader = single_reader
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._free: list[Segment] = []
-        self._typical = 0.0
-        self._unsent: dict[int, int] = {}
-        self._retired: list[int] = []
+        self._typical_bytes = 0.0
+        # Descriptors of all segments but the retired ones.
+        self._descriptors: dict[int, int] = {}
 
     def lease(self) -> Slot:
         """The slot of one batch."""
         return Slot(self)
 
     def take(self, nbytes: int) -> Segment:
-        """A segment of at least ``nbytes``: the smallest that is free, or a new one with room for a whole batch."""
+        """A segment of at least ``nbytes``: the smallest free one, or a new one with room for a whole batch."""
         with self._lock:
             fitting = [segment for segment in self._free if segment.nbytes >= nbytes]
             if fitting:
                 segment = min(fitting, key=lambda each: each.nbytes)
                 self._free.remove(segment)
                 return segment
-            # The odd bytes behind the rows, targets say, find room in the same segment.
-            segment, descriptor = create(next(self._numbers), max(nbytes, int(self._typical)) + GRAIN // 2)
-            self._unsent[segment.number] = descriptor
+            # Half a grain more: small arrays beside the rows, such as targets, fit into the same segment.
+            nbytes = max(nbytes, int(self._typical_bytes)) + GRAIN // 2
+            segment, descriptor = create_segment(next(self._numbers), nbytes)
+            self._descriptors[segment.number] = descriptor
             return segment
 
     def put_back(self, segments: Sequence[Segment], used: int) -> None:
-        """The slot is free again; ``used`` bytes of it had been."""
+        """Reuse the segments of a slot, of which ``used`` bytes were in use."""
         with self._lock:
-            self._typical = max(float(used), self._typical * _DECAY)
+            self._typical_bytes = max(float(used), self._typical_bytes * _DECAY)
             self._free.extend(segments)
             while len(self._free) > self._keep:
                 self._retire(self._free.pop(0))
 
     def throw_away(self, segments: Sequence[Segment]) -> None:
-        """Somebody may still read them: they are not used again."""
+        """Never write these segments again: a process may still read them."""
         with self._lock:
             for segment in segments:
                 self._retire(segment)
 
     def _retire(self, segment: Segment) -> None:
-        if (descriptor := self._unsent.pop(segment.number, None)) is None:
-            self._retired.append(segment.number)
-        else:
+        if (descriptor := self._descriptors.pop(segment.number, _SENT)) != _SENT:
             os.close(descriptor)
 
-    def introduce(self, segments: Sequence[Segment]) -> tuple[list[NewSegment], list[int], list[int]]:
-        """Those that the trainer does not know yet, their descriptors, and the numbers it may forget."""
+    def introduce(self, segments: Sequence[Segment], known: set[int]) -> tuple[list[NewSegment], list[int], list[int]]:
+        """What a reader has to learn before it reads a slot with these segments.
+
+        Args:
+            segments: The segments of the slot.
+            known: Numbers of the segments that this reader has mapped; updated.
+
+        Returns:
+            The new segments, their descriptors (to be closed by the caller), and the numbers to unmap.
+
+        Raises:
+            OSError: No descriptors are left.
+        """
+        new: list[NewSegment] = []
+        descriptors: list[int] = []
         with self._lock:
-            new = [segment for segment in segments if segment.number in self._unsent]
-            descriptors = [self._unsent.pop(segment.number) for segment in new]
-            retired, self._retired = self._retired, []
-        return [NewSegment(segment.number, segment.nbytes) for segment in new], descriptors, retired
+            retired = sorted(known - self._descriptors.keys())
+            try:
+                for segment in segments:
+                    if segment.number not in known:
+                        descriptor = self._descriptors[segment.number]
+                        descriptors.append(descriptor if self._single_reader else os.dup(descriptor))
+                        new.append(NewSegment(segment.number, segment.nbytes))
+            except OSError:
+                close_all(descriptors)
+                raise
+            if self._single_reader:
+                self._descriptors.update((each.number, _SENT) for each in new)
+        known.difference_update(retired)
+        known.update(each.number for each in new)
+        return new, descriptors, retired
+
+    def close(self) -> None:
+        """Close the descriptors; processes that have mapped the segments keep them."""
+        with self._lock:
+            self._free.clear()
+            close_all(each for each in self._descriptors.values() if each != _SENT)
+            self._descriptors.clear()
 
 
 class Slot:
-    """The memory of one batch: a segment, and more where it turns out not to be enough."""
+    """The memory of one batch: a segment, and further ones if the first is too small."""
 
     pinned = False
 
-    def __init__(self, memory: SlotMemory) -> None:
-        self._memory = memory
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
         self._lock = threading.Lock()
         self.segments: list[Segment] = []
         self._next = 0
@@ -256,15 +269,15 @@ class Slot:
 
     @property
     def advice(self) -> str:
-        """The way out for whoever has a batch that cannot stand in a slot."""
-        return self._memory.advice
+        """What to do about a batch that cannot be described."""
+        return self._pool.advice
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of the slot."""
         with self._lock:
             if not self.segments or self._next + nbytes > self.segments[-1].nbytes:
-                # As large as all before it: however many arrays a first batch has, its segments are few.
-                self.segments.append(self._memory.take(max(nbytes, self.used)))
+                # As large as all before it, so that a first batch of many arrays has few segments.
+                self.segments.append(self._pool.take(max(nbytes, self.used)))
                 self._next = 0
             start = self._next
             self._next = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT
@@ -272,22 +285,18 @@ class Slot:
             return self.segments[-1].memory[start : start + nbytes]
 
     def locate(self, memory: NDArray[Any]) -> tuple[int, int] | None:
-        """Segment and offset of a C-contiguous array; ``None`` where it lies elsewhere."""
+        """Segment number and offset of a C-contiguous array; ``None`` if it is not in the slot."""
         address = memory.__array_interface__["data"][0]
         for segment in self.segments:
             if segment.address <= address and address + memory.nbytes <= segment.address + segment.nbytes:
                 return segment.number, address - segment.address
         return None
 
-    def give_back(self, again: bool = True) -> None:
-        """Nobody writes it any more, and where it may be used ``again`` nobody reads it. Idempotent."""
+    def give_back(self, reusable: bool = True) -> None:
+        """Free the slot; idempotent. ``reusable``: no process reads its memory any more, so it may be written again."""
         with self._lock:
             segments, self.segments = self.segments, []
-        if segments and again:
-            self._memory.put_back(segments, self.used)
+        if segments and reusable:
+            self._pool.put_back(segments, self.used)
         elif segments:
-            self._memory.throw_away(segments)
-
-    def discard(self) -> None:
-        """Somebody may read it of whom nothing more is heard: its memory is not written again. Idempotent."""
-        self.give_back(again=False)
+            self._pool.throw_away(segments)

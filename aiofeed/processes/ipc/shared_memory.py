@@ -1,8 +1,8 @@
-"""Shared memory without a name: made by one process, passed on as a descriptor, gone with the last that maps it.
+"""Shared memory without a name: created by one process, passed on as a descriptor, freed with its last mapping.
 
-On Linux it is a memfd, sealed so that it cannot shrink under whoever maps it: an access is never a bus error. Where
-there are only named segments (macOS), the name lives for as long as it takes to open and unlink it, under a lock. One
-that is found while the lock is held was left by a crash in between, and is swept: it can be nobody else's.
+On Linux it is a memfd, sealed so that it cannot shrink while another process has it mapped; otherwise an access could
+raise SIGBUS. Systems with only named segments (macOS): the name exists while the segment is opened and unlinked, under
+a lock. A segment found under that name while the lock is held was left by a crash, and is removed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from aiofeed.core.formatting import format_bytes
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
+from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
+# Segments are multiples of this size.
 GRAIN = 64 * 1024
-_SHM = Path("/dev/shm")  # where Linux keeps named segments; macOS keeps them nowhere that can be seen
+_SHM = Path("/dev/shm")  # named segments on Linux; macOS does not show them in the file system
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +35,9 @@ class Segment:
     """Mapped shared memory.
 
     Args:
-        number: what its owner calls it.
-        memory: all of its bytes.
-        address: where they are mapped.
+        number: Its number in the process that created it.
+        memory: All of its bytes.
+        address: Address of the mapping.
     """
 
     number: int
@@ -48,20 +50,20 @@ class Segment:
         return self.memory.nbytes
 
 
-def create(number: int, nbytes: int) -> tuple[Segment, int]:
-    """New memory of at least ``nbytes``, and the descriptor to pass on.
+def create_segment(number: int, nbytes: int) -> tuple[Segment, int]:
+    """Create a segment of at least ``nbytes``; also returns its descriptor.
 
     Raises:
-        FeedError: there is no room for it; the message has the figures.
+        FeedError: There is not enough memory; the message has the figures.
     """
     nbytes = -(-nbytes // GRAIN) * GRAIN
     free = machine.free_memory()
     if nbytes > free:
         raise FeedError(
-            f"a batch needs {format_bytes(nbytes)} of shared memory, and {format_bytes(free)} are left to this machine "
-            f"or container; make batches smaller, or raise the container's memory limit"
+            f"a batch needs {format_bytes(nbytes)} of shared memory, and this machine or container has "
+            f"{format_bytes(free)} left; make batches smaller, or raise the container's memory limit"
         )
-    descriptor = anonymous(nbytes)
+    descriptor = anonymous_memory(nbytes)
     try:
         return _map(number, descriptor, nbytes), descriptor
     except BaseException:
@@ -69,25 +71,26 @@ def create(number: int, nbytes: int) -> tuple[Segment, int]:
         raise
 
 
-def adopt(number: int, nbytes: int, descriptor: int) -> Segment:
-    """Map memory that another process has made; the descriptor is closed.
+def open_segment(number: int, nbytes: int, descriptor: int) -> Segment:
+    """Map a segment that another process has created, and close its descriptor.
 
     Raises:
-        WireError: it is not as large as was said, or may shrink.
+        ProtocolError: It is smaller than ``nbytes``, or could shrink.
     """
     try:
         size = os.fstat(descriptor).st_size
         if nbytes < 1 or size < nbytes:
-            raise ProtocolError(f"a segment of {size} bytes where {nbytes} were announced")
-        if hasattr(os, "memfd_create") and not _sealed(descriptor):
-            raise ProtocolError("a segment that may shrink while it is read")
+            raise ProtocolError(f"a segment has {size} bytes and was announced with {nbytes}")
+        if hasattr(os, "memfd_create") and not _is_sealed(descriptor):
+            raise ProtocolError("a segment is not sealed against shrinking")
         return _map(number, descriptor, nbytes)
     finally:
         os.close(descriptor)
 
 
-def anonymous(nbytes: int) -> int:
-    """A descriptor of ``nbytes`` of shared memory without a name."""
+def anonymous_memory(nbytes: int) -> int:
+    """Create ``nbytes`` of shared memory without a name; returns its descriptor."""
+    reserve_standard_descriptors()
     return _memfd(nbytes) if hasattr(os, "memfd_create") else _unlinked(nbytes)
 
 
@@ -107,10 +110,10 @@ def _memfd(nbytes: int) -> int:
     return descriptor
 
 
-def _sealed(descriptor: int) -> bool:
+def _is_sealed(descriptor: int) -> bool:
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # no memfd
+    except OSError:  # not a memfd
         return False
 
 
@@ -121,7 +124,8 @@ class _NamedMemory(Protocol):
 
 
 def _unlinked(nbytes: int) -> int:
-    import _posixshmem  # type: ignore[import-not-found]  # the only way there is; multiprocessing.shared_memory stands on it and keeps the name
+    # multiprocessing.shared_memory uses the same module, and keeps the name.
+    import _posixshmem  # type: ignore[import-not-found]
 
     named = cast("_NamedMemory", _posixshmem)
     name = segment_name()
@@ -129,7 +133,7 @@ def _unlinked(nbytes: int) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            named.shm_unlink(name)  # left by a crash between the two lines below: the lock is ours
+            named.shm_unlink(name)  # left by a crash between the two calls below; the lock excludes any other process
         except FileNotFoundError:
             pass
         descriptor = named.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -137,7 +141,7 @@ def _unlinked(nbytes: int) -> int:
     finally:
         os.close(lock)
     try:
-        _reserve(descriptor, nbytes)
+        _allocate(descriptor, nbytes)
     except BaseException:
         os.close(descriptor)
         raise
@@ -145,7 +149,7 @@ def _unlinked(nbytes: int) -> int:
 
 
 def segment_name() -> str:
-    """The name that a named segment of this user has for a moment."""
+    """The name under which this user's named segments exist for a moment."""
     return f"/aiofeed-{os.getuid()}"
 
 
@@ -153,8 +157,8 @@ def _lock_path() -> str:
     return os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
 
 
-def _reserve(descriptor: int, nbytes: int) -> None:
-    # Without its pages a full file system shows as a bus error, at the first byte that does not fit.
+def _allocate(descriptor: int, nbytes: int) -> None:
+    # With ftruncate alone, writing to a full file system would raise SIGBUS.
     try:
         os.ftruncate(descriptor, nbytes)
         if hasattr(os, "posix_fallocate"):
@@ -166,8 +170,8 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         if _SHM.is_dir():
             found = os.statvfs(_SHM)
             free, total = (format_bytes(blocks * found.f_frsize) for blocks in (found.f_bavail, found.f_blocks))
-            room = f"; {_SHM} has {free} of {total}"
+            room = f"; {_SHM} has {free} of {total} left"
         raise FeedError(
-            f"a batch needs {format_bytes(nbytes)} of shared memory, and the system has not as much{room}; "
-            f"make batches smaller, or give it more (in a container: --shm-size)"
+            f"a batch needs {format_bytes(nbytes)} of shared memory, and the system does not have as much{room}; "
+            f"make batches smaller, or give the system more (in a container: --shm-size)"
         ) from error

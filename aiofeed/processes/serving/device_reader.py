@@ -1,8 +1,8 @@
-"""A consumer's end of a ring in device memory: the server's blocks, opened, and batches copied out of them.
+"""A consumer's end of a ring in device memory: it opens the server's blocks and copies batches out of them.
 
-Nothing of the server's memory is handed out. Once a block's ``filled`` is complete, the side stream copies to memory of
-this process's own and records ``read``; that the copies are right is known once they are complete and the server, which
-may have died in the middle of filling, is seen to live.
+No memory of the server is handed out. When a block's event ``filled`` is complete, the side stream copies the batch to
+memory of this process and records ``read``. If the server dies, the device may drop its queued work, or complete events
+whose work was never done. So a copy is valid only if it has completed and the server is alive after that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ from aiofeed.devices.copier import Copier, PendingCopy
 from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.peers import ProcessLiveness
-from aiofeed.processes.ipc.schema import Leaf, Node
-from aiofeed.processes.serving.device_ring import Place
+from aiofeed.processes.ipc.peers import ProcessMonitor
+from aiofeed.processes.ipc.schema import ArrayNode, Node
+from aiofeed.processes.serving.device_ring import TensorInBlock
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:
@@ -32,16 +33,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("aiofeed.processes")
 
 # The first use of a GPU by a process takes seconds.
-TRIAL_S = 10.0
-# The last copies, when the server ends or this process leaves it.
+PROBE_S = 10.0
+# Time for the last copies when the server closes or this process disconnects.
 LAST_COPIES_S = 1.5
+# Shortest and longest interval of the checks whether an event is complete.
+_MIN_POLL_S = 20e-6
+_MAX_POLL_S = 1e-3
 
-# Memory that is left open until the interpreter ends: copies from it had not come to an end when it was let go.
-_abandoned: list[object] = []
+# Blocks that stay open until the interpreter exits, because copies from them had not completed.
+_left_open: list[object] = []
 
 
-class _Opened:
-    """A block of the server's, open here."""
+class _OpenBlock:
+    """A block of the server, opened in this process."""
 
     def __init__(self, shared: SharedDevice, block: DeviceBlockHandle) -> None:
         self.number = block.number
@@ -49,235 +53,270 @@ class _Opened:
         self.filled: SharedEvent = shared.open_event(block.filled)
         self.read: SharedEvent = shared.open_event(block.read)
         self.copied: Event | None = None
-        """After what was last copied from it; an event of this process's own, which the server's end does not touch."""
+        """After the last copy from it; an event of this process, which the server's end does not affect."""
+
+    def is_copied(self) -> bool:
+        """Whether the last copy from it has completed."""
+        try:
+            return self.copied is None or self.copied.query()
+        except RuntimeError:
+            return False  # the device has failed
 
 
-class Blocks:
-    """The device memory of one server. Used on the attachment's loop, but for what ``InSlot`` does.
+class DeviceReader:
+    """The device memory of one server. On the subscription's loop, except the methods of ``BatchInBlock``.
 
     Args:
-        backend: the consumer's device.
-        shared: what of it other processes share.
-        liveness: of the server.
+        backend: The consumer's device.
+        shared: Its memory and events for other processes.
+        server: Monitors the server's process.
+        died: Makes the error to raise if the server has died.
     """
 
-    def __init__(self, backend: DeviceBackend, shared: SharedDevice, liveness: ProcessLiveness) -> None:
+    def __init__(
+        self, backend: DeviceBackend, shared: SharedDevice, server: ProcessMonitor, died: Callable[[], FeedError]
+    ) -> None:
         self.backend = backend
         self.shared = shared
-        self.liveness = liveness
         self.side = backend.side_stream()
-        self._opened: dict[int, _Opened] = {}
-        self._forgotten: list[_Opened] = []
+        self._server = server
+        self._died = died
+        # Whether all copies are known to be valid, and none will follow, so that the server may end.
+        self._finished = False
+        self._open: dict[int, _OpenBlock] = {}
+        self._retired: list[_OpenBlock] = []
 
-    def attempt(self, trial: Probe) -> str:
-        """Read the server's trial block in the calling thread; why it cannot be, or ""."""
-        assert trial.block is not None
+    def check_server(self) -> None:
+        """Raise if the server has died."""
+        if not self._finished and not self._server.alive():
+            raise self._died()
+
+    def wait(self, event: Event | SharedEvent, limit_s: float | None = None) -> None:
+        """Wait until an event is complete and its work is valid. Blocks; for aiofeed's own threads.
+
+        The event of a server that has died may never complete, so this polls instead of waiting for it.
+
+        Raises:
+            WorkerDiedError: The server has died.
+            TimeoutError: The event was not complete within ``limit_s``.
+        """
+        pause_s, deadline = _MIN_POLL_S, None if limit_s is None else time.monotonic() + limit_s
+        while not self._is_complete(event):
+            self.check_server()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+        self.check_server()
+
+    def _is_complete(self, event: Event | SharedEvent) -> bool:
+        try:
+            return event.query()
+        except RuntimeError:
+            self.check_server()  # if the server has died, that is the reason
+            raise
+
+    def try_probe(self, probe: Probe) -> str:
+        """Read the server's probe in the calling thread; returns why that failed, or ""."""
+        assert probe.block is not None
         try:
             with self.backend.use_stream(self.side):
-                opened = _Opened(self.shared, trial.block)
+                block = _OpenBlock(self.shared, probe.block)
                 try:
-                    self.liveness.wait(opened.filled, TRIAL_S)
-                    copy = self.shared.clone(opened.memory)
-                    opened.read.record(self.side)
-                    self.liveness.wait(self.backend.record(self.side), TRIAL_S)
-                    seen = bytes(self.shared.to_host(copy).tolist())
+                    self.wait(block.filled, PROBE_S)
+                    copy = self.shared.clone(block.memory)
+                    block.read.record(self.side)
+                    self.wait(self.backend.record(self.side), PROBE_S)
+                    content = bytes(self.shared.to_host(copy).tolist())
                 except BaseException as error:
-                    _leave_open([opened], error)
+                    _leave_open([block], error)
                     raise
-                del opened
+                del block
         except (HandleError, RuntimeError, TimeoutError, FeedError) as error:
             return (str(error) or type(error).__name__).splitlines()[0][:MAX_REASON_LETTERS]
-        return "" if seen == trial.content else "it holds something else than the server wrote"
+        return "" if content == probe.content else "its content is not what the server has written"
 
     def copier(self, transform: Callable[[Any], Any] | None) -> Copier:
-        """What copies batches to the consumer's device, out of these blocks, too."""
-        return BlockCopier(self.backend, transform, self.liveness)
+        """A copier of batches to the consumer's device that also copies from these blocks."""
+        return BlockCopier(self, transform)
 
-    def learn(self, given: BatchAvailable) -> None:
-        """Open what is new, and forget what is not used any more.
+    def open_blocks(self, message: BatchAvailable) -> None:
+        """Open the block that a message introduces, and retire those that it retires.
 
         Raises:
-            HandleError: memory cannot be opened, though the trial's could.
-            WireError: a number that is known already.
+            HandleError: A block cannot be opened, although the probe could.
+            ProtocolError: A block with that number is open.
         """
-        if (block := given.new_block) is not None:
-            if block.number in self._opened:
-                raise ProtocolError(f"block {block.number} is known already")
+        if (block := message.new_block) is not None:
+            if block.number in self._open:
+                raise ProtocolError(f"block {block.number} is already open")
             with self.backend.use_stream(self.side):
-                self._opened[block.number] = _Opened(self.shared, block)
-        for number in given.retired_blocks:
-            if (gone := self._opened.pop(number, None)) is not None:
-                self._forgotten.append(gone)
+                self._open[block.number] = _OpenBlock(self.shared, block)
+        for number in message.retired_blocks:
+            if (retired := self._open.pop(number, None)) is not None:
+                self._retired.append(retired)
 
-    def slot(self, given: BatchAvailable) -> InSlot:
-        """The device memory of a batch.
+    def batch(self, message: BatchAvailable) -> BatchInBlock:
+        """The batch of a message.
 
         Raises:
-            WireError: it does not lie in any.
+            ProtocolError: Its block is not open.
         """
-        opened = self._opened.get(given.block)
-        if opened is None:
-            raise ProtocolError(f"a batch in block {given.block}, which nobody spoke of")
-        return InSlot(self, opened)
+        block = self._open.get(message.block)
+        if block is None:
+            raise ProtocolError(f"a batch in the unknown block {message.block}")
+        return BatchInBlock(self, block)
 
     def collect(self) -> None:
-        """Let go of forgotten memory whose last copy is complete."""
-        if self._forgotten:
-            # Closing waits for the current stream, which is not to be the training's.
+        """Close retired blocks whose last copy has completed."""
+        if self._retired:
+            # Closing waits for the current stream, which must not be a training's.
             with self.backend.use_stream(self.side):
-                self._forgotten = [each for each in self._forgotten if not _complete(each)]
+                self._retired = [block for block in self._retired if not block.is_copied()]
 
-    def settle(self, slots: Sequence[InSlot]) -> None:
-        """The server ends, or lets this process go: copy what it gave to memory of this process's own.
+    def save(self, batches: Sequence[BatchInBlock]) -> None:
+        """Copy batches to memory of this process, because the server closes the connection.
 
         Raises:
-            WorkerDiedError, TimeoutError: that did not come to an end.
+            WorkerDiedError, TimeoutError: The copies did not complete.
         """
-        for slot in slots:
-            slot.keep(LAST_COPIES_S)
-        self.liveness.wait(self.backend.record(self.side), LAST_COPIES_S)
-        self.liveness.settle()
+        for batch in batches:
+            batch.save(LAST_COPIES_S)
+        self.wait(self.backend.record(self.side), LAST_COPIES_S)
+        self._finished = True
 
     def close(self) -> None:
-        """Let go of all memory; what is still copied from is left open."""
-        opened = [*self._opened.values(), *self._forgotten]
-        self._opened.clear()
-        self._forgotten.clear()
-        if not opened:
+        """Close all blocks; those that copies still read from stay open."""
+        blocks = [*self._open.values(), *self._retired]
+        self._open.clear()
+        self._retired.clear()
+        if not blocks:
             return
         try:
-            self.liveness.wait(self.backend.record(self.side), LAST_COPIES_S)
+            self.wait(self.backend.record(self.side), LAST_COPIES_S)
         except (FeedError, TimeoutError) as error:
-            _leave_open([each for each in opened if not _complete(each)], error)
+            _leave_open([block for block in blocks if not block.is_copied()], error)
         except RuntimeError as error:
-            log.debug("the device is beyond use, and the server's memory is left open: %s", error)
-            _leave_open(opened, error)
+            log.debug("the device has failed, and the server's memory stays open: %s", error)
+            _leave_open(blocks, error)
         with self.backend.use_stream(self.side):
-            opened.clear()
+            blocks.clear()
 
 
-def _complete(opened: _Opened) -> bool:
-    try:
-        return opened.copied is None or opened.copied.query()
-    except RuntimeError:
-        return False  # the device is beyond use
+def _leave_open(blocks: Sequence[_OpenBlock], error: BaseException) -> None:
+    """Keep blocks open because of an error; after a failure of the device, for ever.
 
-
-def _leave_open(opened: Sequence[_Opened], error: BaseException) -> None:
-    """Do not close these, because of an error: of a device that failed, never.
-
-    Closing waits for the device; where that fails torch aborts the process, and nobody reads why.
+    Closing a block waits for the device; if the device has failed, torch aborts the process there, before the error is
+    printed.
     """
-    _abandoned.extend(opened)
+    _left_open.extend(blocks)
     if isinstance(error, RuntimeError):
-        for each in opened:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        for block in blocks:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
 
 
-class InSlot:
-    """A batch in the server's device memory, until the server is told that it was read."""
+class BatchInBlock:
+    """A batch in the server's device memory, until ``Read`` is sent for it."""
 
-    def __init__(self, blocks: Blocks, opened: _Opened) -> None:
-        self._blocks = blocks
-        self._opened: _Opened | None = opened
-        self._memory = opened.memory
-        # The attachment's loop copies it when the server ends, a copy thread when its turn comes.
+    def __init__(self, reader: DeviceReader, block: _OpenBlock) -> None:
+        self._reader = reader
+        self._block: _OpenBlock | None = block
+        self._memory = block.memory
+        # `save` runs on the subscription's loop, `copies` in a copy thread.
         self._lock = threading.Lock()
 
-    def tree(self, node: Node, take: Callable[[Leaf], Any]) -> Any:
-        """The batch, with places in device memory as leaves; ``take`` gives the others.
+    def tree(self, node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
+        """The batch with a ``TensorInBlock`` for each device tensor; ``make_array`` gives the other arrays.
 
         Raises:
-            WireError: a place is none of this slot's.
+            ProtocolError: A tensor does not lie in the block.
         """
-        return decode_batch(node, lambda leaf: self._place(leaf) if leaf.kind == "device" else take(leaf))
-
-    def _place(self, leaf: Leaf) -> Place:
-        return Place(leaf, self._memory.nbytes)
+        nbytes = self._memory.nbytes
+        return decode_batch(
+            node, lambda array: TensorInBlock(array, nbytes) if array.kind == "device" else make_array(array)
+        )
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until it is filled; for threads of aiofeed's own.
+        """Wait until the server has written the block. Blocks; for aiofeed's own threads.
 
         Raises:
-            WorkerDiedError: the server has died.
-            TimeoutError: it took longer than ``limit_s``.
+            WorkerDiedError: The server has died.
+            TimeoutError: That took longer than ``limit_s``.
         """
-        if (opened := self._opened) is not None:
-            self._blocks.liveness.wait(opened.filled, limit_s)
+        if (block := self._block) is not None:
+            self._reader.wait(block.filled, limit_s)
 
-    def copied(self, tree: Any) -> Any:
-        """Queue copies of the batch's tensors on the side stream, which is current, once it is filled."""
-        blocks = self._blocks
+    def copies(self, tree: Any) -> Any:
+        """Queue copies of the batch's tensors on the side stream, which is current; after ``wait``."""
+        reader = self._reader
         with self._lock:
-            opened, memory = self._opened, self._memory
+            memory = self._memory
             made = map_leaves(
-                lambda leaf: blocks.shared.clone(leaf.view(memory)) if type(leaf) is Place else leaf, tree
+                lambda leaf: reader.shared.clone(leaf.view(memory)) if type(leaf) is TensorInBlock else leaf, tree
             )
-            if opened is not None:
-                opened.read.record(blocks.side)
-                opened.copied = blocks.backend.record(blocks.side)
+            self._record_copy()
             return made
 
-    def keep(self, limit_s: float) -> None:
-        """Queue a copy of the whole slot to memory of this process's own, from which the batch is copied then.
+    def save(self, limit_s: float) -> None:
+        """Queue a copy of the whole block to memory of this process, from which the batch is copied later.
 
         Raises:
-            WorkerDiedError, TimeoutError: it is not filled within ``limit_s``.
+            WorkerDiedError, TimeoutError: The server has not written it within ``limit_s``.
         """
-        blocks = self._blocks
         self.wait(limit_s)
-        with self._lock, blocks.backend.use_stream(blocks.side):
-            opened = self._opened
-            if opened is not None:
-                self._memory = blocks.shared.clone(self._memory)
-                opened.read.record(blocks.side)
-                opened.copied = blocks.backend.record(blocks.side)
-                self._opened = None
+        with self._lock, self._reader.backend.use_stream(self._reader.side):
+            if self._block is not None:
+                self._memory = self._reader.shared.clone(self._memory)
+                self._record_copy()
+                self._block = None
+
+    def _record_copy(self) -> None:
+        if self._block is not None:
+            self._block.read.record(self._reader.side)
+            self._block.copied = self._reader.backend.record(self._reader.side)
 
 
-class Taken:
-    """A batch in device memory on its way to one iterator.
+class UncopiedBatch:
+    """A batch in device memory in the queue of one iterator.
 
     Args:
-        slot: where it lies.
-        tree: its structure.
-        lease: given back once its copies are queued.
+        batch: Where it is.
+        tree: Its structure.
+        lease: Given back when its copies are queued.
     """
 
-    __slots__ = ("lease", "slot", "tree")
+    __slots__ = ("batch", "lease", "tree")
 
-    def __init__(self, slot: InSlot, tree: Any, lease: BufferLease) -> None:
-        self.slot = slot
+    def __init__(self, batch: BatchInBlock, tree: Any, lease: BufferLease) -> None:
+        self.batch = batch
         self.tree = tree
         self.lease = lease
 
 
 class BlockCopier(Copier):
-    """A copier that takes batches from the server's device memory, too."""
+    """A copier that also copies batches from the server's device memory."""
 
-    def __init__(
-        self, backend: DeviceBackend, transform: Callable[[Any], Any] | None, liveness: ProcessLiveness
-    ) -> None:
-        super().__init__(backend, transform)
-        self._liveness = liveness
+    def __init__(self, reader: DeviceReader, transform: Callable[[Any], Any] | None) -> None:
+        super().__init__(reader.backend, transform)
+        self._reader = reader
 
     def issue(self, batch: Any) -> PendingCopy:
-        """Queue the copies of a batch; one from the server's device memory is complete, and right, on return.
+        """Queue the copies of a batch; one from the server's device memory is complete and valid on return.
 
         Raises:
-            WorkerDiedError: the server has died, and what its memory holds is not known.
-            DeviceCopyError: a copy failed, or ``transform`` raised.
+            WorkerDiedError: The server has died, so the content of its memory is unknown.
+            DeviceCopyError: A copy failed, or ``transform`` raised.
         """
-        if type(batch) is not Taken:
+        if type(batch) is not UncopiedBatch:
             return super().issue(batch)
-        batch.slot.wait()
+        batch.batch.wait()
         with self.backend.use_stream(self._side):
             try:
-                own = batch.slot.copied(batch.tree)
+                own = batch.batch.copies(batch.tree)
             except RuntimeError as error:
-                self._liveness.check()
+                self._reader.check_server()
                 raise DeviceCopyError(f"a batch could not be copied on {self.backend.name}: {error}") from error
-            in_flight = super().issue(own)
+            pending = super().issue(own)
         batch.lease.give_back()
-        self._liveness.wait(in_flight.copied)
-        return in_flight
+        self._reader.wait(pending.copied)
+        return pending

@@ -1,7 +1,7 @@
-"""A server's side of the ring, on its loop: it takes a feeder's batches and gives them to whoever is attached.
+"""A server, on its event loop: it takes a feeder's batches and gives them to its consumers.
 
-One task feeds: it waits for room in the ring, takes a batch, puts it into a slot and tells those who are to read it.
-All else happens in calls of the loop: consumers come, join, read, leave and die. Nothing is locked.
+One task feeds: it waits for room in the ring, takes a batch, puts it into a slot and sends it to its readers. All else
+are callbacks of the same loop: consumers connect, join, read, leave and end. So there are no locks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -16,10 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from aiofeed.core.errors import as_exception
 from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.passing import Passable
-from aiofeed.processes.serving.consumers import Consumer, ConsumerRegistry
-from aiofeed.processes.serving.protocol import EpochEnded, EpochFailed, EpochStarted, Probe, ServerClosed
-from aiofeed.processes.serving.published import BatchPublisher, ServedMemory, SlotReaders
+from aiofeed.processes.ipc.peers import Peer
+from aiofeed.processes.serving.consumers import Consumer
+from aiofeed.processes.serving.protocol import (
+    VERSION,
+    EpochEnded,
+    EpochFailed,
+    EpochStarted,
+    Probe,
+    ServerClosed,
+    Welcome,
+)
+from aiofeed.processes.serving.published import BatchPublisher
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -31,27 +40,27 @@ Mode = Literal["broadcast", "shard"]
 Slow = Literal["wait", "drop"]
 When = Literal["epoch", "batch"]
 
-# What those who are still attached may take to hear that the server was closed.
-FAREWELL_S = 2.0
-# Who reads nothing for so long while others wait is named in the log.
-HELD_UP_S = 10.0
+# How long a closed server waits for its consumers to disconnect.
+CLOSE_S = 2.0
+# A consumer that reads nothing for this long while others wait is named in the log.
+STALLED_S = 10.0
 
 
 class Epochs(Protocol):
-    """A feeder, as far as it is served."""
+    """The part of a feeder that a server uses."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Any: ...
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of ``n``."""
+        """The numbers of those of the first ``n`` epochs that are left."""
         ...
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a feeder is served; see ``aiofeed.serve``."""
+    """Options of ``aiofeed.serve``."""
 
     mode: Mode = "broadcast"
     lag: int = 4
@@ -64,60 +73,61 @@ class Hub:
     """Serves one feeder.
 
     Args:
-        feeder: iterated here alone; asked for an epoch's iterator in a thread of the executor.
-        listener: where consumers come; closed with the hub.
-        terms: how it is served.
-        executor: copies large batches, and begins epochs.
-        passable: memory of the feeder's that consumers may be given as it is.
-        ring: slots on the device of the feeder's batches; ``None`` for batches in host memory.
+        feeder: Iterated by the hub alone; ``iter`` runs in a thread of the executor.
+        listener: Where consumers connect; closed with the hub.
+        options: Options of ``aiofeed.serve``.
+        executor: Copies large batches, and starts epochs.
+        ring: Blocks on the device of the feeder's batches; ``None`` for batches in host memory.
     """
 
     def __init__(
         self,
         feeder: Epochs,
         listener: Listener,
-        terms: ServeOptions,
+        options: ServeOptions,
         executor: ThreadPool,
-        passable: Passable,
         ring: DeviceRing | None = None,
     ) -> None:
         self._feeder = feeder
-        self._terms = terms
+        self._listener = listener
+        self._options = options
         self._executor = executor
-        self._lots = BatchPublisher(ServedMemory(keep=terms.lag + 1, passable=passable), ring, executor)
-        self._ledger = SlotReaders()
+        self._publisher = BatchPublisher(options.lag + 1, ring, executor)
         self._changed = asyncio.Event()
+        self._connections: list[Consumer] = []
+        # Those that take part in the current epoch, in the order of their turns; and those named in the log.
         self._members: list[Consumer] = []
-        self._blamed: set[Consumer] = set()
+        self._warned: set[Consumer] = set()
         self._turn = 0
         self._epoch = -1
-        self._reception = ConsumerRegistry(listener, self, batches=self._share(0, terms.min_consumers))
 
     @property
     def consumers(self) -> list[Consumer]:
-        """Those who are attached; a snapshot, for any thread."""
-        return list(self._reception.consumers)
+        """The consumers whose handshake is complete; a snapshot, for any thread."""
+        return [consumer for consumer in list(self._connections) if consumer.greeted]
+
+    # --- epochs ---
 
     async def run(self, epochs: int, *, go_on: bool) -> None:
-        """Feed so many epochs, then say goodbye.
+        """Serve epochs, then close the connections.
 
         Args:
-            epochs: up to which one, as ``Feeder.epochs`` has it.
-            go_on: whether a failure, which everybody is told of, ends an epoch only.
+            epochs: Up to which epoch, as in ``Feeder.epochs``.
+            go_on: Whether to continue with the next epoch after a failure, which every consumer gets.
 
         Raises:
-            Exception: what the feeder raised.
+            Exception: The error of the feeder.
         """
-        with self._lots.entered():
+        with self._publisher.entered():
             await self._run(epochs, go_on=go_on)
 
     async def _run(self, epochs: int, *, go_on: bool) -> None:
         reason = "it was closed"
         try:
-            self._reception.open()
-            await self._until(lambda: self._joining() >= self._terms.min_consumers)
+            self._listener.start_accepting(self._connected, self._connections)
+            await self._wait_until(lambda: self._subscribed() >= self._options.min_consumers)
             for epoch in self._feeder.epochs(epochs):
-                await self._until(lambda: self._joining() > 0)
+                await self._wait_until(lambda: self._subscribed() > 0)
                 try:
                     await self._feed(epoch)
                 except Exception as error:
@@ -125,21 +135,21 @@ class Hub:
                     if not go_on:
                         reason = f"its feeder failed: {type(error).__name__}: {error}"
                         raise
-                    log.error("epoch %d failed, and those who were fed were told: %s", epoch, error)
-            reason = "it has fed all its epochs"
+                    log.error("epoch %d failed for all its consumers: %s", epoch, error)
+            reason = "it has served all its epochs"
         finally:
             await self._close(reason)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
 
-    def _joining(self) -> int:
-        return sum(consumer.ticket is not None for consumer in self._reception.consumers)
+    def _subscribed(self) -> int:
+        return sum(consumer.ticket is not None for consumer in self.consumers)
 
     async def _feed(self, epoch: int) -> None:
-        """One epoch, for those who have joined by now; it is left when none of them is there any more."""
+        """Serve one epoch to the subscribed consumers; leave it when all of them are gone."""
         self._epoch = epoch
         self._members = []
         self._turn = 0
@@ -147,43 +157,74 @@ class Hub:
         iterator = await asyncio.get_running_loop().run_in_executor(self._executor, iter, self._feeder)
         try:
             number = 0
-            while await self._room():
+            while await self._wait_for_room():
                 try:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     for consumer in self._members:
-                        consumer.send(EpochEnded(consumer.joined))
+                        consumer.send(EpochEnded(consumer.fed_ticket))
                     return
                 await self._publish(number, batch)
                 del batch
                 number += 1
-                if self._terms.join == "batch":
+                if self._options.join == "batch":
                     self._admit(number)
         finally:
             iterator.close()
 
     def _admit(self, number: int) -> None:
-        """Those who wait to be fed are, from batch ``number`` of the epoch on."""
-        new = [each for each in self._reception.consumers if each.ticket is not None and each not in self._members]
+        """Let the waiting consumers take part from batch ``number`` of the epoch on."""
+        new = [each for each in self.consumers if each.ticket is not None and each not in self._members]
         self._members.extend(new)
         for consumer in new if number else self._members:
             assert consumer.ticket is not None
-            consumer.joined = consumer.ticket
-            place = (self._members.index(consumer) - self._turn) % len(self._members)
-            consumer.send(EpochStarted(consumer.joined, self._epoch, self._share(number, len(self._members), place)))
+            consumer.fed_ticket = consumer.ticket
+            position = (self._members.index(consumer) - self._turn) % len(self._members)
+            batches = self._batches_left(number, len(self._members), position)
+            consumer.send(EpochStarted(consumer.fed_ticket, self._epoch, batches))
 
-    def _share(self, number: int, members: int, place: int = 0) -> int:
+    def _batches_left(self, number: int, members: int, position: int = 0) -> int:
+        """How many batches a consumer gets, from batch ``number`` on."""
         left = len(self._feeder) - number
-        if self._terms.mode == "broadcast":
+        if self._options.mode == "broadcast":
             return left
-        return max(0, -(-(left - place) // members))
+        return max(0, -(-(left - position) // members))
 
-    async def _room(self) -> bool:
-        """Wait for a free slot; whether anybody is there to be fed."""
-        while self._members and len(self._ledger) >= self._terms.lag:
-            if self._terms.slow == "drop":
+    def _fail(self, error: BaseException) -> None:
+        message = describe(as_exception(error))
+        members, self._members = self._members, []
+        for consumer in members:
+            consumer.ticket = None
+            consumer.send(EpochFailed(consumer.fed_ticket, message))
+
+    async def _close(self, reason: str) -> None:
+        self._stop_accepting()
+        for consumer in self.consumers:
+            consumer.send(ServerClosed(reason))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CLOSE_S
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            while self._connections and loop.time() < deadline:
+                self._changed.clear()
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+        for consumer in list(self._connections):
+            consumer.close(reading=consumer.alive)
+        self._publisher.close()
+
+    def _stop_accepting(self) -> None:
+        self._listener.stop_accepting()
+        self._listener.close()
+        for consumer in [each for each in self._connections if not each.greeted]:
+            consumer.close()
+
+    # --- batches ---
+
+    async def _wait_for_room(self) -> bool:
+        """Wait for a free slot; whether the epoch still has consumers."""
+        while self._members and self._publisher.in_use >= self._options.lag:
+            if self._options.slow == "drop":
                 self._drop_slow()
-                if len(self._ledger) < self._terms.lag:
+                if self._publisher.in_use < self._options.lag:
                     break
             await self._wait_for_readers()
         return bool(self._members)
@@ -191,109 +232,91 @@ class Hub:
     async def _wait_for_readers(self) -> None:
         self._changed.clear()
         try:
-            async with asyncio.timeout(HELD_UP_S):
+            async with asyncio.timeout(STALLED_S):
                 await self._changed.wait()
         except TimeoutError:
             for consumer, slots in self._slow().items():
-                if consumer not in self._blamed:
-                    self._blamed.add(consumer)
+                if consumer not in self._warned:
+                    self._warned.add(consumer)
                     log.warning(
-                        "consumer %d holds up the others: it has read none of its %d batches for %.0f s. One that is "
-                        'not iterated any more is to be closed; slow="drop" lets such a one go',
+                        "consumer %d holds up the others: it has read none of its %d batches for %.0f s. Close a "
+                        'consumer that is no longer iterated, or use slow="drop" to disconnect slow consumers',
                         consumer.pid,
                         slots,
-                        HELD_UP_S,
+                        STALLED_S,
                     )
 
     def _drop_slow(self) -> None:
         for consumer, slots in self._slow().items():
-            log.warning("consumer %d is dropped: it is %d batches behind", consumer.pid, slots)
+            log.warning("dropping consumer %d: it is %d batches behind", consumer.pid, slots)
             consumer.dismiss(
                 f'it was dropped: it fell {slots} batches behind another consumer, and the server has slow="drop" '
-                f"and lag={self._terms.lag}"
+                f"and lag={self._options.lag}"
             )
 
     def _slow(self) -> dict[Consumer, int]:
-        """Those who have every slot of the ring, and how many, while somebody waits who has read all of its own."""
-        held = {consumer: self._ledger.held_by(consumer) for consumer in self._members}
-        return {each: slots for each, slots in held.items() if slots >= self._terms.lag and 0 in held.values()}
+        """Consumers that have not read any batch in the ring, and how many, if another one has read all of its own."""
+        unread = {consumer: self._publisher.unread_by(consumer) for consumer in self._members}
+        if 0 not in unread.values():
+            return {}
+        return {consumer: slots for consumer, slots in unread.items() if slots >= self._options.lag}
 
-    async def _publish(self, number: int, batch: Any) -> None:
-        lot = await self._lots.fill(batch, self._next_readers)
-        readers = self._readers()
-        serial = self._ledger.publish(lot, readers)
+    async def _publish(self, number: int, value: Any) -> None:
+        batch = await self._publisher.place(value, self._next_readers)
+        readers = self._next_readers()
+        if self._options.mode == "shard" and readers:
+            self._turn = self._turn % len(self._members) + 1
+        self._publisher.publish(batch, readers)
         for consumer in readers:
             try:
-                given, descriptors = self._lots.given(lot, consumer, serial, number)
+                message, descriptors = self._publisher.message(batch, consumer, number)
             except OSError as error:
-                consumer.dismiss(f"the server can pass on no memory: {error.strerror} (raise `ulimit -n` there)")
+                consumer.dismiss(f"the server can send no more memory: {error.strerror} (raise `ulimit -n` there)")
                 continue
-            consumer.send(given, descriptors)
+            consumer.send(message, descriptors)
             consumer.batches += 1
 
     def _next_readers(self) -> list[Consumer]:
-        if self._terms.mode == "broadcast" or not self._members:
+        if self._options.mode == "broadcast" or not self._members:
             return list(self._members)
         return [self._members[self._turn % len(self._members)]]
 
-    def _readers(self) -> list[Consumer]:
-        readers = self._next_readers()
-        if self._terms.mode == "shard" and readers:
-            self._turn = self._turn % len(self._members) + 1
-        return readers
+    # --- called by consumers, on the loop ---
 
-    def _fail(self, error: BaseException) -> None:
-        failure = describe(as_exception(error))
-        members, self._members = self._members, []
-        for consumer in members:
-            consumer.ticket = None
-            consumer.send(EpochFailed(consumer.joined, failure))
+    def _connected(self, sock: socket.socket, peer: Peer) -> None:
+        self._connections.append(Consumer(sock, peer, self))
 
-    async def _close(self, reason: str) -> None:
-        self._reception.close_door()
-        for consumer in self.consumers:
-            consumer.send(ServerClosed(reason))
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + FAREWELL_S
-        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-            while self._reception.consumers and loop.time() < deadline:
-                self._changed.clear()
-                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
-        self._reception.close()
-        self._lots.close()
+    def welcome(self) -> Welcome:
+        """The answer to a consumer's ``Hello``."""
+        return Welcome(VERSION, self._batches_left(0, self._options.min_consumers), self._publisher.device)
 
-    # --- what consumers say, on the loop ---
+    def probe(self, consumer: Consumer) -> Probe:
+        """Device memory for a consumer to try."""
+        return self._publisher.probe(consumer)
 
-    def device(self) -> str:
-        """What the device of the batches is called; "" for host memory."""
-        return self._lots.device
-
-    def trial(self, consumer: Consumer) -> Probe:
-        """A consumer is on that device."""
-        return self._lots.trial(consumer)
-
-    def joined(self, consumer: Consumer) -> None:
-        """A consumer wants to be fed."""
+    def joined(self) -> None:
+        """A consumer has subscribed."""
         self._changed.set()
 
     def left(self, consumer: Consumer) -> None:
-        """A consumer wants no more, or is gone."""
+        """A consumer takes part in the epoch no more."""
         if consumer in self._members:
             at = self._members.index(consumer)
             del self._members[at]
-            # The turn stays with whoever has it.
+            # The turn stays with the consumer that has it.
             self._turn -= at < self._turn
         self._changed.set()
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer is gone, with all that it had; one that was let go may still be ``reading`` that."""
-        self._blamed.discard(consumer)
-        self._lots.gone(consumer, reading=reading)
-        self._ledger.gone(consumer, reading=reading)
+        """A consumer has disconnected; see ``Consumer.close``."""
+        if consumer in self._connections:
+            self._connections.remove(consumer)
+        self._warned.discard(consumer)
+        self._publisher.gone(consumer, reading=reading)
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a slot."""
-        self._ledger.read(consumer, serial)
-        self._blamed.discard(consumer)
+        """A consumer has read a batch."""
+        self._publisher.read(consumer, serial)
+        self._warned.discard(consumer)
         self._changed.set()

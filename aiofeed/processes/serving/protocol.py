@@ -1,4 +1,19 @@
-"""What a server and its consumers say to each other: plain typed structs, in MessagePack. See ``messages.py``."""
+"""Messages between a server and its consumers, in the order in which they are sent.
+
+Consumer (``connect.py``, ``subscription.py``)        Server (``consumers.py``, ``hub.py``)
+
+    Hello            ->
+                     <-    Welcome, or ConsumerRefused
+    ProbeRequest     ->    only if both are on the same device
+                     <-    Probe: device memory with known content
+    ProbeResult      ->
+    Join             ->    from the next epoch (or batch) on:
+                     <-    EpochStarted, BatchAvailable..., EpochEnded; the same for each further epoch
+    Read             ->    for each batch
+    Leave            ->
+
+At any time the server may send EpochFailed, ConsumerRefused or ServerClosed.
+"""
 
 from __future__ import annotations
 
@@ -9,59 +24,56 @@ import msgspec
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES
 from aiofeed.processes.ipc.schema import DeviceMemoryHandle, ErrorMessage, NewSegment, Node, Struct, decode
 
-VERSION = 2
-# What a consumer says is a few numbers; who says more is none.
-MAX_WORD_BYTES = 1024
-# What is said of a device: its name there, and why its memory cannot be opened here.
+# Of these messages. A server refuses consumers of another version.
+VERSION = 3
+# A consumer's messages are a few numbers.
+MAX_CONSUMER_BYTES = 1024
+# Texts about a device: its name, and why its memory cannot be opened.
 MAX_DEVICE_LETTERS = 128
 MAX_REASON_LETTERS = 200
-# The greeting has the handles of a piece of device memory and of two events.
-MAX_GREETING_BYTES = 16 * 1024
-# What a server says may describe a batch.
-MAX_BATCH_BYTES = MAX_MESSAGE_BYTES
+# A probe has the handles of a block of device memory and of two events.
+MAX_HANDSHAKE_BYTES = 16 * 1024
+# A server's messages may describe a batch.
+MAX_SERVER_BYTES = MAX_MESSAGE_BYTES
 
 
 # --- from a consumer to the server ---
 
 
 class Hello(Struct, frozen=True):
-    """The first word.
-
-    Args:
-        version: of what is said here.
-    """
+    """The first message."""
 
     version: int
 
 
 class ProbeRequest(Struct, frozen=True):
-    """The consumer is on the server's device and asks for memory to try, once, before its first ``Join``."""
+    """The consumer is on the server's device and requests memory to try; once, before its first ``Join``."""
 
 
 class ProbeResult(Struct, frozen=True):
-    """Whether it could be read.
+    """Whether the consumer could read the memory.
 
     Args:
-        reason: why not; "" where it could.
+        reason: Why not; "" if it could.
     """
 
     reason: str = ""
 
 
 class Join(Struct, frozen=True):
-    """The consumer wants to be fed, from the next epoch (or batch) on; what it is sent bears the ticket."""
+    """Subscribe from the next epoch (or batch) on. Every message of the subscription carries ``ticket``."""
 
     ticket: int
 
 
 class Leave(Struct, frozen=True):
-    """It wants no more under this ticket."""
+    """End the subscription with this ticket."""
 
     ticket: int
 
 
 class Read(Struct, frozen=True):
-    """It has read a batch, and does not need the slot any more."""
+    """The consumer has read a batch and no longer uses its slot."""
 
     serial: int
 
@@ -70,13 +82,13 @@ class Read(Struct, frozen=True):
 
 
 class DeviceBlockHandle(Struct, frozen=True):
-    """Device memory of the server's, for one consumer to open; the server made the events, too.
+    """A block of the server's device memory, for one consumer to open. The server created the events.
 
     Args:
-        number: what the server calls it.
-        handle: of the memory.
-        filled: handle of the event after which its content may be read; the server records it.
-        read: handle of the event after which its content has been read; the consumer records it.
+        number: The server's number for it.
+        handle: Handle of the memory.
+        filled: Handle of the event that the server records after it has written the block.
+        read: Handle of the event that this consumer records after it has read the block.
     """
 
     number: int
@@ -86,12 +98,12 @@ class DeviceBlockHandle(Struct, frozen=True):
 
 
 class Probe(Struct, frozen=True):
-    """Device memory to try.
+    """Device memory for the consumer to try.
 
     Args:
-        block: the memory; ``None``: there is none to be had.
-        content: what it holds.
-        refusal: why there is none.
+        block: The memory; ``None`` if the server cannot share any.
+        content: The bytes in it.
+        refusal: Why there is none.
     """
 
     block: DeviceBlockHandle | None
@@ -103,9 +115,9 @@ class Welcome(Struct, frozen=True):
     """The answer to ``Hello``.
 
     Args:
-        version: of what is said here.
-        batches: per epoch, of one consumer; of a shard about, until an epoch has begun.
-        device: what the device of the server's batches is called in every process; "" for host memory.
+        version: Version of these messages.
+        batches: Per epoch and consumer; with ``mode="shard"`` an estimate until an epoch has started.
+        device: Name of the device of the server's batches; "" for host memory.
     """
 
     version: int
@@ -114,18 +126,18 @@ class Welcome(Struct, frozen=True):
 
 
 class ConsumerRefused(Struct, frozen=True):
-    """The consumer is let go, at its first word or later; why."""
+    """The server closes the connection, at the handshake or later."""
 
     reason: str
 
 
 class EpochStarted(Struct, frozen=True):
-    """An epoch begins.
+    """An epoch starts.
 
     Args:
-        ticket: of the consumer's ``Join``.
-        epoch: its number.
-        batches: of it that this consumer gets, where nobody joins or leaves.
+        ticket: Ticket of the subscription.
+        epoch: Its number.
+        batches: How many of them this consumer gets if no consumer joins or leaves.
     """
 
     ticket: int
@@ -134,19 +146,19 @@ class EpochStarted(Struct, frozen=True):
 
 
 class BatchAvailable(Struct, frozen=True):
-    """A batch stands in the ring; its slot is not written again until ``Read``.
+    """A batch is in the ring. Its slot is not written again before ``Read``.
 
     Args:
-        ticket: of the consumer's ``Join``.
-        serial: names the slot's content.
-        number: the batch's position in the feeder's epoch.
-        batch: the structure.
-        nbytes: of its arrays.
-        segments: memory that is new to this consumer.
-        retired: numbers of segments that will not be used again.
-        block: the device memory in which its device leaves lie; -1 for none.
-        new_block: that memory, where it is new to this consumer.
-        retired_blocks: numbers of device memory that will not be used again.
+        ticket: Ticket of the subscription.
+        serial: Identifies the batch in ``Read``.
+        number: Its position in the epoch of the feeder.
+        batch: Its description.
+        nbytes: Size of its arrays.
+        segments: Memory that is new to this consumer.
+        retired: Numbers of segments that will not be used again.
+        block: Number of the block of device memory that its device tensors are in; -1 for none.
+        new_block: That block, if it is new to this consumer.
+        retired_blocks: Numbers of blocks that will not be used again.
     """
 
     ticket: int
@@ -162,25 +174,25 @@ class BatchAvailable(Struct, frozen=True):
 
 
 class EpochEnded(Struct, frozen=True):
-    """The epoch is over; the next one begins by itself."""
+    """The epoch is complete; the subscription continues with the next one."""
 
     ticket: int
 
 
 class EpochFailed(Struct, frozen=True):
-    """The epoch has failed, and with it the ``Join``."""
+    """The epoch failed, which ends the subscription."""
 
     ticket: int
     error: ErrorMessage
 
 
 class ServerClosed(Struct, frozen=True):
-    """The server was closed, in good order."""
+    """The server was closed."""
 
     reason: str
 
 
-FromConsumer: TypeAlias = Union[Hello, ProbeRequest, ProbeResult, Join, Leave, Read]  # noqa: UP007 - msgspec wants it resolvable
+FromConsumer: TypeAlias = Union[Hello, ProbeRequest, ProbeResult, Join, Leave, Read]  # noqa: UP007 - for msgspec
 FromServer: TypeAlias = (
     Welcome | Probe | ConsumerRefused | EpochStarted | BatchAvailable | EpochEnded | EpochFailed | ServerClosed
 )
@@ -190,10 +202,10 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 
 def decode_from_consumer(payload: bytes) -> FromConsumer:
-    """A message from a consumer; ``WireError`` where it is none."""
+    """Decode a message from a consumer; ``ProtocolError`` if it is none."""
     return decode(_from_consumer, payload)
 
 
 def decode_from_server(payload: bytes) -> FromServer:
-    """A message from a server; ``WireError`` where it is none."""
+    """Decode a message from a server; ``ProtocolError`` if it is none."""
     return decode(_from_server, payload)

@@ -1,4 +1,4 @@
-"""Where a served batch stands: in shared memory, in device memory, or in both where its readers are of both kinds."""
+"""The batches of a server: put into shared memory, device memory or both; freed when all readers have read them."""
 
 from __future__ import annotations
 
@@ -7,381 +7,274 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.pytree import total_nbytes
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
-from aiofeed.processes.ipc.passing import Passable
-from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotMemory
-from aiofeed.processes.ipc.schema import NewSegment, Node
+from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotPool
+from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, Probe
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from aiofeed.processes.serving.device_ring import DeviceRing, DeviceSlot
+    from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 
 log = logging.getLogger("aiofeed.processes")
 
-# How often it is looked whether a slot whose readers say that they have queued their copies is free.
-_LOOK_S = 5e-4
+_ADVICE = "in the server's script, make collate_fn (or the decoder) return those"
+# Interval of the checks for a block of device memory whose readers have queued their copies.
+_POLL_S = 5e-4
 
 
 class PublishedBatch:
-    """One batch, and the slots in which it stands.
+    """One batch, the slots that it is in, and its readers.
 
     Attributes:
-        nbytes: of its arrays and tensors.
-        host: as it stands in shared memory; ``None``: it does not.
-        device: as it stands in device memory, what stays on the host beside it, and where.
+        serial: Identifies it in messages; -1 before it is published.
+        nbytes: Size of its arrays and tensors.
+        host: Its description and its slot in shared memory; ``None`` if it is not there.
+        device: Its description, the slot of what stays on the host, and the block of device memory; ``None`` likewise.
+        readers: Consumers that have not read it yet.
+        reusable: Whether its slots may be written again when it has no readers.
     """
 
     def __init__(self, nbytes: int) -> None:
+        self.serial = -1
         self.nbytes = nbytes
-        self.host: tuple[Node, ServedSlot] | None = None
-        self.device: tuple[Node, ServedSlot, DeviceSlot] | None = None
-
-    def give_back(self) -> None:
-        """All its slots are free."""
-        for slot in self._slots():
-            slot.give_back()
-
-    def discard(self) -> None:
-        """Somebody may still read them."""
-        for slot in self._slots():
-            slot.discard()
-
-    def _slots(self) -> Iterator[ServedSlot | DeviceSlot]:
-        if self.host is not None:
-            yield self.host[1]
-        if self.device is not None:
-            yield from self.device[1:]
+        self.host: tuple[Node, Slot] | None = None
+        self.device: tuple[Node, Slot, DeviceBlock] | None = None
+        self.readers: set[Consumer] = set()
+        self.reusable = True
 
 
 class BatchPublisher:
-    """Puts batches into slots, and says where they stand.
+    """Puts batches into slots, describes them to consumers, and frees them.
 
     Args:
-        memory: the slots in shared memory.
-        ring: those on the device of the feeder's batches; ``None`` for a feeder of host batches.
-        executor: copies what is large.
+        keep: Free segments of shared memory that are kept.
+        ring: Blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
+        executor: Copies large batches.
     """
 
-    def __init__(self, memory: ServedMemory, ring: DeviceRing | None, executor: ThreadPool) -> None:
-        self._memory = memory
+    def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
+        self._slots = SlotPool(keep, _ADVICE, single_reader=False)
         self._ring = ring
         self._executor = executor
-        self._refusal = ""
+        self._serials = itertools.count()
+        self._published: dict[int, PublishedBatch] = {}
+        self._no_device_memory = ""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Make the device's stream for slots current in the server's thread."""
+        """Make the stream that fills blocks current in the server's thread."""
         return contextlib.nullcontext() if self._ring is None else self._ring.entered()
 
     @property
     def device(self) -> str:
-        """What the device of the batches is called; "" for host memory."""
+        """Name of the device of the batches; "" for host memory."""
         return "" if self._ring is None else self._ring.identity
 
-    def trial(self, consumer: Consumer) -> Probe:
-        """Memory for a consumer on that device to try, or why there is none."""
+    def close(self) -> None:
+        """Free all memory; consumers keep what they have open."""
+        self._slots.close()
+        if self._ring is not None:
+            self._ring.close()
+
+    # --- readers ---
+
+    @property
+    def in_use(self) -> int:
+        """Batches that have readers."""
+        return len(self._published)
+
+    def unread_by(self, consumer: Consumer) -> int:
+        """Batches that a consumer has not read."""
+        return sum(consumer in batch.readers for batch in self._published.values())
+
+    def publish(self, batch: PublishedBatch, readers: Iterable[Consumer]) -> None:
+        """Give a batch to its readers; it is freed when all have read it."""
+        batch.serial = next(self._serials)
+        batch.readers = set(readers)
+        self._published[batch.serial] = batch
+        self._free_if_read(batch)
+
+    def read(self, consumer: Consumer, serial: int) -> None:
+        """A consumer has read a batch.
+
+        Raises:
+            ProtocolError: It is not a reader of that batch.
+        """
+        batch = self._published.get(serial)
+        if batch is None or consumer not in batch.readers:
+            raise ProtocolError(f"Read of batch {serial}, which the consumer does not have")
+        batch.readers.discard(consumer)
+        self._free_if_read(batch)
+
+    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+        """A consumer is gone. If it may still be ``reading`` batches, their slots are not written again."""
+        if self._ring is not None:
+            self._ring.gone(consumer, reading=reading)
+        for batch in list(self._published.values()):
+            if consumer in batch.readers:
+                batch.readers.discard(consumer)
+                batch.reusable = batch.reusable and not reading
+                self._free_if_read(batch)
+
+    def _free_if_read(self, batch: PublishedBatch) -> None:
+        if not batch.readers:
+            del self._published[batch.serial]
+            self._free(batch)
+
+    def _free(self, batch: PublishedBatch) -> None:
+        if batch.host is not None:
+            batch.host[1].give_back(batch.reusable)
+        if batch.device is not None:
+            assert self._ring is not None
+            _, slot, block = batch.device
+            slot.give_back(batch.reusable)
+            self._ring.give_back(block, batch.reusable)
+
+    # --- device memory ---
+
+    def probe(self, consumer: Consumer) -> Probe:
+        """Device memory for a consumer to try, or why there is none."""
         if self._ring is None:
             return Probe(None, refusal="the server's batches are in host memory")
         if consumer.pid in (0, os.getpid()):
             if consumer.pid:
                 return Probe(None, refusal="the process that has device memory cannot open it a second time")
             return Probe(None, refusal="the server cannot see this process: one of them is in a container")
-        if not self._refusal:
+        if not self._no_device_memory:
             try:
-                return self._ring.trial(consumer)
+                return self._ring.probe(consumer)
             except HandleError as error:
-                self._refuse(str(error)[:MAX_REASON_LETTERS])
-        return Probe(None, refusal=self._refusal)
+                self._give_up_device(str(error)[:MAX_REASON_LETTERS])
+        return Probe(None, refusal=self._no_device_memory)
 
-    def _refuse(self, reason: str) -> None:
-        self._refusal = reason
+    def _give_up_device(self, reason: str) -> None:
+        self._no_device_memory = reason
         log.warning(
-            "device memory cannot be shared (%s): consumers are fed through host memory; without device= in the served "
-            "feeder that takes fewer copies",
+            "device memory cannot be shared (%s): consumers get batches through host memory; a served feeder without "
+            "device= needs fewer copies for that",
             reason,
         )
 
-    async def fill(self, batch: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
-        """Put a batch where its readers can have it.
+    # --- placing a batch ---
+
+    async def place(self, value: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
+        """Put a batch of the feeder where its readers can read it.
 
         Args:
-            batch: of the feeder.
-            readers: who they are, as things stand; asked again after every wait.
+            value: The batch.
+            readers: Gives its readers; called again after every wait, in which consumers may come or go.
 
         Raises:
-            CollateError: it cannot be described.
-            FeedError: there is no room for it.
+            CollateError: It cannot be described.
+            FeedError: There is not enough shared memory.
         """
-        lot = PublishedBatch(total_nbytes(batch))
+        batch = PublishedBatch(total_nbytes(value))
         try:
             while True:
                 expected = readers()
-                if lot.device is None and any(each.on_device for each in expected) and await self._place(lot, batch):
+                wants_device = batch.device is None and any(each.on_device for each in expected)
+                if wants_device and await self._place_on_device(batch, value):
                     continue
                 for consumer in expected:
-                    self._share(lot, consumer)
-                if lot.host is not None or all(self._has(lot, each) for each in expected):
-                    return lot
-                host = batch
+                    self._export(batch, consumer)
+                if batch.host is not None or all(self._reads_on_device(batch, each) for each in expected):
+                    return batch
+                host = value
                 if self._ring is not None:
-                    host = await self._in_executor(partial(self._ring.to_host, batch))
-                lot.host = await self._pack(host, lot.nbytes)
+                    to_host = partial(self._ring.to_host, value)
+                    host = await asyncio.get_running_loop().run_in_executor(self._executor, to_host)
+                batch.host = await self._encode(host, batch.nbytes)
         except BaseException:
-            lot.give_back()
+            self._free(batch)
             raise
 
-    def _has(self, lot: PublishedBatch, consumer: Consumer) -> bool:
-        return lot.device is not None and consumer.on_device
+    def _reads_on_device(self, batch: PublishedBatch, consumer: Consumer) -> bool:
+        return batch.device is not None and consumer.on_device
 
-    async def _place(self, lot: PublishedBatch, batch: Any) -> bool:
-        """Onto the device; whether that took a while."""
-        if self._ring is None or self._refusal:
+    async def _place_on_device(self, batch: PublishedBatch, value: Any) -> bool:
+        """Whether the batch is on the device now."""
+        if self._ring is None or self._no_device_memory:
             return False
-        while not self._ring.room():  # noqa: ASYNC110 - a device tells nobody when it is done
-            await asyncio.sleep(_LOOK_S)
+        while not self._ring.has_room():  # noqa: ASYNC110 - a device signals nothing to the loop
+            await asyncio.sleep(_POLL_S)
         try:
-            placed = self._ring.place(batch, self._memory.advice)
+            placed = self._ring.place(value, _ADVICE)
         except HandleError as error:
-            self._refuse(str(error))
+            self._give_up_device(str(error))
             return False
         if placed is None:
             return False
-        rest, slot = placed
+        rest, block = placed
         try:
-            node, beside = await self._pack(rest, total_nbytes(rest))
+            node, slot = await self._encode(rest, total_nbytes(rest))
         except BaseException:
-            slot.give_back()
+            self._ring.give_back(block)
             raise
-        lot.device = node, beside, slot
+        batch.device = node, slot, block
         return True
 
-    def _share(self, lot: PublishedBatch, consumer: Consumer) -> None:
-        if self._ring is None or lot.device is None or not consumer.on_device:
+    def _export(self, batch: PublishedBatch, consumer: Consumer) -> None:
+        """Export the batch's block to a consumer on the device; if that fails, it gets host memory from now on."""
+        if self._ring is None or batch.device is None or not consumer.on_device:
             return
         try:
-            self._ring.share(lot.device[2], consumer)
+            self._ring.export(batch.device[2], consumer)
         except HandleError as error:
             consumer.on_device = False
-            log.warning("consumer %d is fed through host memory from here on: %s", consumer.pid, error)
+            log.warning("consumer %d gets batches through host memory from now on: %s", consumer.pid, error)
 
-    async def _pack(self, batch: Any, nbytes: int) -> tuple[Node, ServedSlot]:
-        slot = self._memory.lease()
+    async def _encode(self, value: Any, nbytes: int) -> tuple[Node, Slot]:
+        """Put a batch, or a part of it, into a slot of shared memory."""
+        slot = self._slots.lease()
         job: Future[Node] | None = None
         try:
             if nbytes <= INLINE_BYTES:
-                node = encode_batch(batch, slot)
+                node = encode_batch(value, slot)
             else:
-                job = self._executor.submit(encode_batch, batch, slot)
+                job = self._executor.submit(encode_batch, value, slot)
                 node = await asyncio.wrap_future(job)
-            if (pieces := len(slot.segments) + len(slot.passed)) > MAX_DESCRIPTORS:
-                raise FeedError(f"a batch in {pieces} pieces; at most {MAX_DESCRIPTORS} can be passed on")
+            if (count := len(slot.segments)) > MAX_DESCRIPTORS:
+                raise FeedError(f"a batch in {count} segments; at most {MAX_DESCRIPTORS} can be sent")
         except BaseException:
             if job is None:
                 slot.give_back()
-            else:  # whoever waited for it may have been cancelled, and it is at work still
+            else:  # this task may be cancelled while the thread still writes into the slot
                 job.add_done_callback(lambda _: slot.give_back())
             raise
-        if slot.passed:
-            slot.batch = batch  # the memory it lies in is used again once nothing refers to it
         return node, slot
 
-    async def _in_executor(self, job: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, job)
+    def message(self, batch: PublishedBatch, consumer: Consumer, number: int) -> tuple[BatchAvailable, list[int]]:
+        """The message that gives a batch to a consumer, and its descriptors.
 
-    def given(
-        self, lot: PublishedBatch, consumer: Consumer, serial: int, number: int
-    ) -> tuple[BatchAvailable, list[int]]:
-        """What tells a consumer of a batch, and the descriptors that go with it.
+        Args:
+            batch: Published to the consumer.
+            consumer: The reader.
+            number: Position of the batch in the epoch.
 
         Raises:
-            OSError: there are none left.
+            OSError: No descriptors are left.
         """
-        if self._has(lot, consumer):
+        on_device = self._reads_on_device(batch, consumer)
+        placed = batch.device if on_device else batch.host
+        assert placed is not None
+        node, slot = placed[:2]
+        segments, descriptors, retired = self._slots.introduce(slot.segments, consumer.known)
+        message = BatchAvailable(consumer.fed_ticket, batch.serial, number, node, batch.nbytes, segments, retired)
+        if on_device:
             assert self._ring is not None
-            assert lot.device is not None
-            node, slot, on_device = lot.device
-            new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
-            where = self._ring.introduce(on_device, consumer)
-            return BatchAvailable(consumer.joined, serial, number, node, lot.nbytes, new, retired, *where), descriptors
-        assert lot.host is not None
-        node, slot = lot.host
-        new, descriptors, retired = self._memory.segments_for(slot, consumer.known)
-        return BatchAvailable(consumer.joined, serial, number, node, lot.nbytes, new, retired), descriptors
-
-    def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer is gone; it may still be ``reading``."""
-        if self._ring is not None:
-            self._ring.gone(consumer, reading=reading)
-
-    def close(self) -> None:
-        """Let go of all memory; whoever has it open keeps it."""
-        self._memory.close()
-        if self._ring is not None:
-            self._ring.close()
-
-
-class ServedSlot(Slot):
-    """The memory of one batch: the server's own, and where it lies in memory that may be passed on, that.
-
-    Attributes:
-        batch: kept until the slot is free, where it lies in memory of others.
-    """
-
-    def __init__(self, memory: ServedMemory, passable: Passable) -> None:
-        super().__init__(memory)
-        self._passable = passable
-        self.passed: list[int] = []
-        self.batch: Any = None
-
-    def locate(self, memory: NDArray[Any]) -> tuple[int, int] | None:
-        """Segment and offset of a C-contiguous array; ``None`` where no consumer could be given its memory."""
-        found = super().locate(memory) or self._passable.hold(memory)
-        if found is None or any(found[0] == segment.number for segment in self.segments):
-            return found
-        if found[0] in self.passed:
-            self._passable.drop(found[0])
-        else:
-            self.passed.append(found[0])
-        return found
-
-    def give_back(self, again: bool = True) -> None:
-        """Nobody reads it any more; where that is not sure, it may not be used ``again``. Idempotent."""
-        passed, self.passed = self.passed, []
-        for number in passed:
-            self._passable.drop(number, again)
-        self.batch = None
-        super().give_back(again)
-
-
-class ServedMemory(SlotMemory):
-    """Shared memory whose descriptors are kept for whoever attaches later.
-
-    Args:
-        keep: free segments kept.
-        passable: memory that is not copied from.
-    """
-
-    advice = "in the server's script, make collate_fn (or the decoder) return those"
-
-    def __init__(self, keep: int, passable: Passable) -> None:
-        super().__init__(keep)
-        self._passable = passable
-        self._numbers = passable.numbers
-
-    def lease(self) -> ServedSlot:
-        """The slot of one batch."""
-        return ServedSlot(self, self._passable)
-
-    def segments_for(self, slot: ServedSlot, known: set[int]) -> tuple[list[NewSegment], list[int], list[int]]:
-        """What a consumer that has ``known`` is to learn, with descriptors of its own, and to forget."""
-        new: list[NewSegment] = []
-        descriptors: list[int] = []
-        with self._lock:
-            retired = sorted(known - self._unsent.keys() - self._passable.known())
-            try:
-                for segment in slot.segments:
-                    if segment.number not in known:
-                        descriptors.append(os.dup(self._unsent[segment.number]))
-                        new.append(NewSegment(segment.number, segment.nbytes))
-                for number in slot.passed:
-                    if number not in known:
-                        nbytes, descriptor = self._passable.descriptor(number)
-                        descriptors.append(descriptor)
-                        new.append(NewSegment(number, nbytes))
-            except OSError:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                raise
-        known.difference_update(retired)
-        known.update(segment.number for segment in new)
-        return new, descriptors, retired
-
-    def close(self) -> None:
-        """Close the descriptors; whoever has mapped the memory keeps it."""
-        with self._lock:
-            self._free.clear()
-            while self._unsent:
-                os.close(self._unsent.popitem()[1])
-
-
-class Lendable(Protocol):
-    """What a batch stands in."""
-
-    def give_back(self) -> None:
-        """Nobody reads it any more."""
-        ...
-
-    def discard(self) -> None:
-        """Somebody may still read it, of whom nothing more is heard: it must not be written again."""
-        ...
-
-
-@dataclass(eq=False)
-class _Lent:
-    slot: Lendable
-    readers: set[Hashable]
-    spoiled: bool = False
-
-
-class SlotReaders:
-    """The slots that are out. Not for several threads."""
-
-    def __init__(self) -> None:
-        self._serials = itertools.count()
-        self._lent: dict[int, _Lent] = {}
-
-    def __len__(self) -> int:
-        """Slots that somebody reads."""
-        return len(self._lent)
-
-    def publish(self, slot: Lendable, readers: Iterable[Hashable]) -> int:
-        """A slot is the readers' from now on; its serial number."""
-        serial = next(self._serials)
-        self._lent[serial] = _Lent(slot, set(readers))
-        self._settle(serial)
-        return serial
-
-    def read(self, reader: Hashable, serial: int) -> None:
-        """A reader has read a slot.
-
-        Raises:
-            WireError: it does not have it.
-        """
-        lent = self._lent.get(serial)
-        if lent is None or reader not in lent.readers:
-            raise ProtocolError(f"word of slot {serial}, which it does not have")
-        lent.readers.discard(reader)
-        self._settle(serial)
-
-    def gone(self, reader: Hashable, *, reading: bool = False) -> None:
-        """A reader is gone; what it was ``reading``, because it was let go and still hands that out, is not reused."""
-        for serial, lent in list(self._lent.items()):
-            if reader in lent.readers:
-                lent.readers.discard(reader)
-                lent.spoiled = lent.spoiled or reading
-                self._settle(serial)
-
-    def held_by(self, reader: Hashable) -> int:
-        """Slots that a reader has."""
-        return sum(reader in lent.readers for lent in self._lent.values())
-
-    def _settle(self, serial: int) -> None:
-        if not self._lent[serial].readers:
-            lent = self._lent.pop(serial)
-            if lent.spoiled:
-                lent.slot.discard()
-            else:
-                lent.slot.give_back()
+            assert batch.device is not None
+            block, new_block, retired_blocks = self._ring.introduce(batch.device[2], consumer)
+            message = msgspec.structs.replace(message, block=block, new_block=new_block, retired_blocks=retired_blocks)
+        return message, descriptors

@@ -1,208 +1,202 @@
-"""Batches out of the ring, on a consumer's loop: copied to memory of its own, or on their way to its device."""
+"""Takes batches out of a server's slots, on the consumer's loop: copies them, or queues them for its device."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import copied, decode_batch, in_place
+from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_batch, leaf_in_slot
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
-from aiofeed.processes.ipc.schema import Items, Leaf, Named, Node, Table
-from aiofeed.processes.serving.epoch_feed import EpochFeed, Word
+from aiofeed.processes.ipc.schema import ArrayNode, MappingNode, Node, RecordNode, SequenceNode
+from aiofeed.processes.ipc.tracking import DropTracker
+from aiofeed.processes.serving.epoch_feed import EpochFeed
 from aiofeed.processes.serving.protocol import BatchAvailable
-from aiofeed.runtime.buffers import BufferPool, HostBufferPool
+from aiofeed.runtime.buffers import BufferLease, BufferPool
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.device_reader import Blocks, InSlot
+    from aiofeed.processes.serving.device_reader import BatchInBlock, DeviceReader
 
 
 class BatchReceiver:
-    """The rings of one server, as one consumer has them.
+    """The memory of one server, as one consumer has it.
 
     Args:
-        backend: the device that copies from the ring; ``None``: batches are copied to memory of this process.
-        blocks: the server's device memory; ``None`` where only host memory is shared.
-        memory: for copies in host memory.
-        wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
-        executor: copies large batches.
+        backend: The device that copies from the ring; ``None``: batches are copied to memory of this process.
+        device_reader: The server's device memory; ``None`` if only host memory is shared.
+        memory: Memory for copies on the host.
+        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
+        executor: Copies large batches.
 
     Attributes:
-        busy: whether a batch is being copied, so that none may be taken.
-        read: called with a pass and a serial once a batch is copied, or never will be.
-        took: called with a pass when a batch has left the host's queue.
-        refuse: called with the error of a batch that cannot be taken.
-        resume: called when ``busy`` ends.
+        busy: Whether a thread copies a batch; ``receive`` must not be called then.
+        on_read: Called with a feed and a serial number when a batch has been read, or never will be.
+        on_taken: Called with a feed when a batch has left the host's queue.
+        on_error: Called with the error of a batch that cannot be received.
+        on_idle: Called when ``busy`` ends.
     """
 
-    read: Callable[[EpochFeed, int], None]
-    took: Callable[[EpochFeed], None]
-    refuse: Callable[[BaseException], object]
-    resume: Callable[[], object]
+    on_read: Callable[[EpochFeed, int], None]
+    on_taken: Callable[[EpochFeed], None]
+    on_error: Callable[[BaseException], object]
+    on_idle: Callable[[], object]
 
     def __init__(
         self,
         backend: DeviceBackend | None,
-        blocks: Blocks | None,
+        device_reader: DeviceReader | None,
         memory: BufferPool,
         wrap: Callable[[Any], Any],
         executor: ThreadPool,
     ) -> None:
         self.busy = False
         self._ring = Ring(backend)
-        self._device = backend is not None
-        self._blocks = blocks
+        self._has_device = backend is not None
+        self._device_reader = device_reader
         self._memory = memory
         self._wrap = wrap
         self._executor = executor
-        self._slots: dict[int, InSlot] = {}
-        self._unused: deque[object] = deque()
-        self._leases: dict[Any, tuple[EpochFeed, int]] = {}
+        self._in_blocks: dict[int, BatchInBlock] = {}
+        self._leases: DropTracker[tuple[EpochFeed, int]] = DropTracker()
 
     def enter_thread(self) -> None:
-        """The calling thread is the loop's: where device memory is opened, looked at and closed."""
-        if self._blocks is not None:
-            self._blocks.backend.enter_thread()
+        """Prepare the loop's thread, which opens and closes device memory, for the device."""
+        if self._device_reader is not None:
+            self._device_reader.backend.enter_thread()
 
     def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
-        """What copies batches to the device."""
-        return Copier(backend, transform) if self._blocks is None else self._blocks.copier(transform)
+        """The copier of batches to the device."""
+        return Copier(backend, transform) if self._device_reader is None else self._device_reader.copier(transform)
 
-    def learn(self, given: BatchAvailable | None, descriptors: list[int]) -> None:
-        """Map, or open, what comes with a message, and forget what it takes back.
+    def open_memory(self, message: BatchAvailable | None, descriptors: list[int]) -> None:
+        """Map or open the memory that a message introduces, and forget the memory that it retires.
 
         Raises:
-            WireError: that is not what was announced.
-            HandleError: device memory that cannot be opened.
+            ProtocolError: The memory is not as announced.
+            HandleError: Device memory cannot be opened.
         """
-        self._ring.learn([] if given is None else given.segments, descriptors)
-        if given is None:
+        self._ring.map_segments([] if message is None else message.segments, descriptors)
+        if message is None:
             return
-        self._ring.forget(given.retired)
-        if self._blocks is not None:
-            self._blocks.learn(given)
-        elif given.block >= 0:
-            raise ProtocolError("a batch in device memory, where none is open")
+        self._ring.unmap(message.retired)
+        if self._device_reader is not None:
+            self._device_reader.open_blocks(message)
+        elif message.block >= 0:
+            raise ProtocolError("a batch in device memory, which this process has not opened")
 
-    def expect(self, word: Word) -> None:
-        """A word waits for a pass; a batch may have to be saved before that comes."""
-        if isinstance(word, BatchAvailable) and word.block >= 0 and self._blocks is not None:
-            self._slots[word.serial] = self._blocks.slot(word)
+    def register(self, message: BatchAvailable) -> None:
+        """A batch waits for a feed. If it is in device memory, ``save_waiting`` may have to copy it before that."""
+        if message.block >= 0 and self._device_reader is not None:
+            self._in_blocks[message.serial] = self._device_reader.batch(message)
 
     def forget(self, serial: int) -> None:
-        """The server is told that a batch was read."""
-        self._slots.pop(serial, None)
+        """``Read`` is sent for a batch."""
+        self._in_blocks.pop(serial, None)
 
-    def settle(self) -> None:
-        """The server ends, or lets this process go: what waits in its device memory is copied.
+    def save_waiting(self) -> None:
+        """Copy the waiting batches out of the server's device memory, because the server closes the connection.
 
         Raises:
-            WorkerDiedError, TimeoutError: that cannot be had any more.
+            WorkerDiedError, TimeoutError: They can no longer be copied.
         """
-        if self._blocks is not None:
-            self._blocks.settle(list(self._slots.values()))
+        if self._device_reader is not None:
+            self._device_reader.save(list(self._in_blocks.values()))
 
     def collect(self) -> None:
-        """Say of what nobody copies any more that it was read; now and then."""
-        while self._unused:
-            self.read(*self._leases.pop(self._unused.popleft()))
-        if self._blocks is not None:
-            self._blocks.collect()
+        """Confirm batches that were dropped before a device copied them."""
+        for feed, serial in self._leases.collected():
+            self.on_read(feed, serial)
+        if self._device_reader is not None:
+            self._device_reader.collect()
 
     def close(self) -> None:
-        """Let go of the ring."""
+        """Unmap the ring and close device memory."""
         self._ring = Ring()
-        self._slots.clear()
-        if self._blocks is not None:
-            self._blocks.close()
+        self._in_blocks.clear()
+        if self._device_reader is not None:
+            self._device_reader.close()
         release_unused()
 
-    def take(self, pass_: EpochFeed, given: BatchAvailable) -> None:
-        """A batch out of its slot; on its way to a device it may stay there."""
+    def receive(self, feed: EpochFeed, message: BatchAvailable) -> None:
+        """Put a batch into the feed's queue: copied, or in its slot if a device copies it from there."""
         try:
-            if given.block >= 0:
-                self._take_from_device(pass_, given)
+            if message.block >= 0:
+                self._receive_from_device(feed, message)
                 return
             if self._ring.pinned:
-                self._put(pass_, given, decode_batch(given.batch, self._in_place), self._lease(pass_, given))
+                self._put(feed, message, decode_batch(message.batch, self._leaf_in_slot), self._lease(feed, message))
                 return
             lease = self._memory.lease()
-            copy = partial(_copy_out, self._ring, given.batch, lease, self._wrap)
-            if given.nbytes > INLINE_BYTES:
+            copy = partial(_copy_out, self._ring, message.batch, lease, self._wrap)
+            if message.nbytes > INLINE_BYTES:
                 self.busy = True
                 job = asyncio.get_running_loop().run_in_executor(self._executor, copy)
-                job.add_done_callback(partial(self._copied, pass_, given, lease))
+                job.add_done_callback(partial(self._copied_in_thread, feed, message, lease))
                 return
             batch, seconds = copy()
         except (ProtocolError, MemoryError) as error:
-            self.refuse(error)
+            self.on_error(error)
             return
-        self._done(pass_, given, lease, batch, seconds)
+        self._copied(feed, message, lease, batch, seconds)
 
-    def _take_from_device(self, pass_: EpochFeed, given: BatchAvailable) -> None:
-        from aiofeed.processes.serving.device_reader import Taken
+    def _receive_from_device(self, feed: EpochFeed, message: BatchAvailable) -> None:
+        from aiofeed.processes.serving.device_reader import UncopiedBatch
 
-        slot, lease = self._slots[given.serial], self._lease(pass_, given)
-        tree = slot.tree(given.batch, lambda leaf: copied(self._ring.view(leaf), leaf, _private))
-        self._put(pass_, given, Taken(slot, tree, lease), lease)
+        batch, lease = self._in_blocks[message.serial], self._lease(feed, message)
+        tree = batch.tree(message.batch, lambda node: copied_leaf(self._ring.view(node), node, None))
+        self._put(feed, message, UncopiedBatch(batch, tree, lease), lease)
 
-    def _lease(self, pass_: EpochFeed, given: BatchAvailable) -> RingLease:
-        lease = RingLease(asyncio.get_running_loop(), partial(self.read, pass_, given.serial))
-        # One that nobody copies from is dropped.
-        self._leases[weakref.ref(lease, self._unused.append)] = pass_, given.serial
+    def _lease(self, feed: EpochFeed, message: BatchAvailable) -> RingLease:
+        lease = RingLease(asyncio.get_running_loop(), partial(self.on_read, feed, message.serial))
+        # A batch that no device copies is dropped together with its lease.
+        self._leases.watch(lease, (feed, message.serial))
         return lease
 
-    def _copied(
-        self, pass_: EpochFeed, given: BatchAvailable, lease: Any, job: asyncio.Future[tuple[Any, float]]
+    def _copied_in_thread(
+        self, feed: EpochFeed, message: BatchAvailable, lease: BufferLease, job: asyncio.Future[tuple[Any, float]]
     ) -> None:
         self.busy = False
         if job.cancelled():
             return
         if (error := job.exception()) is not None:
-            self.refuse(error)
+            self.on_error(error)
             return
-        self._done(pass_, given, lease, *job.result())
-        self.resume()
+        self._copied(feed, message, lease, *job.result())
+        self.on_idle()
 
-    def _done(self, pass_: EpochFeed, given: BatchAvailable, lease: Any, batch: Any, seconds: float) -> None:
-        pass_.counters.copy_s += seconds
-        self._put(pass_, given, batch, lease if self._device else None)
-        self.read(pass_, given.serial)
+    def _copied(self, feed: EpochFeed, message: BatchAvailable, lease: BufferLease, batch: Any, seconds: float) -> None:
+        feed.counters.copy_s += seconds
+        self._put(feed, message, batch, lease if self._has_device else None)
+        self.on_read(feed, message.serial)
 
-    def _put(self, pass_: EpochFeed, given: BatchAvailable, batch: Any, lease: Any) -> None:
-        item = ReadyBatch(given.number, _rows(given.batch), batch, lease, counters=pass_.counters)
-        item.release = lambda _: self.took(pass_)
-        pass_.queue.put(item)
+    def _put(self, feed: EpochFeed, message: BatchAvailable, batch: Any, lease: BufferLease | None) -> None:
+        item = ReadyBatch(message.number, _rows(message.batch), batch, lease, counters=feed.counters)
+        item.release = lambda _: self.on_taken(feed)
+        feed.queue.put(item)
 
-    def _in_place(self, leaf: Leaf) -> Any:
-        return in_place(self._ring.view(leaf), leaf, pinned=True, lease=_private)
-
-
-# What stays on the host beside a batch on a device. It keeps nothing.
-_private = HostBufferPool(0)
+    def _leaf_in_slot(self, node: ArrayNode) -> Any:
+        return leaf_in_slot(self._ring.view(node), node, pinned=True)
 
 
-def _copy_out(ring: Ring, node: Node, lease: Any, wrap: Callable[[Any], Any]) -> tuple[Any, float]:
+def _copy_out(ring: Ring, node: Node, lease: BufferLease, wrap: Callable[[Any], Any]) -> tuple[Any, float]:
     started = time.perf_counter()
-    batch = wrap(decode_batch(node, lambda leaf: copied(ring.view(leaf), leaf, lease)))
+    batch = wrap(decode_batch(node, lambda array: copied_leaf(ring.view(array), array, lease)))
     return batch, time.perf_counter() - started
 
 
 def _rows(node: Node) -> int:
-    """Samples of a batch: rows of its first array; 0 where it has none."""
-    if isinstance(node, Leaf):
+    """Number of samples: rows of the first array; 0 if there is none."""
+    if isinstance(node, ArrayNode):
         if not node.shape:
             return 0
         return node.shape[node.axes[0] if node.axes else 0]
-    if isinstance(node, Items | Table | Named):
+    if isinstance(node, SequenceNode | MappingNode | RecordNode):
         return next((rows for item in node.items if (rows := _rows(item))), 0)
     return 0

@@ -1,9 +1,9 @@
-"""A consumer's side of the ring, on its loop: batches arrive, are copied out, and wait for an iterator.
+"""A consumer's connection to a server, on the consumer's loop.
 
-What a server says arrives in order: an epoch begins, its batches, its end, the next epoch. It waits here until an
-iterator (an ``EpochFeed``) takes it, epoch by epoch; what waits here stays in its slot. It takes a few ahead. It
-gives their slots back at once, but not before the first batch was handed out: an iterator that was given up before
-that leaves its epoch to the next one, as a feeder's does.
+The messages of a subscription arrive in order: an epoch starts, its batches, its end, the next epoch. They wait here,
+the batches in their slots, until an iterator's ``EpochFeed`` takes them. A feed takes a few batches ahead and sends
+``Read`` at once, but not before its first batch was handed out: an iterator that is replaced before that leaves its
+epoch to the next one, as a feeder's does.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from aiofeed.core.errors import FeedError
+from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
-from aiofeed.processes.ipc.peers import ProcessLiveness, ProcessWatch, died, peer_of
+from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.epoch_feed import EpochFeed, Idleness, IteratorTracker, Word
+from aiofeed.processes.ipc.tracking import DropTracker
+from aiofeed.processes.serving.epoch_feed import EpochFeed, EpochMessage
 from aiofeed.processes.serving.protocol import (
-    MAX_BATCH_BYTES,
+    MAX_SERVER_BYTES,
     BatchAvailable,
     ConsumerRefused,
     EpochEnded,
@@ -42,26 +45,34 @@ from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
 log = logging.getLogger("aiofeed.processes")
 
-# Iterators that were dropped are noticed within this.
+# Interval of the checks for iterators that were dropped and slots that were read.
 HEARTBEAT_S = 0.05
-# What a server that has ended said before it did is read within this.
-LAST_WORDS_S = 0.2
+# After a server has died, its last messages are still read for this long.
+LAST_MESSAGES_S = 0.2
+# Between two epochs a consumer may run an evaluation; a longer pause is logged once.
+IDLE_S = 10.0
+
+
+def server_died(path: object, pid: int) -> WorkerDiedError:
+    """The error for a server that ended without ``ServerClosed``."""
+    who = f" (pid {pid})" if pid else ""
+    return WorkerDiedError(f"the server at {path}{who} has died: start it again, and attach again")
 
 
 class Subscription:
-    """One connection to a server, and the ring behind it.
+    """A connection to a server.
 
     Args:
-        sock: greeted already; closed with the attachment.
-        path: where the server is, for errors.
-        taker: takes batches out of their slots; closed with the attachment.
-        liveness: of the server; closed with the attachment.
-        begun: called with (epoch, batches) when a pass begins one.
+        sock: Connected, with the handshake complete; closed with the subscription.
+        path: Path of the server's socket, for messages.
+        receiver: Takes batches out of their slots; closed with the subscription.
+        server: Monitors the server's process; closed with the subscription.
+        on_epoch: Called with (epoch, batches) when a feed starts an epoch.
 
     Attributes:
-        taker: as given.
-        owners: the iterators that passes are for.
-        host_only: device memory of this server could not be opened: attach without it.
+        receiver: As given.
+        iterators: The feeds' iterators; a feed ends when its iterator is dropped.
+        host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
 
     def __init__(
@@ -69,112 +80,131 @@ class Subscription:
         sock: socket.socket,
         path: Path,
         *,
-        taker: BatchReceiver,
-        liveness: ProcessLiveness,
-        begun: Callable[[int, int], object],
+        receiver: BatchReceiver,
+        server: ProcessMonitor,
+        on_epoch: Callable[[int, int], object],
     ) -> None:
         self._sock: socket.socket | None = sock
         self._path = path
-        self._server = peer_of(sock).pid
-        self.taker = taker
-        self._liveness = liveness
-        taker.read, taker.took, taker.refuse, taker.resume = self._read, self.took, self._refuse, self._pump
-        self._begun = begun
+        self._pid = peer_of(sock).pid
+        self.receiver = receiver
+        self._server = server
+        receiver.on_read, receiver.on_taken = self._confirm, self.taken
+        receiver.on_error, receiver.on_idle = self._fail, self._pump
+        self._on_epoch = on_epoch
         self.host_only = False
-        self._wire: Connection | None = None
+        self._connection: Connection | None = None
         self._early: list[FromConsumer] = []
         self._tickets = itertools.count()
         self._ticket: int | None = None
-        self._words: deque[Word] = deque()
-        self._pass: EpochFeed | None = None
+        self._messages: deque[EpochMessage] = deque()
+        self._feed: EpochFeed | None = None
         self._error: Callable[[], FeedError] | None = None
-        self.owners = IteratorTracker()
-        self._idleness = Idleness(path)
+        self.iterators: DropTracker[EpochFeed] = DropTracker()
+        self._idle_since: float | None = None
 
     async def run(self) -> None:
-        """Listen to the server until cancelled."""
+        """Process the server's messages until cancelled."""
         sock, self._sock = self._sock, None
         assert sock is not None
-        self._wire = Connection(sock, received=self._received, lost=self._lost, limit_bytes=MAX_BATCH_BYTES)
+        self._connection = Connection(sock, received=self._received, lost=self._lost, limit_bytes=MAX_SERVER_BYTES)
         loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
-        # Its last words may still be on their way.
-        watch = ProcessWatch(self._server, lambda: loop.call_later(LAST_WORDS_S, self._lost, None))
+        # Messages that it sent before it died may still be on their way.
+        self._server.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
         try:
-            self.taker.enter_thread()
+            self.receiver.enter_thread()
             while True:
                 await asyncio.sleep(HEARTBEAT_S)
-                for dropped in self.owners.dropped():
-                    self.end(dropped)
-                self.taker.collect()
-                idle = self._ticket is not None and (self._pass is None or self._pass.complete)
-                self._idleness.look(sum(isinstance(word, BatchAvailable) for word in self._words) if idle else 0)
+                for feed in self.iterators.collected():
+                    self.end(feed)
+                self.receiver.collect()
+                self._warn_if_idle()
         finally:
-            watch.close()
-            self._wire.close()
-            if self._pass is not None:
-                self._pass.queue.put(Stopped())
-            self._words.clear()
-            self.taker.close()
-            self._liveness.close()
+            self._connection.close()
+            if self._feed is not None:
+                self._feed.queue.put(Stopped())
+            self._messages.clear()
+            self.receiver.close()
+            self._server.close()
 
     def close_unused(self) -> None:
-        """Close a connection that ``run`` never took; from any thread."""
+        """Close a subscription that has never run; from any thread."""
         if self._sock is not None:
             self._sock.close()
-            self.taker.close()
-            self._liveness.close()
+            self.receiver.close()
+            self._server.close()
 
-    # --- what passes want; on the loop ---
+    def _warn_if_idle(self) -> None:
+        """Log once if batches wait for an epoch that no iterator has begun, and other consumers wait for this one."""
+        between_epochs = self._ticket is not None and (self._feed is None or self._feed.complete)
+        waiting = sum(isinstance(message, BatchAvailable) for message in self._messages) if between_epochs else 0
+        now = time.monotonic()
+        if not waiting:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since > IDLE_S:
+            self._idle_since = math.inf
+            log.warning(
+                "this process has ended an epoch of the server at %s and has not begun another for %.0f s: %d batches "
+                "wait for it, and so do other consumers. Iterate the result of attach(), or close() it",
+                self._path,
+                IDLE_S,
+                waiting,
+            )
 
-    def begin(self, pass_: EpochFeed) -> None:
-        """Feed a pass from now on; the one before is over."""
-        if (old := self._pass) is not None:
-            self._settle(old)
+    # --- called by the feeds' iterators and copy threads, on the loop ---
+
+    def begin(self, feed: EpochFeed) -> None:
+        """Give messages to this feed from now on; it replaces the one before."""
+        if (old := self._feed) is not None:
+            self._replace(old)
         if self._error is not None:
-            self._put_error(pass_)
+            feed.queue.put(FeedFailure(self._error()))
             return
-        self._pass = pass_
+        self._feed = feed
         if self._ticket is None:
             self._ticket = next(self._tickets)
             self._send(Join(self._ticket))
         self._pump()
 
-    def end(self, pass_: EpochFeed) -> None:
-        """A pass wants no more."""
-        self.owners.forget(pass_)
-        pass_.queue.put(Stopped())  # a copy thread that waits there ends
-        if pass_ is not self._pass or pass_.superseded:
+    def end(self, feed: EpochFeed) -> None:
+        """A feed ends; if in the middle of its epoch, this process leaves the epoch."""
+        self.iterators.forget(feed)
+        feed.queue.put(Stopped())  # ends a copy thread that waits for the queue
+        if feed is not self._feed or feed.superseded:
             return
-        self._pass = None
-        self.touch(pass_)
-        if not pass_.complete:
+        self._feed = None
+        self.mark_started(feed)
+        if not feed.complete:
             self._leave()
 
-    def touch(self, pass_: EpochFeed) -> None:
-        """A batch of a pass was handed out, or never will be: slots go back as soon as they are read."""
-        if pass_.touched or pass_.handed_on:
+    def mark_started(self, feed: EpochFeed) -> None:
+        """A batch of a feed was handed out, or none ever will be: ``Read`` is sent as soon as a batch is read."""
+        if feed.started or feed.passed_on:
             return
-        pass_.touched = True
-        pass_.words.clear()
-        for serial in pass_.withheld:
+        feed.started = True
+        feed.messages.clear()
+        for serial in feed.unconfirmed:
             self._send(Read(serial))
-        pass_.withheld.clear()
+        feed.unconfirmed.clear()
 
-    def took(self, pass_: EpochFeed) -> None:
-        """A batch of a pass has left the host's queue: there is room for one more."""
-        pass_.room += 1
-        if pass_ is self._pass:
+    def taken(self, feed: EpochFeed) -> None:
+        """A batch of a feed has left the host's queue, so there is room for one more."""
+        feed.room += 1
+        if feed is self._feed:
             self._pump()
 
-    def _settle(self, old: EpochFeed) -> None:
-        """Another pass follows: what the old one has not touched is the new one's."""
-        self.owners.forget(old)
-        self._pass = None
-        if not old.touched and (not old.complete or any(isinstance(word, BatchAvailable) for word in old.words)):
-            old.handed_on = True
-            self._words.extendleft(reversed(old.words))
+    def _replace(self, old: EpochFeed) -> None:
+        """A new feed follows. If the old one has not started, its messages are put back for the new one."""
+        self.iterators.forget(old)
+        self._feed = None
+        has_batches = any(isinstance(message, BatchAvailable) for message in old.messages)
+        if not old.started and (not old.complete or has_batches):
+            old.passed_on = True
+            self._messages.extendleft(reversed(old.messages))
         elif not old.complete:
             self._leave()
         drop_batches(old.queue)
@@ -184,115 +214,114 @@ class Subscription:
             return
         self._send(Leave(self._ticket))
         self._ticket = None
-        for word in self._words:
-            if isinstance(word, BatchAvailable):
-                self._send(Read(word.serial))
-        self._words.clear()
+        for message in self._messages:
+            if isinstance(message, BatchAvailable):
+                self._send(Read(message.serial))
+        self._messages.clear()
 
-    def _read(self, pass_: EpochFeed, serial: int) -> None:
-        """A pass has copied a batch out of its slot, or never will. Idempotent."""
-        if serial not in pass_.unread or pass_.handed_on:
+    def _confirm(self, feed: EpochFeed, serial: int) -> None:
+        """A feed has read a batch, or never will. Idempotent."""
+        if serial not in feed.unread or feed.passed_on:
             return
-        pass_.unread.discard(serial)
-        if pass_.touched:
+        feed.unread.discard(serial)
+        if feed.started:
             self._send(Read(serial))
         else:
-            pass_.withheld.append(serial)
+            feed.unconfirmed.append(serial)
 
     def _send(self, message: FromConsumer) -> None:
         if isinstance(message, Read):
-            self.taker.forget(message.serial)
-        if self._wire is None:
+            self.receiver.forget(message.serial)
+        if self._connection is None:
             self._early.append(message)
         else:
-            self._wire.send(encode(message))
+            self._connection.send(encode(message))
 
-    # --- what the server says ---
+    # --- messages of the server ---
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_server(payload)
         try:
-            self.taker.learn(message if isinstance(message, BatchAvailable) else None, descriptors)
+            self.receiver.open_memory(message if isinstance(message, BatchAvailable) else None, descriptors)
         except HandleError as error:
             self.host_only = True
             raise ProtocolError(
-                f"its device memory cannot be opened ({error}): iterate again after close(), without it"
+                f"its device memory cannot be opened ({error}): after close(), iterate again without it"
             ) from None
         if isinstance(message, EpochStarted | BatchAvailable | EpochEnded | EpochFailed):
             if message.ticket != self._ticket:
                 if isinstance(message, BatchAvailable):
                     self._send(Read(message.serial))
                 return
-            self.taker.expect(message)
-            self._words.append(message)
+            if isinstance(message, BatchAvailable):
+                self.receiver.register(message)
+            self._messages.append(message)
             self._pump()
         elif isinstance(message, ServerClosed):
             self._end(f"the server at {self._path} has ended: {message.reason}")
         elif isinstance(message, ConsumerRefused):
-            self._end(f"the server at {self._path} let this process go: {message.reason}")
+            self._end(f"the server at {self._path} has disconnected this process: {message.reason}")
         else:
             raise ProtocolError("a second Welcome")
 
     def _end(self, text: str) -> None:
-        """The server has said its last word; what it gave before is still handed out."""
+        """The server closes the connection. Batches that it has sent are still handed out."""
         try:
-            self.taker.settle()
-        except (FeedError, TimeoutError, RuntimeError) as error:  # the last: a device that is out of memory, say
-            # Whoever's turn it is hears of it then, or has it nevertheless.
+            self.receiver.save_waiting()
+        except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example
+            # An iterator whose batch was lost gets an error when it copies that.
             log.warning("the last batches of the server at %s may be lost: %s", self._path, error)
-        self._break_off(lambda: FeedError(text))
+        self._disconnect(lambda: FeedError(text))
 
     def _lost(self, error: Exception | None) -> None:
         if error is None:
-            self._break_off(lambda: died(self._path, self._server))
+            self._disconnect(lambda: server_died(self._path, self._pid))
         else:
-            # This end has closed the connection, and the slots that waited here are the server's again.
-            self._words.clear()
-            self._break_off(lambda: FeedError(f"what the server at {self._path} sent was refused: {error}"))
+            # This process has closed the connection, so the server may reuse the slots of the waiting batches.
+            self._messages.clear()
+            self._disconnect(lambda: FeedError(f"refused a message of the server at {self._path}: {error}"))
 
-    def _break_off(self, make: Callable[[], FeedError]) -> None:
-        """Close the connection; a pass is told of the first reason for it, behind what is still here."""
-        assert self._wire is not None
-        self._wire.close()
+    def _fail(self, error: BaseException) -> None:
+        self._messages.clear()
+        self._disconnect(lambda: FeedError(f"a batch of the server at {self._path} cannot be received: {error}"))
+
+    def _disconnect(self, make_error: Callable[[], FeedError]) -> None:
+        """Close the connection. The feed gets the first error given here, after the messages that wait."""
+        assert self._connection is not None
+        self._connection.close()
         if self._error is None:
-            self._error = make
+            self._error = make_error
             self._pump()
 
-    def _put_error(self, pass_: EpochFeed) -> None:
-        assert self._error is not None
-        pass_.queue.put(FeedFailure(self._error()))
-
-    # --- from the ring to the iterator ---
+    # --- from the server's messages to the feed ---
 
     def _pump(self) -> None:
-        pass_ = self._pass
-        while pass_ is not None and not pass_.complete and not self.taker.busy:
-            if not self._words:
+        """Give the feed the messages that it has room for."""
+        feed = self._feed
+        while feed is not None and not feed.complete and not self.receiver.busy:
+            if not self._messages:
                 if self._error is not None:
-                    self._pass = None
-                    self._put_error(pass_)
+                    self._feed = None
+                    feed.queue.put(FeedFailure(self._error()))
                 return
-            word = self._words[0]
-            if isinstance(word, BatchAvailable) and not pass_.room:
+            message = self._messages[0]
+            if isinstance(message, BatchAvailable) and not feed.room:
                 return
-            self._words.popleft()
-            if not pass_.touched:
-                pass_.words.append(word)
-            if isinstance(word, EpochStarted):
-                pass_.epoch = word.epoch
-                self._begun(word.epoch, word.batches)
-            elif isinstance(word, BatchAvailable):
-                pass_.room -= 1
-                pass_.unread.add(word.serial)
-                self.taker.take(pass_, word)
-            elif isinstance(word, EpochEnded):
-                pass_.complete = True
-                pass_.queue.put(EndOfEpoch())
+            self._messages.popleft()
+            if not feed.started:
+                feed.messages.append(message)
+            if isinstance(message, EpochStarted):
+                feed.epoch = message.epoch
+                self._on_epoch(message.epoch, message.batches)
+            elif isinstance(message, BatchAvailable):
+                feed.room -= 1
+                feed.unread.add(message.serial)
+                self.receiver.receive(feed, message)
+            elif isinstance(message, EpochEnded):
+                feed.complete = True
+                feed.queue.put(EndOfEpoch())
             else:
-                self._pass, self._ticket = None, None
-                self.touch(pass_)
-                pass_.queue.put(FeedFailure(rebuild(word.error)))
-
-    def _refuse(self, error: BaseException) -> None:
-        self._words.clear()
-        self._break_off(lambda: FeedError(f"a batch of the server at {self._path} cannot be taken: {error}"))
+                feed.queue.put(FeedFailure(rebuild(message.error)))
+                self._feed, self._ticket = None, None
+                self.mark_started(feed)
+                return

@@ -1,4 +1,4 @@
-"""Tensors that several processes use: loaded once, shared at an address, attached to without a copy."""
+"""Tensors in several processes: loaded once, shared at an address, attached to without a copy."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class SharedTensors:
     """Tensors in shared memory, and the address at which other processes attach to them. Made by ``share``.
 
-    A context manager. Once it is closed, or dropped, nobody can attach any more; whoever has attached keeps the
-    tensors (of CUDA tensors: for as long as this process runs).
+    A context manager. After it is closed or dropped, no process can attach; processes that have attached keep the
+    tensors (CUDA tensors: as long as this process runs).
 
     Attributes:
-        address: what ``attach_tensors`` takes: the path of a socket.
-        nbytes: of all the tensors.
+        address: Path of the socket, for ``attach_tensors``.
+        nbytes: Size of all tensors.
     """
 
     def __init__(self, tensors: Any, nbytes: int, server: TensorServer) -> None:
@@ -42,22 +42,22 @@ class SharedTensors:
         self._tensors = tensors
         self._closed = False
         self._server = server
-        # The interpreter's exit is the server's own matter: it must be waited for, which a finalizer must not.
+        # At interpreter exit runtime/threads.py stops the server and waits for it, which a finalizer must not.
         weakref.finalize(self, server.stop).atexit = False
 
     @property
     def tensors(self) -> Any:
-        """The shared tensors, in the structure that was given: for this process's own use. Writes are seen by all.
+        """The shared tensors, in the given container, for this process. Writes are visible to all processes.
 
         Raises:
-            ValueError: it is closed.
+            ValueError: They have been closed.
         """
         if self._closed:
             raise ValueError(f"the tensors shared at {self.address} have been closed")
         return self._tensors
 
     def close(self) -> None:
-        """End it: the address is free again, and the memory with the last process that uses it. Idempotent."""
+        """Free the address. The memory is freed with the last process that uses it. Idempotent."""
         self._closed = True
         self._tensors = None
         self._server.stop()
@@ -79,22 +79,22 @@ class SharedTensors:
 def share(
     tensors: Array | Sequence[Array] | Mapping[str, Array] | Mapping[int, Array], address: str | os.PathLike[str]
 ) -> SharedTensors:
-    """Share tensors with other processes of this user on this machine, which ``attach_tensors`` to them.
+    """Share tensors with other processes of this user on this machine, which call ``attach_tensors``.
 
-    Tensors in host memory are copied once, into shared memory without a name, unless they lie in torch's shared memory
-    already (``share_memory_``). Drop the originals, and use ``.tensors`` of what is returned: that is what the others
-    see. They are detached and made contiguous. CUDA tensors stay where they are, and are opened through CUDA IPC.
+    Tensors in host memory are copied once, into shared memory without a name, unless they are in torch's shared memory
+    already (``share_memory_``). Drop the originals and use ``.tensors`` of the result, which is the memory that the
+    other processes see. They are detached and made contiguous. CUDA tensors are opened through CUDA IPC, not copied.
 
-    The memory is there until the last process that uses it has ended, this one or another; nothing of it has a name
-    that could stay behind. Of CUDA tensors this process must outlive the others.
+    The memory is freed when the last process that uses it has ended; no name of it can be left behind. With CUDA
+    tensors this process must outlive the others.
 
     Args:
-        tensors: a tensor or array, or a list, tuple or dict of them. Arrays become tensors.
-        address: a name, or the path of the socket to listen at.
+        tensors: A tensor or array, or a list, tuple or dict of them. Arrays become tensors.
+        address: A name, or the path of the socket to listen at.
 
     Raises:
-        TypeError, ValueError: something among the tensors cannot be shared, or the address is none.
-        FeedError: the address is taken, or there is too little memory; the message has the figures.
+        TypeError, ValueError: One of the tensors cannot be shared, or the address is not valid.
+        FeedError: The address is taken, or there is not enough memory; the message has the figures.
     """
     return share_through(CudaHandles(), tensors, address)
 
@@ -103,27 +103,27 @@ def share(
 def attach_tensors(
     address: str | os.PathLike[str], device: object = None, *, writable: bool = False, timeout_s: float = 10.0
 ) -> Any:
-    """The tensors that another process shares, in the same structure, and without a copy where that can be.
+    """The tensors that another process shares, in the same container, without a copy if possible.
 
-    Those in host memory are mapped. What this process writes to them is its own, page by page, and seen by nobody
-    else; with ``writable=True`` it is seen by all, and nothing is in the way of two that write at the same time.
+    Tensors in host memory are mapped. Writes are private to this process, page by page; with ``writable=True`` they
+    are visible to all processes, without any synchronization.
 
     Args:
-        address: what ``share`` was given, or the ``address`` of what it returned.
-        device: ``None``: where they were shared. "cpu": in host memory. Any other device, or "auto": there; those
-            that were shared on that device are opened (and are writable), others are this process's own copies.
-        writable: map host memory so that writes are seen by all.
-        timeout_s: how long to wait for a process that shares tensors there.
+        address: The argument of ``share``, or the ``address`` of its result.
+        device: ``None``: where they were shared. "cpu": in host memory. Any other device, or "auto": there; tensors
+            that were shared on that device are opened (and are writable), others are copied.
+        writable: Map host memory so that writes are visible to all processes.
+        timeout_s: How long to wait for a process that shares tensors there.
 
     Raises:
-        FeedError: nobody shares tensors there, another user does, or they cannot be handed over.
-        TypeError, ValueError: an argument is none of these.
+        FeedError: No process of this user shares tensors there, or it cannot hand them out.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
     return attach_through(CudaHandles(), address, device, writable=writable, timeout_s=timeout_s)
 
 
 def share_through(handles: DeviceHandles, tensors: Any, address: str | os.PathLike[str]) -> SharedTensors:
-    """``share``, with device memory of any make."""
+    """``share`` with the given kind of device memory."""
     _check_platform()
     from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
     from aiofeed.processes.shared_tensors.server import TensorServer
@@ -143,7 +143,7 @@ def share_through(handles: DeviceHandles, tensors: Any, address: str | os.PathLi
 def attach_through(
     handles: DeviceHandles, address: str | os.PathLike[str], device: object, *, writable: bool, timeout_s: float
 ) -> Any:
-    """``attach_tensors``, with device memory of any make."""
+    """``attach_tensors`` with the given kind of device memory."""
     _check_platform()
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, not {type(timeout_s).__name__}")
@@ -164,4 +164,4 @@ def attach_through(
 
 def _check_platform() -> None:
     if sys.platform == "win32":
-        raise FeedError("tensors are shared through Unix sockets that pass descriptors, which Windows has not")
+        raise FeedError("tensors are shared through Unix sockets that pass descriptors, which Windows lacks")

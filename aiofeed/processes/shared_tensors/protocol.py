@@ -1,4 +1,4 @@
-"""What those who share tensors and those who attach say to each other: plain typed structs, in MessagePack."""
+"""Messages between the process that shares tensors and those that attach to them: one ``Attach``, one reply."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import msgspec
 
 from aiofeed.processes.ipc.schema import DeviceMemoryHandle, Struct, decode
 
+# Of these messages. The sharing process refuses processes of another version.
 VERSION = 1
 
 
 class Attach(Struct, frozen=True):
-    """Asks for the tensors.
+    """Requests the tensors.
 
     Args:
-        version: of these messages.
-        host: only in host memory: device memory is not wanted, or could not be opened.
+        version: Version of these messages.
+        host: Whether all of them are to be in host memory.
     """
 
     version: int
@@ -27,11 +28,11 @@ class InSegment(Struct, frozen=True):
     """A tensor in host memory, in C order.
 
     Args:
-        shape: of it.
-        dtype: torch's name for it.
-        segment: which segment of the offer; -1 for a tensor of no bytes.
-        offset: where in it, in bytes.
-        device: identity of the device from which it was brought; "" for none.
+        shape: Shape of the tensor.
+        dtype: torch's name for its dtype.
+        segment: Position of its segment in the offer; -1 for a tensor of 0 bytes.
+        offset: Bytes from the start of the segment.
+        device: Identity of the device that it was copied from; "" for none.
     """
 
     shape: list[int]
@@ -45,10 +46,10 @@ class OnDevice(Struct, frozen=True):
     """A tensor in device memory, in C order.
 
     Args:
-        shape: of it.
-        dtype: torch's name for it.
-        start: its first element, in the storage.
-        handle: of the storage.
+        shape: Shape of the tensor.
+        dtype: torch's name for its dtype.
+        start: Its first element in the storage.
+        handle: Handle of the storage.
     """
 
     shape: list[int]
@@ -58,14 +59,14 @@ class OnDevice(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True):
-    """The tensors; the segments' descriptors come with the message, in this order.
+    """The tensors. The segments' descriptors are sent with the message, in the same order.
 
     Args:
-        pid: of the process that shares them.
-        kind: what they are in.
-        keys: of a dict.
-        places: where each lies.
-        segments: size of each, in bytes.
+        pid: Process id of the process that shares them.
+        kind: Their container.
+        keys: Keys of a dict.
+        places: Where each tensor is.
+        segments: Size of each segment in bytes.
     """
 
     pid: int
@@ -76,23 +77,22 @@ class Offer(Struct, frozen=True):
 
 
 class AttachRefused(Struct, frozen=True):
-    """There is nothing to be had."""
+    """The tensors cannot be offered."""
 
     reason: str
 
 
-Reply: TypeAlias = Union[Offer, AttachRefused]  # noqa: UP007 - msgspec wants it resolvable
+Reply: TypeAlias = Union[Offer, AttachRefused]  # noqa: UP007 - msgspec cannot resolve `X | Y` here
 
-encode = msgspec.msgpack.Encoder().encode
 _attach: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
 _reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def decode_attach(payload: bytes) -> Attach:
-    """What an attacher says; ``WireError`` where it is nothing of the kind."""
+    """Decode a request; ``ProtocolError`` if it is none."""
     return decode(_attach, payload)
 
 
 def decode_reply(payload: bytes) -> Reply:
-    """What a sharer says; ``WireError`` where it is nothing of the kind."""
+    """Decode a reply; ``ProtocolError`` if it is none."""
     return decode(_reply, payload)

@@ -1,172 +1,96 @@
-"""Hands shared tensors out: a daemon thread that listens, and answers one question per connection.
+"""Hands out shared tensors: a daemon thread with an event loop that accepts connections and answers requests.
 
-Its end: ``stop`` only tells the thread, which then removes the socket and closes what it has; whoever wants that done
-joins it, for a bounded time. The interpreter's exit does so for servers that nobody has stopped. A forked child has
-neither the thread nor the socket.
+``stop`` only signals the thread, which removes the socket and closes the descriptors; ``join`` waits for that, for a
+bounded time. Interpreter exit and forks are handled in ``runtime/threads.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
-import os
 import socket
-import threading
-import time
-import weakref
 from pathlib import Path
-from typing import Protocol
 
 from aiofeed.processes.ipc.address import TENSORS, Listener
 from aiofeed.processes.ipc.framing import Connection
-from aiofeed.processes.ipc.peers import peer_of
-from aiofeed.processes.shared_tensors.protocol import Attach, AttachRefused, decode_attach, encode
+from aiofeed.processes.ipc.peers import Peer
+from aiofeed.processes.ipc.schema import encode
+from aiofeed.processes.shared_tensors.protocol import Attach, AttachRefused, decode_attach
+from aiofeed.processes.shared_tensors.store import TensorStore
+from aiofeed.runtime.event_loop import EventLoopThread
 
 log = logging.getLogger("aiofeed.processes")
 
-# Room for what an attacher says, which is a dozen bytes.
-_MOST_ASKED_BYTES = 1024
-# Whoever has connected asks at once; one that does not, or stops reading, is not waited for.
-_PATIENCE_S = 60.0
-_MOST_CONNECTIONS = 256
-# After an error in accepting (no descriptors left), before the next try.
-_PAUSE_S = 0.2
+# A request has a dozen bytes.
+_MAX_REQUEST_BYTES = 1024
+# A connection is closed after this time: processes send their request at once and read the reply.
+_TIMEOUT_S = 60.0
 _JOIN_S = 1.0
-
-
-class Store(Protocol):
-    """What is handed out."""
-
-    def answer(self, asked: Attach, /) -> tuple[bytes, list[int]]:
-        """The reply, and descriptors that are the caller's to close."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
 
 
 class TensorServer:
     """A listening socket and its thread.
 
     Args:
-        path: of the socket.
-        store: what is handed out; used and closed by the thread.
+        path: Path of the socket.
+        store: The tensors; used and closed by the thread.
 
     Raises:
-        FeedError: the address is taken, or not to be had.
+        FeedError: Another process listens there, or there can be no socket.
     """
 
-    def __init__(self, path: Path, store: Store) -> None:
+    def __init__(self, path: Path, store: TensorStore) -> None:
         self.path = path
         self._store = store
-        self._pid = os.getpid()
-        self._wires: set[Connection] = set()
-        self._thread = threading.Thread(target=self._run, name="aiofeed shared tensors", daemon=True)
-        self._loop = asyncio.SelectorEventLoop()
+        self._connections: set[Connection] = set()
+        self._listener = Listener(path, TENSORS)
+        self._thread = EventLoopThread(read_threads=1, decode_threads=1)
+        self._thread.at_exit(self._close)
         try:
-            self._listener = Listener(path, TENSORS)
+            self._thread.launch()
+            self._thread.start(self._serve)
         except BaseException:
-            self._loop.close()
-            raise
-        _running.add(self)
-        try:
-            self._thread.start()
-        except BaseException:  # no more threads are to be had
-            self._end()
+            self._thread.stop()
+            self._close()  # the thread may not exist
             raise
 
     def stop(self) -> None:
-        """Tell the thread to end. Does not wait; idempotent; may be called from anywhere, a finalizer too."""
-        if os.getpid() != self._pid:
-            return
+        """Tell the thread to end. Never blocks; idempotent; also for finalizers."""
+        self._thread.stop()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a bounded time: it may be copying from a device."""
+        self._thread.join(_JOIN_S)
+
+    async def _serve(self) -> None:
+        """Answer requests until cancelled."""
+        self._listener.start_accepting(self._accepted, self._connections)
         try:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        except RuntimeError:
-            pass  # it has ended
-
-    def join(self, timeout_s: float = _JOIN_S) -> None:
-        """Wait until the thread has ended, but not for long: it may be copying."""
-        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-
-    def forked(self) -> None:
-        """In a forked child: the socket is the parent's alone, so that it is dead once the parent is."""
-        self._listener.sock.close()
-
-    def _run(self) -> None:
-        try:
-            self._loop.add_reader(self._listener.sock.fileno(), self._accept)
-            self._loop.run_forever()
+            await asyncio.Event().wait()
         finally:
-            self._end()
+            self._listener.stop_accepting()
+            for connection in self._connections:
+                connection.close()
 
-    def _end(self) -> None:
-        _running.discard(self)
-        self._loop.remove_reader(self._listener.sock.fileno())
+    def _close(self) -> None:
         self._listener.close()
-        for connection in self._wires:
-            connection.close()
-        self._loop.close()
         self._store.close()
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            log.error("whoever wants the tensors shared at %s has to wait: %s", self.path, error)
-            self._loop.remove_reader(self._listener.sock.fileno())
-            self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._listener.sock.fileno(), self._accept)
-            return
-        try:
-            welcome = peer_of(sock).uid == os.getuid() and len(self._wires) < _MOST_CONNECTIONS
-        except OSError:
-            welcome = False  # it has gone already
-        if not welcome:
-            sock.close()
-            return
-        self._serve(sock)
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _accepted(self, sock: socket.socket, peer: Peer) -> None:
         def end(error: Exception | None = None) -> None:
             connection.close()
-            patience.cancel()
-            self._wires.discard(connection)
+            timeout.cancel()
+            self._connections.discard(connection)
 
         def received(payload: bytes, descriptors: list[int]) -> None:
             connection.send(*self._answer(decode_attach(payload)))
 
-        connection = Connection(sock, received=received, lost=end, limit_bytes=_MOST_ASKED_BYTES)
-        patience = self._loop.call_later(_PATIENCE_S, end)
-        self._wires.add(connection)
+        connection = Connection(sock, received=received, lost=end, limit_bytes=_MAX_REQUEST_BYTES)
+        timeout = asyncio.get_running_loop().call_later(_TIMEOUT_S, end)
+        self._connections.add(connection)
 
-    def _answer(self, asked: Attach) -> tuple[bytes, list[int]]:
+    def _answer(self, request: Attach) -> tuple[bytes, list[int]]:
         try:
-            return self._store.answer(asked)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the attacher that must hear of it
+            return self._store.answer(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process that attaches must get it
             return encode(AttachRefused(f"{type(error).__name__}: {error}")), []
-
-
-_running: weakref.WeakSet[TensorServer] = weakref.WeakSet()
-
-
-def _stop_all() -> None:
-    running = list(_running)
-    for server in running:
-        server.stop()
-    deadline = time.monotonic() + _JOIN_S
-    for server in running:
-        server.join(max(0.0, deadline - time.monotonic()))
-
-
-def _forked() -> None:
-    for server in list(_running):
-        server.forked()
-
-
-atexit.register(_stop_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

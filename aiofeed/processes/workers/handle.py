@@ -1,4 +1,4 @@
-"""One engine process as the trainer's loop sees it: started, told, heard, and what became of it."""
+"""One worker process, as the trainer's loop sees it: its start, its connection, its ring and its end."""
 
 from __future__ import annotations
 
@@ -10,138 +10,159 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aiofeed.core.types import BatchPlan
 from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.ring import Ring
-from aiofeed.processes.ipc.schema import (
+from aiofeed.processes.ipc.schema import encode
+from aiofeed.processes.workers.protocol import (
     BatchFailed,
     BatchReady,
-    FromEngine,
+    FromWorker,
     ReleaseSlot,
     StartDecoding,
-    ToEngine,
-    decode_from_engine,
-    encode,
+    ToWorker,
+    decode_from_worker,
 )
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.ipc.passing import Passable
-
-Replies = BatchReady | BatchFailed
 
 
 @dataclass(eq=False)
-class Work:
-    """A batch that a process assembles: ``reply`` comes when it is done, ``was_read`` is called before that."""
+class AssignedBatch:
+    """A batch that a worker assembles.
 
-    process: WorkerHandle
+    Args:
+        worker: The worker.
+        serial: Identifies the batch in messages.
+        plan: Plan of the batch.
+        reply: Set when the batch is finished.
+        was_read: Called when the worker reports that all samples have been read.
+    """
+
+    worker: WorkerHandle
     serial: int
-    reply: asyncio.Future[Replies]
-    was_read: Callable[[], None]
     plan: BatchPlan
+    reply: asyncio.Future[BatchReady | BatchFailed]
+    was_read: Callable[[], None]
 
-    def open(self) -> None:
-        """It may be decoded."""
-        self.process.send(StartDecoding(self.serial))
-
-
-class Owner(Protocol):
-    """Who hears of what a process says, and of its end."""
-
-    @property
-    def count(self) -> int:
-        """How many processes there are."""
-        ...
-
-    def heard(self, process: WorkerHandle, message: FromEngine) -> None:
-        """A process has said something; ``WireError`` where it makes no sense."""
-        ...
-
-    def lost(self, process: WorkerHandle, error: Exception | None) -> None:
-        """A process's connection has ended."""
-        ...
+    def start_decoding(self) -> None:
+        """Tell the worker to decode it."""
+        self.worker.send(StartDecoding(self.serial))
 
 
 class WorkerHandle:
-    """One process, its connection and its ring. Made on the running loop.
+    """One worker process. Created on the running loop.
 
     Args:
-        number: which one, from 0.
-        start: descriptor of its cargo; inherited, not closed.
-        owner: hears of what it says and of its end.
-        backend: the device that copies from its ring.
-        passable: is told of its ring.
+        number: Number of the worker, from 0.
+        count: How many workers there are.
+        config: Descriptor of the worker's configuration; inherited, not closed.
+        backend: The device that copies from its ring; ``None`` for none.
+        received: Called with each message; may raise ``ProtocolError``.
+        lost: Called once when the connection has ended; see ``Connection``.
+
+    Attributes:
+        ring: Its shared memory.
+        ready: Whether its source is open.
+        assigned: The batches that it assembles, by serial.
+        decoding: How many of them it may decode.
+        exit_status: Negative for a signal; ``None`` while it runs, or if the status could not be obtained.
     """
 
     def __init__(
-        self, number: int, start: int, owner: Owner, backend: DeviceBackend | None, passable: Passable | None = None
+        self,
+        number: int,
+        count: int,
+        config: int,
+        backend: DeviceBackend | None,
+        *,
+        received: Callable[[WorkerHandle, FromWorker], None],
+        lost: Callable[[WorkerHandle, Exception | None], None],
     ) -> None:
         self.number = number
-        self.ring = Ring(backend, passable)
+        self.ring = Ring(backend)
         self.ready = False
-        # Batches that it may decode and has not finished.
+        self.assigned: dict[int, AssignedBatch] = {}
         self.decoding = 0
-        self.at_work: dict[int, Work] = {}
-        self._owner = owner
+        self.exit_status: int | None = None
+        self._count = count
+        self._ended = False
+        self._on_message = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    _command(theirs.fileno(), start, number),
+                    _command(theirs.fileno(), config, number),
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), start),
-                    # The threads that decode are the parallelism there: numpy's and torch's own would fight them.
+                    pass_fds=(theirs.fileno(), config),
+                    # The worker's parallelism is its decode threads, with which those of NumPy and torch would compete.
                     env={"OMP_NUM_THREADS": "1", **os.environ},
                 )
             except BaseException:
                 ours.close()
                 raise
-        self._wire = Connection(ours, received=self._received, lost=self._lost)
+        self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process id."""
         return self._process.pid
 
-    def send(self, message: ToEngine) -> None:
-        """Tell it something; nothing happens once it is gone."""
-        self._wire.send(encode(message))
+    def send(self, message: ToWorker) -> None:
+        """Send a message; does nothing if the worker has ended."""
+        self._connection.send(encode(message))
 
-    def free(self, serial: int, again: bool = True) -> None:
-        """A slot of its ring has been read; see ``ReleaseSlot``."""
-        self.send(ReleaseSlot(serial, again))
+    def release_slot(self, serial: int, reusable: bool = True) -> None:
+        """Give the slot of a batch back to the worker; see ``ReleaseSlot``."""
+        self.send(ReleaseSlot(serial, reusable))
 
-    def poll(self) -> int | None:
-        """Its exit status, negative for a signal; ``None`` while it runs."""
-        return self._process.poll()
+    def ended(self) -> bool:
+        """Whether the process has ended; sets ``exit_status``."""
+        if not self._ended:
+            # Popen.poll() would report status 0 if the status cannot be obtained.
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._ended = True
+            else:
+                if pid:
+                    self._ended, self.exit_status = True, os.waitstatus_to_exitcode(status)
+            if self._ended:
+                self._process.returncode = self.exit_status or 0  # Popen need not wait for it
+        return self._ended
 
     def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
+        """Kill the process."""
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the connection and let go of the ring."""
-        self._wire.close()
+        """Close the connection and unmap the ring."""
+        self._connection.close()
         self.ring.close()
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
-        message = decode_from_engine(payload)
-        self.ring.learn(message.segments if isinstance(message, BatchReady) else [], descriptors)
+        message = decode_from_worker(payload)
+        self.ring.map_segments(message.segments if isinstance(message, BatchReady) else [], descriptors)
         if isinstance(message, BatchReady):
-            self.ring.forget(message.retired)
-        self._owner.heard(self, message)
+            self.ring.unmap(message.retired)
+        self._on_message(self, message)
 
-    def _lost(self, error: Exception | None) -> None:
-        self._owner.lost(self, error)
+    @property
+    def name(self) -> str:
+        """The process, for an error message."""
+        return f'worker process {self.number + 1} of {self._count} (engine="process", pid {self.pid})'
 
-    def describe(self, status: int | None) -> str:
-        """What became of it, in words."""
-        who = f'the process of engine="process" (number {self.number + 1} of {self._owner.count}, pid {self.pid})'
-        if status is None:
+    def describe_end(self) -> str:
+        """How the process ended, for an error message."""
+        who, status = self.name, self.exit_status
+        if not self._ended:
             return f"{who} closed its connection"
+        if status is None:
+            return f"{who} ended; its exit status is unknown, because SIGCHLD is ignored or other code has reaped it"
         if status >= 0:
             return f"{who} ended with exit status {status}"
         try:
@@ -150,22 +171,20 @@ class WorkerHandle:
             name = f"signal {-status}"
         hint = ""
         if -status == signal.SIGKILL:
-            hint = (
-                "; where nobody killed it, the machine or its container was out of memory (see Limits(memory_bytes=))"
-            )
+            hint = "; the machine or its container may have run out of memory (see Limits(memory_bytes=))"
         elif -status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
             hint = "; native code of the source, the decoder or collate_fn crashed"
         return f"{who} was killed by {name} (exit status {status}){hint}"
 
 
-def _command(connection: int, start: int, number: int) -> list[str]:
+def _command(connection: int, config: int, number: int) -> list[str]:
     from multiprocessing import spawn
 
-    # As multiprocessing starts its own: the same interpreter, with the same flags and the same path.
+    # Like multiprocessing: the same interpreter, with the same flags and the same sys.path.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = [entry for entry in sys.path if isinstance(entry, str)]
     program = (
         f"import sys; sys.path[:] = {path!r}; from aiofeed.processes.workers.main import main; "
-        f"main({connection}, {start}, {os.getpid()}, {number})"
+        f"main({connection}, {config}, {os.getpid()}, {number})"
     )
     return [os.fsdecode(spawn.get_executable()), *flags, "-c", program]

@@ -1,7 +1,7 @@
-"""The engine process: reads and decodes what it is told to, into slots of the ring, until it is told to stop.
+"""The main function of a worker process: it reads and decodes the batches that the trainer plans, until it is stopped.
 
-It ends when it is told to, and at once when its parent is gone: the connection says so, and where somebody else still
-holds that (a fork of the parent's), the parent's number and, on Linux, the kernel do.
+It exits as soon as the trainer is gone: the connection ends; if another process (a fork of the trainer) holds that
+open, the parent's process id changes and, on Linux, the kernel kills it.
 """
 
 from __future__ import annotations
@@ -21,65 +21,67 @@ import numpy as np
 from aiofeed.core.errors import CollateError, FeedError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, frame
-from aiofeed.processes.ipc.schema import (
+from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, close_all, send_message
+from aiofeed.processes.ipc.schema import encode
+from aiofeed.processes.workers.protocol import (
     BatchFailed,
     BatchReady,
-    FromEngine,
+    FromWorker,
+    PlanBatch,
     ReplacementAnswer,
     ReplacementRequest,
     StopWorker,
     WorkerEnded,
-    WorkerPlanMessage,
     WorkerReady,
-    decode_to_engine,
-    encode,
+    decode_to_worker,
 )
 from aiofeed.processes.workers.spawn import WorkerConfig, read_config
-from aiofeed.processes.workers.worker_engine import RequestedOrder, WorkerEngine, WorkerPlan
-from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
+from aiofeed.processes.workers.worker_engine import RemoteOrder, WorkerEngine, WorkerPlan
+from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread, reserve_standard_descriptors
 from aiofeed.sampling.epochs import EpochBegins, Step
 
-# A parent that is gone is noticed within this where the connection does not tell.
+# Interval of the checks for a trainer whose end the connection does not show.
 HEARTBEAT_S = 0.25
 
 
-def main(connection: int, start: int, parent: int, number: int) -> None:
-    """Run as an engine process.
+def main(connection: int, config: int, parent: int, number: int) -> None:
+    """Run as a worker process.
 
     Args:
-        connection: descriptor of the socket to the parent.
-        start: descriptor of the file with what to work with.
-        parent: the parent's process id.
-        number: which of the parent's engine processes this is.
+        connection: Descriptor of the socket to the trainer.
+        config: Descriptor of the file with the configuration.
+        parent: The trainer's process id.
+        number: Number of this worker, from 0.
     """
-    # Ctrl-C goes to every process of the terminal; the parent decides what it means.
+    # Ctrl-C in a terminal interrupts all its processes; the trainer decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with(parent)
+    _exit_with(parent)
+    reserve_standard_descriptors()
     sock = socket.socket(fileno=connection)
     status = 1
     try:
-        _serve(sock, read_config(start), parent, number)
+        _serve(sock, read_config(config), parent, number)
         status = 0
     except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
-        failed = FeedError(f'the process of engine="process" could not start: {type(error).__name__}: {error}')
-        failed.__cause__ = error
+        failure = FeedError(f'a worker process of engine="process" could not start: {type(error).__name__}: {error}')
+        failure.__cause__ = error
         sock.setblocking(True)
-        sock.sendall(frame(encode(WorkerEnded(describe(failed)))))
+        send_message(sock, encode(WorkerEnded(describe(failure))))
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it any more
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or a closed one
                 stream.flush()
-        # Threads that are inside a decode they cannot leave, and whatever the user's modules left behind, end here.
+        # Ends threads that cannot leave a decoder, and those of the user's modules.
         os._exit(status)
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
+    """Let the kernel kill this process when the trainer ends."""
     if sys.platform == "linux":
         import ctypes
 
-        # PR_SET_PDEATHSIG goes off when the thread that started this process ends. That is the parent's engine
-        # thread, which waits for this process first.
+        # PR_SET_PDEATHSIG: sent when the *thread* that started this process ends. That is the thread of the trainer's
+        # event loop, which waits for its workers before it ends.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -97,41 +99,42 @@ def _serve(sock: socket.socket, worker_config: WorkerConfig, parent: int, number
 
 
 class _Worker:
-    """What the engine process consists of, on its loop."""
+    """A worker process, on its event loop."""
 
     def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, parent: int, number: int) -> None:
         self._loop_thread = loop_thread
-        self._cargo = worker_config
+        self._config = worker_config
         self._parent = parent
         self._number = number
         self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
         self._tickets = itertools.count()
-        self._asked: dict[int, asyncio.Future[ReplacementAnswer]] = {}
-        self._wire: Connection | None = None
+        self._requests: dict[int, asyncio.Future[ReplacementAnswer]] = {}
+        self._connection: Connection | None = None
         self._engine: WorkerEngine | None = None
 
     async def serve(self, sock: socket.socket) -> None:
-        """Open the source and assemble what is asked for, until cancelled."""
-        self._wire = Connection(sock, received=self._received, lost=self._lost)
-        self._beat()
-        source = self._cargo.source
+        """Open the source and assemble batches, until cancelled."""
+        self._connection = Connection(sock, received=self._received, lost=self._lost)
+        self._check_parent()
+        source = self._config.source
         try:
             if (opener := getattr(source, "open", None)) is not None:
                 await opener()
-        except BaseException as error:  # the user's coroutine may raise anything; it is raised at the `for` line
+        except BaseException as error:  # the user's coroutine may raise anything; the trainer raises it
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            error.add_note(f"in {type(source).__name__}.open()")
+            with contextlib.suppress(Exception):  # a frozen exception takes no notes
+                error.add_note(f"in {type(source).__name__}.open()")
             self.send(WorkerEnded(describe(error)))
             return
         if (closer := getattr(source, "aclose", None)) is not None:
             self._loop_thread.at_stop(closer)
         self._engine = WorkerEngine(
             self._steps(),
-            worker_config=self._cargo,
+            worker_config=self._config,
             number=self._number,
             executor=self._loop_thread.decode_pool,
-            tell=self.send,
+            send=self.send,
         )
         self.send(WorkerReady(os.getpid()))
         await self._engine.run()
@@ -139,69 +142,73 @@ class _Worker:
     async def _steps(self) -> AsyncIterator[Step]:
         while True:
             if self._engine is not None and self._plans.empty():
-                self._engine.wants_plan()
+                self._engine.out_of_plans()
             plan = await self._plans.get()
-            yield EpochBegins(EpochStats())  # of this batch alone
+            yield EpochBegins(EpochStats())  # statistics of this batch alone
             yield plan
 
-    async def ask(self, serial: int, position: int) -> int:
-        """The index at a position of the epoch's order; called on the loop."""
+    async def request_index(self, serial: int, position: int) -> int:
+        """The index at a position of the epoch's order, which the trainer has; on the loop.
+
+        Raises:
+            FeedError: The epoch has no order.
+        """
         ticket = next(self._tickets)
-        self._asked[ticket] = asyncio.get_running_loop().create_future()
+        self._requests[ticket] = asyncio.get_running_loop().create_future()
         self.send(ReplacementRequest(ticket, serial, position))
         try:
-            answer = await self._asked[ticket]
+            answer = await self._requests[ticket]
         finally:
-            del self._asked[ticket]
+            del self._requests[ticket]
         if answer.index is None:
-            raise FeedError(f"nobody knows what is at position {position} of the epoch")
+            raise FeedError(f"the epoch has no order with a position {position}")
         return answer.index
 
-    def send(self, message: FromEngine, descriptors: Sequence[int] = ()) -> None:
-        """Tell the trainer; a batch whose description is too long for a message has failed."""
-        assert self._wire is not None
+    def send(self, message: FromWorker, descriptors: Sequence[int] = ()) -> None:
+        """Send a message to the trainer; a batch whose description is too long for one is sent as failed."""
+        assert self._connection is not None
         payload = encode(message)
         if len(payload) > MAX_MESSAGE_BYTES and isinstance(message, BatchReady):
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             descriptors = ()
             error = CollateError(
-                f"the numbers and texts of a batch take {len(payload)} bytes beside its arrays; "
-                f"at most {MAX_MESSAGE_BYTES} can be handed to another process: put them into arrays"
+                f"the numbers and strings of a batch take {len(payload)} bytes beside its arrays; at most "
+                f"{MAX_MESSAGE_BYTES} can be sent to another process: put them into arrays"
             )
-            payload = encode(BatchFailed(message.serial, describe(error), [], message.spent, message.nbytes))
-        self._wire.send(payload, descriptors)
+            payload = encode(BatchFailed(message.serial, describe(error), [], message.stats, message.nbytes))
+        self._connection.send(payload, descriptors)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
-        message = decode_to_engine(payload)
+        message = decode_to_worker(payload)
         if descriptors:
-            raise ProtocolError("descriptors where none belong")
+            raise ProtocolError("a message to a worker has no descriptors")
         if isinstance(message, StopWorker):
             self._loop_thread.stop()
         elif isinstance(message, ReplacementAnswer):
-            if (waiting := self._asked.get(message.ticket)) is not None and not waiting.done():
-                waiting.set_result(message)
-        elif isinstance(message, WorkerPlanMessage):
+            if (request := self._requests.get(message.ticket)) is not None and not request.done():
+                request.set_result(message)
+        elif isinstance(message, PlanBatch):
             if self._engine is None:
                 raise ProtocolError("a plan before the source is open")
-            if message.opened:
-                self._engine.commissions.may_decode.add(message.serial)
-            self._plans.put_nowait(self._commission(message))
+            if message.may_decode:
+                self._engine.permits.permitted.add(message.serial)
+            self._plans.put_nowait(self._plan(message))
         elif self._engine is not None:
-            self._engine.told(message)
+            self._engine.received(message)
 
-    def _commission(self, plan: WorkerPlanMessage) -> WorkerPlan:
-        if len(plan.indices) % 8 or len(plan.indices) != len(plan.positions) or not plan.indices:
-            raise ProtocolError("a plan whose indices and positions do not fit together")
-        indices: list[int] = np.frombuffer(plan.indices, np.int64).tolist()
-        positions: list[int] = np.frombuffer(plan.positions, np.int64).tolist()
-        order = RequestedOrder(plan.order_length, partial(self.ask, plan.serial)) if plan.order_length else None
-        return WorkerPlan(plan.number, indices, positions, plan.epoch_seed, order, plan.serial)
+    def _plan(self, message: PlanBatch) -> WorkerPlan:
+        if len(message.indices) % 8 or len(message.indices) != len(message.positions) or not message.indices:
+            raise ProtocolError("a plan whose indices and positions do not match")
+        indices: list[int] = np.frombuffer(message.indices, np.int64).tolist()
+        positions: list[int] = np.frombuffer(message.positions, np.int64).tolist()
+        request = partial(self.request_index, message.serial)
+        order = RemoteOrder(message.order_length, request) if message.order_length else None
+        return WorkerPlan(message.number, indices, positions, message.epoch_seed, order, message.serial)
 
     def _lost(self, error: Exception | None) -> None:
-        os._exit(1)  # the parent is gone; or what it says makes no sense, and then it hears of this
+        os._exit(1)  # the trainer is gone; or it sent an invalid message, and sees this process end
 
-    def _beat(self) -> None:
+    def _check_parent(self) -> None:
         if os.getppid() != self._parent:
             os._exit(1)
-        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_parent)

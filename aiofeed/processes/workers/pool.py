@@ -1,8 +1,7 @@
-"""The engine processes of a feeder, as the trainer's loop sees them: started, told, heard, and ended with it.
+"""The worker processes of a feeder, as the trainer's loop sees them: started, given batches, monitored and stopped.
 
-The shutdown contract: ``aclose`` tells all of them to stop, waits ``GRACE_S`` for them to close their sources, kills
-those that are left, and reaps every one. A process that ends without having been told is a ``WorkerDiedError`` for
-whatever waits for it.
+Shutdown: ``aclose`` asks all workers to stop, gives them ``GRACE_S`` to close their sources, kills those that are left,
+and reaps every one. A worker that ends without being asked raises ``WorkerDiedError`` in the consumer.
 """
 
 from __future__ import annotations
@@ -22,197 +21,188 @@ from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import release_unused
-from aiofeed.processes.ipc.schema import (
+from aiofeed.processes.ipc.tracking import DropTracker
+from aiofeed.processes.workers.handle import AssignedBatch, WorkerHandle
+from aiofeed.processes.workers.protocol import (
     BatchFailed,
     BatchReady,
-    FromEngine,
+    FromWorker,
+    PlanBatch,
     ReadReport,
     ReplacementAnswer,
     ReplacementRequest,
     StopWorker,
     WorkerEnded,
-    WorkerPlanMessage,
     WorkerReady,
 )
-from aiofeed.processes.workers.handle import Work, WorkerHandle
 from aiofeed.processes.workers.spawn import WorkerConfig, write_config
-from aiofeed.processes.workers.zero_copy import BorrowTracker
+from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.ipc.passing import Passable
 
 log = logging.getLogger("aiofeed.processes")
 
-# What closing a source may take in an engine process before that is killed.
+# Time for a worker to close its source before it is killed.
 GRACE_S = 3.0
-# A process that has been killed is gone within milliseconds, unless the kernel is busy with its memory.
+# A killed process is gone within milliseconds, unless the kernel is busy freeing its memory.
 REAP_S = 1.0
-# How often the processes are looked at; one whose connection tells at once need not wait for it.
-LOOK_S = 0.2
-_SOON_S = 0.005
+# Interval of the checks for workers whose end their connection does not show, because another process holds it open.
+CHECK_S = 0.2
+_POLL_S = 0.005
 
 
 class WorkerPool:
-    """All of a feeder's processes.
+    """All worker processes of a feeder.
 
     Args:
-        worker_config: what they work with; it is pickled here and now.
-        backend: the device that copies from their rings; ``None`` for the host.
-        passable: is told of their rings.
+        worker_config: What they work with; pickled by this constructor.
+        backend: The device that copies from their rings; ``None`` for none.
+
+    Attributes:
+        borrowed: Slots that batches of the user lie in.
     """
 
-    def __init__(
-        self, worker_config: WorkerConfig, backend: DeviceBackend | None, passable: Passable | None = None
-    ) -> None:
-        self.count = worker_config.engines
-        self._reads = [
-            worker_config.share(worker_config.read_concurrency, number) for number in range(worker_config.engines)
-        ]
-        self.lending = BorrowTracker()
-        self._start: int | None = write_config(worker_config)
+    def __init__(self, worker_config: WorkerConfig, backend: DeviceBackend | None) -> None:
+        self.borrowed: DropTracker[BorrowedSlot] = DropTracker()
+        self._count = worker_config.engines
+        self._reads = [worker_config.share(worker_config.read_concurrency, number) for number in range(self._count)]
+        self._config: int | None = write_config(worker_config)
         self._backend = backend
-        self._passable = passable
-        self._processes: list[WorkerHandle] = []
+        self._workers: list[WorkerHandle] = []
         self._serials = itertools.count()
         self._ready: asyncio.Future[None] | None = None
         self._error: FeedError | None = None
-        self._broken: Callable[[FeedError], None] | None = None
+        self._on_error: Callable[[FeedError], None] | None = None
         self._stopping = False
 
     def __del__(self) -> None:
-        # Never started: nobody else closes it.
-        if self._start is not None:
-            os.close(self._start)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Their process ids."""
-        return tuple(process.pid for process in self._processes)
+        # A pool that was never started is not closed.
+        if self._config is not None:
+            os.close(self._config)
 
     @property
     def busy(self) -> bool:
-        """Whether each has a batch to decode, and one of them another behind it; asked in any thread."""
-        decoding = [process.decoding for process in self._processes]
+        """Whether every worker has a batch to decode and one of them has two. For any thread."""
+        decoding = [worker.decoding for worker in self._workers]
         return min(decoding, default=0) > 0 and sum(decoding) > len(decoding)
 
-    def count_reads(self, number: int, reads: int) -> int:
-        """How many samples all of them read at a time, now that one has said how many it does."""
+    def set_reads(self, number: int, reads: int) -> int:
+        """Note how many samples a worker reads at a time; returns how many all of them read."""
         self._reads[number] = max(1, min(reads, max(READS_MOST, self._reads[number])))
         return sum(self._reads)
 
     async def start(self) -> None:
-        """Start them, and wait until all are ready; idempotent.
+        """Start the workers and wait until all are ready. Idempotent.
 
         Raises:
-            Exception: one could not load what it needs, its source could not be opened, or it died.
+            Exception: A worker could not load its configuration, its source could not be opened, or it died.
         """
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
-            start, self._start = self._start, None
-            assert start is not None
+            config, self._config = self._config, None
+            assert config is not None
             try:
-                # On the loop's own thread: the kernel ends a process with the thread that started it.
-                for number in range(self.count):
-                    self._processes.append(WorkerHandle(number, start, self, self._backend, self._passable))
+                # On the loop's thread, because Linux kills a worker when the thread that started it ends (`main.py`).
+                for number in range(self._count):
+                    worker = WorkerHandle(
+                        number, self._count, config, self._backend, received=self.received, lost=self._lost
+                    )
+                    self._workers.append(worker)
             finally:
-                os.close(start)
-            self._look()
+                os.close(config)
+            self._check_workers()
         await self._ready
 
-    def when_broken(self, callback: Callable[[FeedError], None]) -> None:
-        """Call back, at once or later, when a process is gone without having been told to."""
-        self._broken = callback
+    def call_on_error(self, callback: Callable[[FeedError], None]) -> None:
+        """Call back, at once or later, when a worker has failed."""
+        self._on_error = callback
         if self._error is not None:
             callback(self._error)
 
-    def assign(self, plan: BatchPlan, *, opened: bool, was_read: Callable[[], None]) -> Work:
-        """Have a batch assembled by whichever process has the least to do."""
-        process = min(self._processes, key=_load)
+    def assign(self, plan: BatchPlan, *, may_decode: bool, was_read: Callable[[], None]) -> AssignedBatch:
+        """Give a batch to the worker that has the fewest."""
+        worker = min(self._workers, key=lambda each: (len(each.assigned), each.number))
         serial = next(self._serials)
-        work = Work(process, serial, asyncio.get_running_loop().create_future(), was_read, plan)
-        process.at_work[serial] = work
+        batch = AssignedBatch(worker, serial, plan, asyncio.get_running_loop().create_future(), was_read)
+        worker.assigned[serial] = batch
         indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
         length = 0 if plan.order is None else plan.order.length
-        process.send(
-            WorkerPlanMessage(
-                serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), opened, length
-            )
+        worker.send(
+            PlanBatch(serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), may_decode, length)
         )
-        return work
+        return batch
 
-    def heard(self, process: WorkerHandle, message: FromEngine) -> None:
-        """A process has said something."""
+    def received(self, worker: WorkerHandle, message: FromWorker) -> None:
+        """Process a message of a worker.
+
+        Raises:
+            ProtocolError: It is about a batch that the worker does not have.
+        """
         if isinstance(message, BatchReady | BatchFailed):
-            work = self._work(process, message.serial)
-            del process.at_work[message.serial]
-            if not work.reply.done():
-                work.reply.set_result(message)
+            batch = _assigned(worker, message.serial)
+            del worker.assigned[message.serial]
+            if not batch.reply.done():
+                batch.reply.set_result(message)
         elif isinstance(message, ReadReport):
-            self._work(process, message.serial).was_read()
+            _assigned(worker, message.serial).was_read()
         elif isinstance(message, WorkerReady):
-            process.ready = True
-            if self._ready is not None and not self._ready.done() and all(each.ready for each in self._processes):
+            worker.ready = True
+            if self._ready is not None and not self._ready.done() and all(each.ready for each in self._workers):
                 self._ready.set_result(None)
         elif isinstance(message, ReplacementRequest):
-            order = self._work(process, message.serial).plan.order
+            order = _assigned(worker, message.serial).plan.order
             index = None if order is None or message.position < 0 else order.index_at(message.position)
             assert index is None or isinstance(index, int)
-            process.send(ReplacementAnswer(message.ticket, index))
+            worker.send(ReplacementAnswer(message.ticket, index))
         elif isinstance(message, WorkerEnded):
-            self._break(rebuild(message.error))
+            self._fail(rebuild(message.error))
 
-    def _work(self, process: WorkerHandle, serial: int) -> Work:
-        try:
-            return process.at_work[serial]
-        except KeyError:
-            raise ProtocolError(f"word of batch {serial}, which nobody has asked for") from None
-
-    def lost(self, process: WorkerHandle, error: Exception | None) -> None:
-        """A process's connection has ended."""
+    def _lost(self, worker: WorkerHandle, error: Exception | None) -> None:
+        """The connection of a worker has ended."""
         if self._stopping or self._error is not None:
             return
         if error is not None:
-            process.kill()
-            broken = FeedError(f"{process.describe(None)}: what it sent was refused: {error}")
-            broken.__cause__ = error
-            self._break(broken)
+            worker.kill()
+            failure = FeedError(f"{worker.name} sent a message that was refused: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
             return
-        self._await_status(process, int(REAP_S / _SOON_S))
+        self._await_exit_status(worker, int(REAP_S / _POLL_S))
 
-    def _await_status(self, process: WorkerHandle, looks: int) -> None:
-        """The connection is gone before the exit status is there: a few milliseconds."""
+    def _await_exit_status(self, worker: WorkerHandle, polls: int) -> None:
+        """The exit status is available a few milliseconds after the connection has ended."""
         if self._stopping or self._error is not None:
             return
-        status = process.poll()
-        if status is None and looks:
-            asyncio.get_running_loop().call_later(_SOON_S, self._await_status, process, looks - 1)
-            return
-        if status is None:
-            process.kill()
-        self._died(process, status)
+        if worker.ended():
+            self._fail_dead(worker)
+        elif polls:
+            asyncio.get_running_loop().call_later(_POLL_S, self._await_exit_status, worker, polls - 1)
+        else:
+            self._fail_dead(worker)
+            worker.kill()
 
-    def _look(self) -> None:
-        """See whether all of them run; somebody else may hold the other end of a connection."""
+    def _check_workers(self) -> None:
+        """Check that all workers run, and free slots, every ``CHECK_S``."""
         if self._stopping or self._error is not None:
             return
-        self.lending.collect()
-        for process in self._processes:
-            if (status := process.poll()) is not None:
-                self._died(process, status)
+        free_dropped_slots(self.borrowed)
+        for worker in self._workers:
+            if worker.ended():
+                self._fail_dead(worker)
                 return
-        asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        asyncio.get_running_loop().call_later(CHECK_S, self._check_workers)
 
-    def _died(self, process: WorkerHandle, status: int | None) -> None:
-        under_way = [work.plan.number for work in process.at_work.values()]
-        what = f"; it had {len(under_way)} batches under way, from batch {under_way[0]} on" if under_way else ""
-        self._break(WorkerDiedError(process.describe(status) + what, exit_status=status))
+    def _fail_dead(self, worker: WorkerHandle) -> None:
+        numbers = [batch.plan.number for batch in worker.assigned.values()]
+        lost = f"; {len(numbers)} of its batches were unfinished, the first is batch {numbers[0]}" if numbers else ""
+        self._fail(WorkerDiedError(worker.describe_end() + lost, exit_status=worker.exit_status))
 
-    def _break(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         if self._error is not None:
             return
         if not isinstance(error, FeedError):
-            # Of a source's open(): the user's own error, as it is.
+            # An error of the source's open() reaches the user unchanged.
             if self._ready is not None and not self._ready.done():
                 self._error = FeedError(str(error))
                 self._ready.set_exception(error)
@@ -221,42 +211,45 @@ class WorkerPool:
         self._error = error
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-        if self._broken is not None:
-            self._broken(error)
+        if self._on_error is not None:
+            self._on_error(error)
 
     async def aclose(self) -> None:
-        """End all of them; see above."""
+        """Stop all workers; see the top of this module."""
         self._stopping = True
-        for process in self._processes:
-            if process.ready:
-                process.send(StopWorker())
+        for worker in self._workers:
+            if worker.ready:
+                worker.send(StopWorker())
             else:
-                process.kill()  # its source is not open yet: there is nothing to clean up
-        if not await _all_gone(self._processes, GRACE_S):
-            left = [process for process in self._processes if process.poll() is None]
+                worker.kill()  # its source is not open yet, so there is nothing to clean up
+        if not await _wait_for_end(self._workers, GRACE_S):
+            running = [worker for worker in self._workers if not worker.ended()]
             log.warning(
-                '%d process(es) of engine="process" did not end within %.0f s of being told to, and are killed',
-                len(left),
+                'killing %d worker process(es) of engine="process" that did not stop within %.0f s',
+                len(running),
                 GRACE_S,
             )
-            for process in left:
-                process.kill()
-            await _all_gone(left, REAP_S)
-        for process in self._processes:
-            process.close()
-        self._broken = None
+            for worker in running:
+                worker.kill()
+            await _wait_for_end(running, REAP_S)
+        for worker in self._workers:
+            worker.close()
+        self._on_error = None
         release_unused()
 
 
-async def _all_gone(processes: Sequence[WorkerHandle], limit_s: float) -> bool:
+def _assigned(worker: WorkerHandle, serial: int) -> AssignedBatch:
+    try:
+        return worker.assigned[serial]
+    except KeyError:
+        raise ProtocolError(f"a message about batch {serial}, which this worker does not have") from None
+
+
+async def _wait_for_end(workers: Sequence[WorkerHandle], limit_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
-    while any(process.poll() is None for process in processes):
+    while not all(worker.ended() for worker in workers):
         if loop.time() > deadline:
             return False
-        await asyncio.sleep(_SOON_S)
+        await asyncio.sleep(_POLL_S)
     return True
-
-
-def _load(process: WorkerHandle) -> tuple[int, int]:
-    return len(process.at_work), process.number

@@ -1,8 +1,8 @@
-"""What an engine process starts from: the user's source, decoder and ``collate_fn``, by pickle, once, at its start.
+"""The configuration of a worker process: the user's source, decoder and ``collate_fn``, pickled once, at its start.
 
-These are the user's own objects on their way from the user's process to its own child; what is said afterwards is
-never pickled. A script is imported by the child only where one of them is defined in it: a training script imports
-torch, and runs from its first line where it has no guard.
+These are the user's own objects, sent from the user's process to its child; no later message is pickled. The worker
+imports the user's script only if one of the objects is defined in it: a training script imports torch, and without a
+guard it would run from its first line.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from typing import Any
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.tuning.reads import READS_MOST
+from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
-_WAY_OUT = 'or use engine="thread"'
+_OR_THREADS = 'or use engine="thread"'
 
-# Whether this process is one that is being started, and imports what it needs.
+# Whether this process is a worker that is loading its configuration, which may import the script.
 starting = False
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerConfig:
-    """What an engine process works with.
+    """What a worker process works with.
 
     Args:
-        source, decode, collate_fn: as the feeder has them.
-        length: of the source when the feeder was made.
-        engines: how many processes share the limits.
-        read_concurrency, decode_threads: of all of them together.
-        keep: free segments kept for later batches.
-        in_order: whether batches have to be in order.
-        policy: what becomes of samples that fail.
-        cache: what keeps decoded samples.
-        reads_given, threads_given: whether the user said so many; if not, ``read_concurrency`` is what is begun with.
+        source, decode, collate_fn: Those of the feeder.
+        length: Length of the source when the feeder was made.
+        engines: Number of workers, which share the limits.
+        read_concurrency, decode_threads: Limits of all workers together.
+        keep: Free segments that are kept for later batches.
+        in_order: Whether batches have to be in order.
+        policy: What to do about samples that fail.
+        cache: The store of decoded samples.
+        reads_given, threads_given: Whether the user specified the number; else ``read_concurrency`` is where the
+            tuning of reads starts.
     """
 
     source: Any
@@ -59,17 +61,17 @@ class WorkerConfig:
     threads_given: bool = False
 
     def share(self, total: int, number: int) -> int:
-        """What process ``number`` has of a limit; all have something."""
+        """The share of worker ``number`` of a limit; at least 1."""
         return max(1, total // self.engines + (number < total % self.engines))
 
     def most_reads(self, number: int) -> int:
-        """How many samples process ``number`` may come to read at a time."""
+        """How many samples worker ``number`` may read at a time after tuning."""
         reads = self.share(self.read_concurrency, number)
         return reads if self.reads_given else max(reads, self.share(READS_MOST, number))
 
 
 class _Pickler(pickle.Pickler):
-    """Notes whether anything is defined in the script itself."""
+    """Notes whether an object is defined in the script itself."""
 
     of_main: str | None = None
 
@@ -79,7 +81,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Nowhere(io.RawIOBase):
+class _Discard(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
@@ -87,21 +89,21 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-def check_travels(**arguments: Any) -> None:
-    """See to it that the arguments can be sent to a process.
+def check_picklable(**arguments: Any) -> None:
+    """Check that arguments can be sent to a worker process.
 
     Raises:
-        TypeError: one cannot; the message names it, the reason and the way out.
+        TypeError: One cannot; the message has its name, the reason and what to do.
     """
     for name, value in arguments.items():
-        pickler = _Pickler(_Nowhere(), pickle.HIGHEST_PROTOCOL)
+        pickler = _Pickler(_Discard(), pickle.HIGHEST_PROTOCOL)
         try:
             pickler.dump(value)
         except Exception as error:  # the user's objects may raise anything when they are pickled
             raise TypeError(
-                f'{name}={value!r} cannot travel to the process of engine="process": {type(error).__name__}: {error}; '
-                f"define it at the top level of a module (no lambda, no class or function inside a function) and keep "
-                f"what cannot be pickled (locks, open files, connections) out of it until it is used, {_WAY_OUT}"
+                f'{name}={value!r} cannot be sent to a worker process of engine="process": {type(error).__name__}: '
+                f"{error}; define it at the top level of a module (no lambda, no class or function inside a function) "
+                f"and create locks, open files and connections when they are first used, {_OR_THREADS}"
             ) from error
         if pickler.of_main is not None:
             _check_main(name, pickler.of_main)
@@ -112,36 +114,32 @@ def _check_main(name: str, what: str) -> None:
     if path is None:
         raise TypeError(
             f"{name}= uses {what}, which is defined in an interactive session: a new process cannot import it; "
-            f"put it into a module of its own and import it from there, {_WAY_OUT}"
+            f"define it in a module and import it from there, {_OR_THREADS}"
         )
     try:
         guarded = "__name__" in path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        guarded = True  # the child will see
+        guarded = True  # the worker reports it
     if not guarded:
-        raise TypeError(f"{name}= uses {what}, {_without_guard(str(path))}")
-
-
-def _without_guard(path: str) -> str:
-    return (
-        f'which is defined in the script {path}: the process of engine="process" imports that, and without '
-        f'`if __name__ == "__main__":` around what it runs it would all run again; add the guard, '
-        f"or put what is used into a module of its own, {_WAY_OUT}"
-    )
+        raise TypeError(
+            f'{name}= uses {what}, which is defined in the script {path}: the worker processes of engine="process" '
+            f'import the script, and without `if __name__ == "__main__":` around its statements those would all run '
+            f"again; add the guard, or define {what} in a module of its own, {_OR_THREADS}"
+        )
 
 
 def check_not_starting() -> None:
-    """Refuse to start a process from one that is only being started.
+    """Refuse to start workers from a process that is importing the script for its own start.
 
     Raises:
-        RuntimeError: the script lacks its guard; the message says what to add.
+        RuntimeError: The script has no guard; the message says what to add.
     """
     process = sys.modules.get("multiprocessing.process")
     inheriting = process is not None and getattr(process.current_process(), "_inheriting", False)
     if starting or inheriting:
         raise RuntimeError(
-            'a feeder with engine="process" is iterated while a process that was started by it imports the script: '
-            'put what the script runs below `if __name__ == "__main__":`, '
+            'the script iterates a feeder with engine="process" while one of that feeder\'s worker processes imports '
+            'it: put the statements of the script below `if __name__ == "__main__":`, '
             "or define what the feeder uses in a module of its own"
         )
 
@@ -153,7 +151,7 @@ def _main_path() -> Path | None:
 
 
 def write_config(worker_config: WorkerConfig) -> int:
-    """Cargo in a file without a name; its descriptor, for the process to inherit."""
+    """Pickle a configuration into a file without a name; returns its descriptor, which workers inherit."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dump(worker_config)
@@ -166,11 +164,12 @@ def write_config(worker_config: WorkerConfig) -> int:
 def _preparation() -> dict[str, Any]:
     from multiprocessing import spawn
 
-    kept = ("sys_argv", "init_main_from_name", "init_main_from_path")
-    return {name: value for name, value in spawn.get_preparation_data("aiofeed").items() if name in kept}
+    names = ("sys_argv", "init_main_from_name", "init_main_from_path")
+    return {name: value for name, value in spawn.get_preparation_data("aiofeed").items() if name in names}
 
 
 def _unnamed_file(data: bytes) -> int:
+    reserve_standard_descriptors()
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("aiofeed-start", os.MFD_CLOEXEC)
     else:
@@ -183,7 +182,7 @@ def _unnamed_file(data: bytes) -> int:
 
 
 def read_config(descriptor: int) -> WorkerConfig:
-    """What ``write_config`` has put into the file; the script is imported first where something is defined there."""
+    """Unpickle what ``write_config`` has written; imports the script first if an object is defined in it."""
     global starting
     try:
         size = os.fstat(descriptor).st_size

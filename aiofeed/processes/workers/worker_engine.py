@@ -1,4 +1,7 @@
-"""The engine within an engine process: it assembles in slots, and tells the trainer instead of queueing."""
+"""The engine in a worker process: it builds batches in slots of the ring and sends them to the trainer.
+
+``WorkerEngine._hand_over`` sends a finished batch; ``MultiprocessEngine._assemble`` receives it (``protocol.py``).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.ring import Slot, SlotMemory
-from aiofeed.processes.ipc.schema import (
+from aiofeed.processes.ipc.ring import Slot, SlotPool
+from aiofeed.processes.workers.protocol import (
     BatchFailed,
     BatchReady,
     BatchStats,
-    FromEngine,
+    FromWorker,
     ReadReport,
     ReleaseSlot,
     StartDecoding,
@@ -39,62 +42,66 @@ from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
 _UNBOUNDED = 1 << 30
+_ADVICE = 'make collate_fn (or the decoder) return those, or use engine="thread"'
+
+Send = Callable[[FromWorker, Sequence[int]], None]
+"""Sends a message with descriptors to the trainer."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerPlan(BatchPlan):
-    """A plan, and the number by which the trainer knows it."""
+    """A plan with the serial number that identifies the batch in messages."""
 
     serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class RequestedOrder:
-    """The epoch's order, which the trainer's side has.
+class RemoteOrder:
+    """The epoch's order, which is in the trainer's process.
 
     Args:
-        length: how many positions it has.
-        ask: the index at a position.
+        length: Number of positions.
+        request: Requests the index at a position.
     """
 
     length: int
-    ask: Callable[[int], Awaitable[int]]
+    request: Callable[[int], Awaitable[int]]
 
     def index_at(self, position: int) -> Awaitable[int]:
-        """The index at a position, once it has been said."""
-        return self.ask(position)
+        """The index at a position."""
+        return self.request(position)
 
 
 class PermittedBuffer(ReorderBuffer):
-    """Batches that may be decoded once the trainer says so. Finished ones leave at once: it puts them in order.
+    """Batches in this worker. The trainer permits decoding and puts finished batches in order.
 
     Args:
-        tell: is told which have been read; ``None`` where nobody wants to know.
+        send: Reports batches whose samples have been read; ``None`` if the trainer does not need that.
     """
 
-    def __init__(self, tell: Callable[[FromEngine, Sequence[int]], None] | None) -> None:
+    def __init__(self, send: Send | None) -> None:
         super().__init__(in_order=False, prefetch_batches=_UNBOUNDED)
-        self._tell = tell
-        # By their serials: batches that were opened and are not met yet, and those that were told of.
-        self.may_decode: set[int] = set()
-        self.told_read: set[int] = set()
+        self._send = send
+        # Serial numbers: batches that may be decoded and are not planned yet, and those reported as read.
+        self.permitted: set[int] = set()
+        self.reported: set[int] = set()
 
     def open_gates(self) -> None:
-        """Let those be decoded that the trainer has opened, and tell which have been read."""
+        """Let permitted batches be decoded, and report batches whose samples have been read."""
         for entry in self.line:
             batch: Any = entry
             serial = batch.plan.serial
-            if serial in self.may_decode:
-                self.may_decode.discard(serial)
+            if serial in self.permitted:
+                self.permitted.discard(serial)
                 batch.gate.set()
                 self.opened += 1
-            if self._tell is not None and batch.unaccounted and not batch.unread and serial not in self.told_read:
-                self.told_read.add(serial)
-                self._tell(ReadReport(serial), ())
+            if self._send is not None and batch.unaccounted and not batch.unread and serial not in self.reported:
+                self.reported.add(serial)
+                self._send(ReadReport(serial), ())
 
 
 class WorkerEngine(Engine):
-    """The engine, which says what it has finished instead of queueing it, and decodes what the trainer has opened."""
+    """An engine that sends finished batches to the trainer and decodes those that the trainer has permitted."""
 
     def __init__(
         self,
@@ -103,7 +110,7 @@ class WorkerEngine(Engine):
         worker_config: WorkerConfig,
         number: int,
         executor: ThreadPool,
-        tell: Callable[[FromEngine, Sequence[int]], None],
+        send: Send,
     ) -> None:
         fetcher = new_fetcher(
             worker_config.source,
@@ -113,12 +120,12 @@ class WorkerEngine(Engine):
             policy=worker_config.policy,
             cache=worker_config.cache,
         )
-        memory = SlotMemory(worker_config.keep)
-        self.commissions = PermittedBuffer(None if worker_config.in_order else tell)
+        slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True)
+        self.permits = PermittedBuffer(None if worker_config.in_order else send)
         limits = ResolvedLimits(
             read_concurrency=worker_config.share(worker_config.read_concurrency, number),
             decode_threads=worker_config.share(worker_config.decode_threads, number),
-            # The trainer's side admits and opens batches; here only reads and threads are bounded.
+            # The trainer bounds batches and bytes; here only reads and threads are bounded.
             prefetch_batches=_UNBOUNDED,
             memory_bytes=_UNBOUNDED,
             device_batches=_UNBOUNDED,
@@ -135,8 +142,8 @@ class WorkerEngine(Engine):
             batch_size=1,
             fetcher=fetcher,
             new_builder=partial(_new_builder, worker_config, fetcher),
-            wrap=_as_it_is,
-            memory=memory,
+            wrap=_unchanged,
+            memory=slots,
             executor=executor,
             queue=BatchQueue(),
             limits=limits,
@@ -144,41 +151,44 @@ class WorkerEngine(Engine):
             in_order=False,
             policy=worker_config.policy,
             length=worker_config.length,
-            buffer=self.commissions,
-            # Of reads alone: what jobs take is not measured here, where no consumer is seen to wait.
+            buffer=self.permits,
+            # Tunes reads only. Decode threads are tuned while the consumer waits, which is not visible here.
             tuner=tuner,
         )
         self._reads = tuner.reading
-        self._arriving = steps
-        self._tell = tell
-        self._slots = memory
-        self._lent: dict[int, Slot] = {}
+        self._worker_steps = steps
+        self._send = send
+        self._slots = slots
+        # Segments that the trainer has mapped, and slots that it uses, by serial number.
+        self._mapped: set[int] = set()
+        self._in_use: dict[int, Slot] = {}
 
-    def told(self, message: StartDecoding | ReleaseSlot) -> None:
-        """The trainer has opened a batch, or read one."""
+    def received(self, message: StartDecoding | ReleaseSlot) -> None:
+        """Process a message of the trainer about a batch."""
         if isinstance(message, StartDecoding):
-            self.commissions.may_decode.add(message.serial)
-            self.commissions.open_gates()
-        elif (slot := self._lent.pop(message.serial, None)) is not None:
-            slot.give_back(message.again)
+            self.permits.permitted.add(message.serial)
+            self.permits.open_gates()
+        elif (slot := self._in_use.pop(message.serial, None)) is not None:
+            slot.give_back(message.reusable)
 
-    def wants_plan(self) -> None:
-        """There is no batch to read: it is not for reads to end that the plan waits."""
+    def out_of_plans(self) -> None:
+        """There is no batch to read, so reads are not what planning waits for."""
         self._admission.held_by_reads = False
 
     async def _plan(self) -> None:
-        async for step in self._arriving:
+        async for step in self._worker_steps:
             await self._plan_step(step)
             if self._admission.closed:
                 return
 
     def _hand_over(self, batch: Batch) -> None:
+        """Send a finished batch, or its error, to the trainer."""
         self._budget.release(batch.reserved)
         assert isinstance(batch.plan, WorkerPlan)
         serial = batch.plan.serial
-        self.commissions.told_read.discard(serial)
+        self.permits.reported.discard(serial)
         counters = batch.counters
-        spent = BatchStats(
+        stats = BatchStats(
             counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries
         )
         failures = [describe(error) for error in batch.failures]
@@ -187,28 +197,32 @@ class WorkerEngine(Engine):
         if batch.error is not None:
             if slot is not None:
                 slot.give_back()
-            self._tell(BatchFailed(serial, describe(batch.error), failures, spent, batch.nbytes), ())
+            self._send(BatchFailed(serial, describe(batch.error), failures, stats, batch.nbytes), ())
             return
         assert slot is not None
-        segments, descriptors, retired = self._slots.introduce(slot.segments)
-        self._lent[serial] = slot
-        kept = None if batch.kept is None else list(batch.kept)
+        segments, descriptors, retired = self._slots.introduce(slot.segments, self._mapped)
+        self._in_use[serial] = slot
+        remaining = None if batch.kept is None else list(batch.kept)
         reads = self._reads.concurrency
-        filled = BatchReady(
-            serial, batch.result, spent, batch.nbytes, self.chunk_size, segments, retired, kept, failures, reads
+        message = BatchReady(
+            serial, batch.result, stats, batch.nbytes, self.chunk_size, segments, retired, remaining, failures, reads
         )
-        self._tell(filled, descriptors)
+        self._send(message, descriptors)
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
     ) -> None:
+        """Report an error of the engine itself."""
         if not self._admission.closed:
             self._admission.closed = True
-            self._tell(WorkerEnded(describe(error)), ())
+            self._send(WorkerEnded(describe(error)), ())
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
+
+
+# --- builders whose batch is encoded in its slot, in the decode thread ---
 
 
 class _RowsInSlot(RowBatchBuilder):
@@ -229,18 +243,16 @@ class _CollateInSlot(CollateBatchBuilder):
     slot: Slot
 
     def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        packed = encode_batch(super().finish(keys, kept), self.slot)
+        node = encode_batch(super().finish(keys, kept), self.slot)
         self.nbytes = self.slot.used
-        return packed
+        return node
 
 
 _IN_SLOT = Kinds(_RowsInSlot, _TreeInSlot, _CollateInSlot)
 
 
 def _new_builder(worker_config: WorkerConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
-    """Where a batch is put together: in its slot, described when it is finished."""
     assert isinstance(lease, Slot)
-    cached = worker_config.cache is not None
     builder = new_builder(
         fetcher,
         worker_config.decode,
@@ -248,7 +260,7 @@ def _new_builder(worker_config: WorkerConfig, fetcher: Fetcher, samples: int, le
         samples,
         lease,
         staged=False,
-        cached=cached,
+        cached=worker_config.cache is not None,
         kinds=_IN_SLOT,
     )
     assert isinstance(builder, _RowsInSlot | _TreeInSlot | _CollateInSlot)

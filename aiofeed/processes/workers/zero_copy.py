@@ -1,127 +1,112 @@
-"""Batches that the user has as they lie in the ring; a slot is free again once nothing refers to its memory.
+"""Batches that the user gets as they lie in the ring, without a copy. A slot is freed when nothing refers to it.
 
-As in ``staging.py``, what is watched is the ndarray that owns the view of a segment: tensors and arrays derived from it
-come and go while the memory is in use. The collector only appends to a deque (a C function: no Python code runs there),
-which is looked at on the loop.
+As in ``runtime/buffers.py``, the tracked object is the ndarray that owns the view of a segment: tensors and arrays
+derived from it may be dropped while others still use the memory.
 
-A fork of the trainer has the same memory, and nobody hears when it lets go: what was lent when it was made is never
-written again.
+A fork of the trainer has the same memory and does not report when it drops it. So a slot that was borrowed at the time
+of a fork is never written again.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from aiofeed.processes.ipc.batch_codec import as_it_is, copied, leaves_of
+from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, leaf_of
 from aiofeed.processes.ipc.ring import Ring
-from aiofeed.processes.ipc.schema import Leaf, Node
+from aiofeed.processes.ipc.schema import ArrayNode, Node
+from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes
 
-# What is less than this part of its segment is copied: a user who keeps the labels of all batches keeps them alone.
-_LEAST_PART = 0.25
+# Smaller parts of a segment are copied, so that a user who keeps the labels of all batches does not keep the images.
+_MIN_FRACTION = 0.25
 
 _forks = 0
 
 
-class BorrowTracker:
-    """What a feeder's user has of its rings. Used on the loop, apart from what a ``BorrowedSlot`` says."""
-
-    def __init__(self) -> None:
-        self._lent: dict[int, tuple[weakref.ref[Bytes], BorrowedSlot]] = {}
-        self._dropped: deque[weakref.ref[Bytes]] = deque()
-
-    def __len__(self) -> int:
-        """Segments that somebody refers to, as far as has been seen."""
-        return len(self._lent)
-
-    def watch(self, owner: Bytes, loan: BorrowedSlot) -> None:
-        """Return a part of the loan once nothing refers to ``owner``."""
-        reference = weakref.ref(owner, self._dropped.append)
-        self._lent[id(reference)] = reference, loan
-
-    def collect(self) -> None:
-        """Free the slots that nothing refers to any more."""
-        while self._dropped:
-            _, loan = self._lent.pop(id(self._dropped.popleft()))
-            loan.returned()
-
-
 class BorrowedSlot:
-    """One slot on its way to the user. ``take`` may be called in another thread, before ``settle``.
+    """The slot of one batch on its way to the user.
 
     Args:
-        lending: watches it.
-        ring: where it lies.
-        free: called once with whether the slot may be written again, when nothing refers to it.
-        lends: whether anything may stay in the slot.
+        tracker: Reports when the user has dropped the batch.
+        ring: The slot is in.
+        free: Called once, when nothing refers to the slot, with whether it may be written again.
+        zero_copy: Whether arrays may stay in the slot.
     """
 
-    def __init__(self, lending: BorrowTracker, ring: Ring, free: Callable[[bool], object], *, lends: bool) -> None:
-        self._lends = lends
-        self._lending = lending
+    def __init__(
+        self, tracker: DropTracker[BorrowedSlot], ring: Ring, free: Callable[[bool], object], *, zero_copy: bool
+    ) -> None:
+        self._tracker = tracker
         self._ring = ring
         self._free = free
+        self._zero_copy = zero_copy
         self._forks = _forks
         self._owners: dict[int, Bytes] = {}
-        self._segments: list[int] = []
-        self._out = 0
+        self._referenced = 0
 
-    def holds(self, leaf: Leaf) -> bool:
-        """Whether an array stays where it is; the others are copied."""
-        if not self._lends or leaf.kind == "scalar" or leaf.segment < 0:
+    def stays(self, node: ArrayNode) -> bool:
+        """Whether an array stays in the slot; the others are copied.
+
+        Raises:
+            ProtocolError: It does not lie within its segment.
+        """
+        if not self._zero_copy or node.kind == "scalar" or node.segment < 0:
             return False
-        nbytes = self._ring.view(leaf).nbytes
-        return nbytes >= max(SMALL_BYTES, _LEAST_PART * self._ring.size(leaf.segment))
+        nbytes = self._ring.view(node).nbytes
+        return nbytes >= max(SMALL_BYTES, _MIN_FRACTION * self._ring.segment_bytes(node.segment))
 
     def copied_bytes(self, batch: Node) -> int:
         """Bytes of the arrays that are copied.
 
         Raises:
-            WireError: one does not lie within its segment.
+            ProtocolError: One does not lie within its segment.
         """
-        return sum(self._ring.view(leaf).nbytes for leaf in leaves_of(batch) if not self.holds(leaf))
+        return sum(self._ring.view(node).nbytes for node in array_nodes(batch) if not self.stays(node))
 
-    def take(self, lease: BufferLease, leaf: Leaf) -> Any:
-        """What stands for an array: as it lies in the slot, or a copy in memory of the lease.
+    def leaf(self, lease: BufferLease, node: ArrayNode) -> Any:
+        """An array or tensor, in the slot or as a copy in memory of the lease. For any thread, before ``track``.
 
         Raises:
-            WireError: it does not lie within its segment.
+            ProtocolError: It does not lie within its segment.
         """
-        if not self.holds(leaf):
-            return copied(self._ring.view(leaf), leaf, lease)
-        owner = self._owners.get(leaf.segment)
+        if not self.stays(node):
+            return copied_leaf(self._ring.view(node), node, lease)
+        owner = self._owners.get(node.segment)
         if owner is None:
-            # Derived arrays keep exactly this ndarray alive: its own base is no ndarray, so numpy stops here.
-            owner = self._owners[leaf.segment] = np.frombuffer(self._ring.mapping(leaf.segment), np.uint8)
-        return as_it_is(self._ring.view(leaf, owner), leaf)
+            # Derived arrays keep this ndarray alive: its own base is an mmap, at which NumPy's chain of bases ends.
+            owner = self._owners[node.segment] = np.frombuffer(self._ring.mapping(node.segment), np.uint8)
+        return leaf_of(self._ring.view(node, owner), node)
 
-    def settle(self) -> None:
-        """All arrays have been asked for; what the user has is watched from now on."""
-        self._segments = list(self._owners)
-        self._out = len(self._segments)
-        if not self._out:
+    def track(self) -> None:
+        """Free the slot when nothing refers to the leaves that were made. On the loop."""
+        self._referenced = len(self._owners)
+        if not self._referenced:
             self._free(True)
         for owner in self._owners.values():
-            self._lending.watch(owner, self)
+            self._tracker.watch(owner, self)
         self._owners.clear()
 
-    def returned(self) -> None:
-        """Nothing refers to one of its segments any more."""
-        self._out -= 1
-        if not self._out:
-            self._free(self._forks == _forks and not any(map(self._ring.spoiled, self._segments)))
+    def segment_dropped(self) -> None:
+        """Nothing refers to one of the slot's segments any more."""
+        self._referenced -= 1
+        if not self._referenced:
+            self._free(self._forks == _forks)
 
 
-def _forking() -> None:
+def free_dropped_slots(tracker: DropTracker[BorrowedSlot]) -> None:
+    """Free the slots that the user has dropped. On the loop."""
+    for slot in tracker.collected():
+        slot.segment_dropped()
+
+
+def _count_fork() -> None:
     global _forks
     _forks += 1
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_forking)
+    os.register_at_fork(before=_count_fork)

@@ -1,4 +1,4 @@
-"""Messages: framed, bounded, typed; what is none of them is refused and logged, and does no harm."""
+"""Messages between processes: frames, bounds, types. An invalid message is refused and logged, without side effects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import pickle
 import socket
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -16,32 +18,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiofeed.core.errors import DecodeError, FeedError, ReadError
-from aiofeed.processes.ipc import schema as messages
 from aiofeed.processes.ipc.batch_codec import decode_batch
-from aiofeed.processes.ipc.error_codec import describe, rebuild
-from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, Connection, Framer, ProtocolError, frame
+from aiofeed.processes.ipc.framing import (
+    MAX_DESCRIPTORS,
+    MAX_MESSAGE_BYTES,
+    Connection,
+    Framer,
+    ProtocolError,
+    frame,
+    request,
+)
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import (
+    ArrayNode,
+    BytesNode,
+    MappingNode,
+    NewSegment,
+    RecordNode,
+    ValuesNode,
+    encode,
+)
+from aiofeed.processes.workers.protocol import (
     BatchReady,
     BatchStats,
-    Leaf,
-    Named,
-    NewSegment,
-    Plains,
-    Raw,
+    PlanBatch,
     ReplacementAnswer,
     ReplacementRequest,
-    Table,
-    WorkerPlanMessage,
+    decode_from_worker,
+    decode_to_worker,
 )
+from tests.support.paths import environment
 
-FILLED = BatchReady(3, Leaf("tensor", 0, 0, [2, 3], "|u1"), BatchStats(), 6, 2, [NewSegment(0, 65536)])
+READY = BatchReady(3, ArrayNode("tensor", 0, 0, [2, 3], "|u1"), BatchStats(), 6, 2, [NewSegment(0, 65536)])
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6), st.data())
-def test_frames_come_out_as_they_went_in(payloads: list[bytes], data: Any) -> None:
-    """However the bytes are cut on their way."""
+def test_frames_are_received_as_they_were_sent(payloads: list[bytes], data: Any) -> None:
+    """However the stream is split."""
     stream = b"".join(frame(payload, number) for number, payload in enumerate(payloads))
     framer, found = Framer(), []
     while stream:
@@ -52,9 +65,9 @@ def test_frames_come_out_as_they_went_in(payloads: list[bytes], data: Any) -> No
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    """Nothing else comes of them: no other exception, no memory beyond what was sent."""
-    for decode in (messages.decode_to_engine, messages.decode_from_engine):
+def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
+    """No other exception."""
+    for decode in (decode_to_worker, decode_from_worker):
         try:
             decode(data)
         except ProtocolError:
@@ -62,13 +75,13 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
 
 
 @given(st.data())
-def test_messages_with_bytes_changed_are_messages_or_refused(data: Any) -> None:
-    """A batch's description that was tampered with is refused, or is one that fits the ring."""
-    payload = bytearray(messages.encode(FILLED))
+def test_corrupted_messages_are_messages_or_a_protocol_error(data: Any) -> None:
+    """A corrupted description of a batch is refused, or lies within the ring."""
+    payload = bytearray(encode(READY))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:
-        message = messages.decode_from_engine(bytes(payload))
+        message = decode_from_worker(bytes(payload))
         if isinstance(message, BatchReady):
             decode_batch(message.batch, Ring().view)
     except ProtocolError:
@@ -78,23 +91,23 @@ def test_messages_with_bytes_changed_are_messages_or_refused(data: Any) -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        pytest.param(b"", id="nothing"),
-        pytest.param(messages.encode(FILLED)[:-1], id="truncated"),
-        pytest.param(messages.encode(FILLED) + b"\x00", id="followed by more"),
-        pytest.param(msgspec.msgpack.encode(["Unknown", 1]), id="of no known kind"),
-        pytest.param(msgspec.msgpack.encode(["WasRead", "one"]), id="of a wrong type"),
-        pytest.param(b"\x98\xa6Filled\x03" + b"\x93\xa5Items\xa4list\x91" * 100_000, id="nested without end"),
-        pytest.param(pickle.dumps(os.getpid), id="a pickle"),
+        pytest.param(b"", id="empty"),
+        pytest.param(encode(READY)[:-1], id="truncated"),
+        pytest.param(encode(READY) + b"\x00", id="trailing bytes"),
+        pytest.param(msgspec.msgpack.encode(["Unknown", 1]), id="unknown type"),
+        pytest.param(msgspec.msgpack.encode(["ReadReport", "one"]), id="wrong field type"),
+        pytest.param(b"\x98\xaaBatchReady\x03" + b"\x93\xacSequenceNode\xa4list\x91" * 100_000, id="deeply nested"),
+        pytest.param(pickle.dumps(os.getpid), id="pickle"),
     ],
 )
-def test_what_is_no_message(payload: bytes) -> None:
-    """It is refused, and the refusal says what it was."""
-    with pytest.raises(ProtocolError, match="no message"):
-        messages.decode_from_engine(payload)
+def test_an_invalid_message_is_refused(payload: bytes) -> None:
+    """With a ``ProtocolError`` that gives its size and what is wrong."""
+    with pytest.raises(ProtocolError, match="not a valid message"):
+        decode_from_worker(payload)
 
 
-def test_frames_beyond_the_bounds() -> None:
-    """Refused by their header, before anything is kept."""
+def test_frames_beyond_the_limits_are_refused() -> None:
+    """By their header, before the payload is buffered."""
     with pytest.raises(ProtocolError, match="at most"):
         list(Framer().feed(struct.pack("<II", MAX_MESSAGE_BYTES + 1, 0)))
     with pytest.raises(ProtocolError, match="descriptors"):
@@ -102,102 +115,104 @@ def test_frames_beyond_the_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    "leaf",
+    "node",
     [
-        Leaf("tensor", 0, 65530, [7], "|u1"),
-        Leaf("tensor", 0, -1, [7], "|u1"),
-        Leaf("tensor", 1, 0, [7], "|u1"),
-        Leaf("tensor", 0, 0, [-7, -1], "|u1"),
-        Leaf("tensor", 0, 0, [1 << 40, 1 << 40], "|u1"),
-        Leaf("tensor", -1, 0, [0, 1 << 60, 1 << 60], "<f8"),
-        Leaf("tensor", 0, 0, [1] * 100, "|u1"),
-        Leaf("tensor", 0, 0, [2], "|O"),
-        Leaf("tensor", 0, 0, [2], "i4,i4"),
-        Leaf("tensor", 0, 0, [2], "no such thing"),
+        ArrayNode("tensor", 0, 65530, [7], "|u1"),
+        ArrayNode("tensor", 0, -1, [7], "|u1"),
+        ArrayNode("tensor", 1, 0, [7], "|u1"),
+        ArrayNode("tensor", 0, 0, [-7, -1], "|u1"),
+        ArrayNode("tensor", 0, 0, [1 << 40, 1 << 40], "|u1"),
+        ArrayNode("tensor", -1, 0, [0, 1 << 60, 1 << 60], "<f8"),
+        ArrayNode("tensor", 0, 0, [1] * 100, "|u1"),
+        ArrayNode("tensor", 0, 0, [2], "|O"),
+        ArrayNode("tensor", 0, 0, [2], "i4,i4"),
+        ArrayNode("tensor", 0, 0, [2], "no such thing"),
     ],
     ids=str,
 )
-def test_arrays_that_do_not_lie_in_the_ring(leaf: Leaf) -> None:
-    """Beyond its end, in no segment, of no plain type: refused, never read."""
-    from aiofeed.processes.ipc.shared_memory import create
+def test_arrays_outside_the_ring_are_refused(node: ArrayNode) -> None:
+    """Beyond the end of a segment, in an unknown segment, with a dtype of objects."""
+    from aiofeed.processes.ipc.shared_memory import create_segment
 
-    segment, descriptor = create(0, 65536)
+    segment, descriptor = create_segment(0, 65536)
     ring = Ring()
-    ring.learn([NewSegment(0, segment.nbytes)], [descriptor])
+    ring.map_segments([NewSegment(0, segment.nbytes)], [descriptor])
     with pytest.raises(ProtocolError):
-        ring.view(leaf)
+        ring.view(node)
 
 
-def test_structures_that_do_not_fit() -> None:
-    """Keys without values, namedtuples with wrong names, texts that are none, classes that are unknown."""
+def test_inconsistent_structures_are_refused() -> None:
+    """Keys without values, invalid field names, invalid text, unknown classes."""
     for node in (
-        Table("dict", ["a"], []),
-        Named("namedtuple", "m", "P", ["a", "class"], [Plains("list", []), Plains("list", [])]),
-        Named("namedtuple", "m", "P", ["a"], []),
-        Named("dataclass", "subprocess", "Popen", ["a"], [Plains("list", [])]),
-        Raw("text", b"\xff"),
+        MappingNode("dict", ["a"], []),
+        RecordNode("namedtuple", "m", "P", ["a", "class"], [ValuesNode("list", []), ValuesNode("list", [])]),
+        RecordNode("namedtuple", "m", "P", ["a"], []),
+        RecordNode("dataclass", "subprocess", "Popen", ["a"], [ValuesNode("list", [])]),
+        BytesNode("text", b"\xff"),
     ):
         with pytest.raises(ProtocolError):
-            decode_batch(node, lambda leaf: leaf)
+            decode_batch(node, lambda array: array)
 
 
-async def conversation(*raw: bytes, descriptors: tuple[int, ...] = ()) -> tuple[list[Any], list[Exception | None]]:
-    """What a wire makes of bytes that the other end sends before it closes."""
+async def receive(*raw: bytes, descriptors: tuple[int, ...] = ()) -> tuple[list[Any], Exception | None]:
+    """What a connection receives from a peer that sends bytes and closes, and the error that it ends with."""
     ours, theirs = socket.socketpair()
-    heard: list[Any] = []
+    messages: list[Any] = []
     ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     def received(payload: bytes, found: list[int]) -> None:
-        heard.append((payload, len(found)))
+        messages.append((payload, len(found)))
 
-    wire = Connection(ours, received=received, lost=ended.set_result, limit_bytes=1000)
+    connection = Connection(ours, received=received, lost=ended.set_result, limit_bytes=1000)
     with theirs:
         for data in raw:
-            with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+            with contextlib.suppress(BrokenPipeError):  # the connection is closed
                 socket.send_fds(theirs, [data], descriptors)
             await asyncio.sleep(0)
         theirs.shutdown(socket.SHUT_WR)
         error = await ended
-    wire.close()
-    return heard, [error]
+    connection.close()
+    return messages, error
 
 
-async def test_a_wire_that_is_sent_nonsense_closes(caplog: pytest.LogCaptureFixture) -> None:
-    """What came before it counts; it is logged, and nothing after it is read."""
-    heard, [error] = await conversation(frame(b"good"), frame(b"x" * 2000), frame(b"late"))
-    assert heard == [(b"good", 0)]
+async def test_a_connection_closes_at_an_invalid_message(caplog: pytest.LogCaptureFixture) -> None:
+    """Earlier messages are received, later ones are not; the error is logged."""
+    messages, error = await receive(frame(b"good"), frame(b"x" * 2000), frame(b"late"))
+    assert messages == [(b"good", 0)]
     assert isinstance(error, ProtocolError)
-    assert "a message was refused" in caplog.text
+    assert "refused a message" in caplog.text
 
 
-async def test_a_wire_that_is_cut_off_in_a_message() -> None:
-    """Half a message is none; the end is only an end."""
-    assert await conversation(frame(b"good"), frame(b"half")[:-2]) == ([(b"good", 0)], [None])
+async def test_half_a_message_before_the_end_is_ignored() -> None:
+    """The connection ends without an error."""
+    assert await receive(frame(b"good"), frame(b"half")[:-2]) == ([(b"good", 0)], None)
 
 
-async def test_descriptors_that_nobody_announced_are_closed() -> None:
-    """Whether they are too many or too few, none stays open."""
+async def test_descriptors_that_do_not_match_are_closed() -> None:
+    """Missing ones are an error; surplus ones are closed."""
     read, write = os.pipe()
-    heard, [error] = await conversation(frame(b"one", 1), descriptors=(read,))
-    assert (heard, error) == ([(b"one", 1)], None)
-    _, [error] = await conversation(frame(b"two", 2), descriptors=(read,))
+    before = len(os.listdir("/dev/fd"))
+    messages, error = await receive(frame(b"one", 1), descriptors=(read,))
+    assert (messages, error) == ([(b"one", 1)], None)
+    _, error = await receive(frame(b"two", 2), descriptors=(read,))
     assert isinstance(error, ProtocolError)
-    _, [error] = await conversation(frame(b"none", 0), descriptors=(read,) * 3)
+    _, error = await receive(frame(b"none", 0), descriptors=(read,) * 3)
     assert error is None
+    assert len(os.listdir("/dev/fd")) == before
     os.close(read)
     os.close(write)
 
 
-async def test_large_messages_pass_in_pieces() -> None:
-    """More than a socket holds, both ways at once, in order."""
+async def test_messages_larger_than_a_socket_buffer() -> None:
+    """In both directions at once, in order."""
     ours, theirs = socket.socketpair()
-    heard: dict[str, list[bytes]] = {"ours": [], "theirs": []}
+    received_by: dict[str, list[bytes]] = {"ours": [], "theirs": []}
     done = asyncio.Event()
 
     def receiver(name: str) -> Any:
         def received(payload: bytes, _: list[int]) -> None:
-            heard[name].append(payload)
-            if len(heard["ours"]) == len(heard["theirs"]) == 3:
+            received_by[name].append(payload)
+            if len(received_by["ours"]) == len(received_by["theirs"]) == 3:
                 done.set()
 
         return received
@@ -211,37 +226,96 @@ async def test_large_messages_pass_in_pieces() -> None:
         for end in ends:
             end.send(payload)
     await done.wait()
-    assert heard == {"ours": sent, "theirs": sent}
+    assert received_by == {"ours": sent, "theirs": sent}
     for end in ends:
         end.close()
 
 
-def test_messages_survive() -> None:
-    """Both directions, with 64-bit seeds."""
-    plan = WorkerPlanMessage(1, 2, 2**64 - 1, np.arange(3).tobytes(), b"", True)
-    assert messages.decode_to_engine(messages.encode(plan)) == plan
+def test_messages_survive_encoding() -> None:
+    """In both directions, with 64-bit seeds."""
+    plan = PlanBatch(1, 2, 2**64 - 1, np.arange(3).tobytes(), b"", True)
+    assert decode_to_worker(encode(plan)) == plan
     ask, answer = ReplacementRequest(1, 2, 3), ReplacementAnswer(1, 5)
-    assert messages.decode_from_engine(messages.encode(ask)) == ask
-    assert messages.decode_to_engine(messages.encode(answer)) == answer
+    assert decode_from_worker(encode(ask)) == ask
+    assert decode_to_worker(encode(answer)) == answer
 
 
-def test_errors_cross_with_their_causes() -> None:
-    """Ours and Python's own by their types; keys that UTF-8 cannot hold; notes; what has no such type by its name."""
-    missing = FileNotFoundError(2, "No such file", "/a/b")
-    missing.add_note("looked twice")
-    error = ReadError("cannot read", key="a\udcff", index=3, stage="read")
-    error.__cause__ = missing
-    payload = messages.encode(messages.BatchFailed(1, describe(error), [], BatchStats(), 0))
-    message = messages.decode_from_engine(payload)
-    assert isinstance(message, messages.BatchFailed)
-    again = rebuild(message.error)
-    assert type(again) is ReadError
-    assert (again.key, again.index, again.stage) == ("a\udcff", 3, "read")
-    cause = again.__cause__
-    assert type(cause) is FileNotFoundError
-    assert (cause.errno, cause.filename, cause.__notes__) == (2, "/a/b", ["looked twice"])
-    assert type(rebuild(describe(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")))) is FeedError
-    assert type(rebuild(describe(KeyError("x")))) is KeyError
-    assert type(rebuild(describe(SystemExit(1)))) is FeedError
-    strange = describe(DecodeError("x" * 100_000, key="k", index=0, stage="decode"))
-    assert len(messages.encode(strange)) < 20_000
+def reply(*parts: bytes, descriptors: tuple[int, ...] = ()) -> tuple[tuple[bytes, list[int]], bytes]:
+    """What ``request`` returns if the peer sends these bytes and closes, and the bytes that it leaves in the socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(theirs, [parts[0]], descriptors)
+        for part in parts[1:]:
+            theirs.sendall(part)
+        theirs.shutdown(socket.SHUT_WR)
+        found = request(ours, b"question", timeout_s=10.0, limit_bytes=1000, limit_descriptors=2)
+        return found, ours.recv(1000)
+
+
+def test_a_request_reads_one_message_and_nothing_after_it() -> None:
+    """However the stream is split; the socket can be given to a ``Connection`` afterwards."""
+    read, write = os.pipe()
+    data = frame(b"answer", 1)
+    (payload, descriptors), rest = reply(data[:3], data[3:10], data[10:] + b"rest", descriptors=(read,))
+    assert (payload, len(descriptors), rest) == (b"answer", 1, b"rest")
+    for descriptor in (read, write, *descriptors):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("data", "descriptors", "error"),
+    [
+        (b"", 0, ConnectionError),
+        (frame(b"half")[:-2], 0, ConnectionError),
+        (frame(b"x" * 1001), 0, ProtocolError),
+        (frame(b"x", 3), 3, ProtocolError),
+        (frame(b"x", 1), 0, ProtocolError),
+        (frame(b"x", 0), 1, ProtocolError),
+    ],
+    ids=["end", "half a message", "too long", "too many descriptors", "missing descriptor", "surplus descriptor"],
+)
+def test_an_invalid_answer_to_a_request(data: bytes, descriptors: int, error: type[Exception]) -> None:
+    """It is an error, and its descriptors are closed."""
+    read, write = os.pipe()
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(error):
+        reply(data, descriptors=(read,) * descriptors)
+    assert len(os.listdir("/dev/fd")) == before
+    os.close(read)
+    os.close(write)
+
+
+def test_a_request_without_an_answer_times_out() -> None:
+    """After the given time."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError):
+        request(ours, b"question", timeout_s=0.05)
+
+
+SIGPIPE = """
+import asyncio, os, signal, socket
+from aiofeed.processes.ipc.framing import Connection, send_message
+
+def closed():
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return ours
+
+async def main():
+    for descriptors in ([], [os.open(os.devnull, os.O_RDONLY)]):
+        Connection(closed(), received=lambda *_: None, lost=lambda _: None).send(b"message", descriptors)
+    try:
+        send_message(closed(), b"message")
+    except BrokenPipeError:
+        print("alive")
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+asyncio.run(main())
+"""
+
+
+def test_sigpipe_does_not_kill_a_process_whose_peer_has_closed() -> None:
+    """Also after ``signal(SIGPIPE, SIG_DFL)``, which scripts use to end silently in a pipe."""
+    command = [sys.executable, "-W", "ignore", "-c", SIGPIPE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")

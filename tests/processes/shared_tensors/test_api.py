@@ -1,4 +1,4 @@
-"""Tensors that several processes use: what arrives, who sees a write, who is refused, and what is left behind."""
+"""Tensors shared between processes: what arrives, who sees a write, who is refused, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from aiofeed.processes.ipc import address
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import frame
 from aiofeed.processes.ipc.peers import Peer
-from aiofeed.processes.ipc.schema import DeviceMemoryHandle
-from aiofeed.processes.ipc.shared_memory import anonymous
-from aiofeed.processes.shared_tensors import client, server
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle, encode
+from aiofeed.processes.ipc.shared_memory import anonymous_memory
+from aiofeed.processes.shared_tensors import client
 from aiofeed.processes.shared_tensors.api import attach_tensors, attach_through, share, share_through
-from aiofeed.processes.shared_tensors.protocol import Attach, InSegment, Offer, OnDevice, encode
+from aiofeed.processes.shared_tensors.protocol import Attach, InSegment, Offer, OnDevice
 from aiofeed.runtime import machine
 from tests.support.paths import ROOT, environment
 from tests.support.waiting import until
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A temporary folder with a short path, for sockets; no socket with a name may be left in it."""
-    tmp_path_factory.getbasetemp()  # pytest's own is made when first asked for, and is not to be in here
+    """A temporary folder with a short path, for sockets; the test must leave no socket in it."""
+    tmp_path_factory.getbasetemp()  # pytest creates its folder at the first call, which must not be in this one
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
         monkeypatch.setattr(tempfile, "tempdir", made)
         monkeypatch.setenv("TMPDIR", made)
@@ -52,7 +52,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 class Process:
-    """A `tensor_process.py` that runs."""
+    """A running `tensor_process.py`."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ class Process:
         assert self.process.stdout.readline() == "ready\n"
         return self
 
-    def say(self, line: str) -> str:
+    def execute(self, line: str) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
@@ -80,14 +80,14 @@ class Process:
         self.end()
 
     def end(self) -> int:
-        """Its exit status, once its input has ended."""
+        """Close its input; returns its exit status."""
         self.process.communicate()
         return self.process.returncode
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Process]]:
-    """Start processes, which end with the test."""
+    """Starts processes, which are killed at the end of the test."""
     started: list[Process] = []
 
     def begin(*arguments: str) -> Process:
@@ -100,7 +100,7 @@ def start() -> Iterator[Callable[..., Process]]:
             each.kill()
 
 
-# --- what arrives -----------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
@@ -109,15 +109,15 @@ DTYPES = [
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Type, dtype, shape and every byte, in C order."""
+    """Whether dtype, shape and every byte are the same; both in C order."""
     assert (type(one), one.dtype, one.shape, one.device) == (type(other), other.dtype, other.shape, other.device)
     assert one.is_contiguous()
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)] if one.numel() else [one, one]
     return torch.equal(*flat)
 
 
-def test_every_dtype_arrives() -> None:
-    """Bytes, dtypes and shapes, in one segment; numpy has some of the dtypes not."""
+def test_every_dtype_is_shared() -> None:
+    """Also those that NumPy lacks; all in one segment."""
     tensors = [torch.arange(0, 7).to(dtype) for dtype in DTYPES]
     with share(tensors, "dtypes") as shared:
         attached = attach_tensors("dtypes")
@@ -130,15 +130,15 @@ def test_every_dtype_arrives() -> None:
 @pytest.mark.parametrize(
     "shape", [(), (0,), (0, 3), (5, 0, 2), (1,), (2, 3, 4)], ids=lambda shape: "x".join(map(str, shape)) or "scalar"
 )
-def test_every_shape_arrives(shape: tuple[int, ...]) -> None:
-    """A tensor without bytes too."""
+def test_every_shape_is_shared(shape: tuple[int, ...]) -> None:
+    """Also a tensor of 0 bytes."""
     tensor = torch.randn(shape)
     with share(tensor, "shape"):
         assert same(attach_tensors("shape"), tensor)
 
 
-def test_structures_stay_and_arrays_become_tensors() -> None:
-    """A tensor, a list, a tuple, a dict with keys of both kinds, in its order."""
+def test_containers_are_preserved_and_arrays_become_tensors() -> None:
+    """A tensor, a list, a tuple, and a dict with keys of both types, in order."""
     x, y = torch.arange(3), np.arange(4.0)
     for structure in (x, [x, y], (x, y), {"b": x, "a": y, 7: x}):
         with share(structure, "structure") as shared:
@@ -151,8 +151,8 @@ def test_structures_stay_and_arrays_become_tensors() -> None:
                 assert same(attached[1], torch.from_numpy(y))
 
 
-def test_whatever_lies_in_memory_arrives_in_c_order() -> None:
-    """Transposed, strided, expanded, conjugated, detached; and read-only, reversed and big-endian arrays."""
+def test_tensors_arrive_in_c_order() -> None:
+    """Transposed, strided, expanded, conjugated, detached; read-only, reversed and big-endian arrays."""
     x = torch.randn(4, 6)
     frozen = np.arange(5)
     frozen.flags.writeable = False
@@ -180,8 +180,8 @@ def test_whatever_lies_in_memory_arrives_in_c_order() -> None:
         assert found.is_contiguous()
 
 
-def test_a_feeder_takes_them_as_any_tensors() -> None:
-    """Batches of attached tensors are those of the originals."""
+def test_a_feeder_takes_attached_tensors() -> None:
+    """Its batches equal those of the originals."""
     x, y = torch.randn(20, 3), torch.arange(20)
     with share((x, y), "feeder"), aiofeed.Feeder(TensorDataset(*attach_tensors("feeder")), batch_size=8) as feeder:
         batches = list(feeder)
@@ -189,11 +189,11 @@ def test_a_feeder_takes_them_as_any_tensors() -> None:
     assert torch.equal(torch.cat([batch[1] for batch in batches]), y)
 
 
-# --- who sees what ----------------------------------------------------------------------------------------------------
+# --- memory ----------------------------------------------------------------------------------------------------
 
 
-def test_a_write_is_the_attachers_own_unless_writable() -> None:
-    """By default nobody sees it; with writable=True all do, but who has written there before."""
+def test_writes_are_private_unless_writable() -> None:
+    """With writable=True all processes see them, except in pages that they have written themselves."""
     with share(torch.zeros(4), "writes") as shared:
         own, common, reader = (attach_tensors("writes", writable=each) for each in (False, True, False))
         own[0] = 1
@@ -205,7 +205,7 @@ def test_a_write_is_the_attachers_own_unless_writable() -> None:
 
 
 def test_torch_shared_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What share_memory_ has moved stays there, with all its views in one segment, even if no memory is left."""
+    """Tensors after share_memory_ stay there, all views in one segment, also if no memory is left."""
     x = torch.arange(12).share_memory_()
     monkeypatch.setattr(machine, "free_memory", lambda: 0)
     with share([x, x[4:6], x.view(3, 4)], "torch") as shared:
@@ -217,8 +217,8 @@ def test_torch_shared_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
         del shared, attached
 
 
-def test_torch_shared_memory_that_is_not_contiguous_or_too_much_is_copied() -> None:
-    """A message has room for so many descriptors; the rest is in one segment."""
+def test_some_torch_shared_memory_is_copied() -> None:
+    """If it is not contiguous, or has more storages than a message has room for descriptors."""
     tensors = [torch.full((3,), number).share_memory_() for number in range(100)]
     matrix = torch.arange(6).view(2, 3).share_memory_()
     with share([*tensors, matrix.T], "many"):
@@ -227,8 +227,8 @@ def test_torch_shared_memory_that_is_not_contiguous_or_too_much_is_copied() -> N
     assert torch.equal(attached[100], matrix.T)
 
 
-def test_to_host_memory_or_a_device() -> None:
-    """`device="cpu"` maps, and a device that is not there is refused by name."""
+def test_the_device_of_the_attached_tensors() -> None:
+    """`device="cpu"` maps them; an unavailable device is refused by name."""
     with share(torch.arange(3), "device"):
         assert attach_tensors("device", "cpu").tolist() == [0, 1, 2]
         assert attach_tensors("device", torch.device("cpu")).tolist() == [0, 1, 2]
@@ -240,7 +240,7 @@ def test_to_host_memory_or_a_device() -> None:
 
 
 class Labelled(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of Tensor."""
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
@@ -251,8 +251,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "empty list": ([], ValueError, "an empty list"),
     "empty dict": ({}, ValueError, "an empty dict"),
     "key": ({(1, 2): torch.ones(1)}, TypeError, r"the key \(1, 2\)"),
-    "surrogate": ({"\udcff": torch.ones(1)}, ValueError, "cannot be handed on"),
-    "large key": ({1 << 80: torch.ones(1)}, ValueError, "cannot be handed on"),
+    "surrogate": ({"\udcff": torch.ones(1)}, ValueError, "cannot be sent to another process"),
+    "large key": ({1 << 80: torch.ones(1)}, ValueError, "cannot be sent to another process"),
     "texts": (np.array(["a"]), TypeError, "array of <U1"),
     "objects": (np.array([None]), TypeError, "array of object"),
     "masked": (np.ma.array([1, 2]), TypeError, "masked"),
@@ -263,8 +263,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_shared_is_named(name: str) -> None:
-    """Which of the tensors it is, what it is, and what to do instead."""
+def test_values_that_cannot_be_shared_are_refused(name: str) -> None:
+    """The message names the tensor, its type, and what to do."""
     tensors, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         share(tensors, "refused")
@@ -272,15 +272,15 @@ def test_what_cannot_be_shared_is_named(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantiz")
 def test_a_quantized_tensor_is_refused() -> None:
-    """Its numbers are not its bytes."""
+    """Its bytes are not its values."""
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(TypeError, match="quantized"):
         share(quantized, "refused")
 
 
 @pytest.mark.parametrize("address", ["", ".", "..", "a b", "ä", "x" * 65, "a\0b", "/a\0b"])
-def test_an_address_is_a_name_or_a_path(address: str) -> None:
-    """Both ends refuse any other."""
+def test_invalid_addresses_are_refused(address: str) -> None:
+    """By share and by attach_tensors."""
     with pytest.raises(ValueError, match="address="):
         share(torch.ones(1), address)
     with pytest.raises(ValueError, match="address="):
@@ -288,13 +288,13 @@ def test_an_address_is_a_name_or_a_path(address: str) -> None:
 
 
 def test_a_path_that_is_too_long_is_an_error_with_the_figures(folder: Path) -> None:
-    """Sockets have short paths."""
+    """The paths of sockets are short."""
     with pytest.raises(ValueError, match=r"has \d+ bytes, and a socket's path at most \d+"):
         share(torch.ones(1), folder / ("x" * 120))
 
 
-def test_arguments_of_the_wrong_type() -> None:
-    """Each is named."""
+def test_arguments_of_the_wrong_type_are_refused() -> None:
+    """By name."""
     for wrong in (3, None, b"name", [b"/x"]):
         with pytest.raises(TypeError, match="address="):
             share(torch.ones(1), wrong)  # type: ignore[arg-type]
@@ -304,14 +304,14 @@ def test_arguments_of_the_wrong_type() -> None:
 
 
 def test_too_little_memory_is_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a byte is copied."""
+    """Before anything is copied."""
     monkeypatch.setattr(machine, "free_memory", lambda: 10 << 20)
-    with pytest.raises(FeedError, match=r"take 11\.0 MiB of shared memory.* and 10\.0 MiB are left"):
+    with pytest.raises(FeedError, match=r"need 11\.0 MiB of shared memory.* has 10\.0 MiB left"):
         share(torch.empty(11 << 20, dtype=torch.uint8), "large")
 
 
-def test_files_that_were_read_leave_memory_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's figure counts them as used; loading a data set from files would seem to have used it up."""
+def test_the_page_cache_counts_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container counts it as used, so that loading a data set from files would seem to have used it up."""
     for name, text in {
         "memory.max": "1000000",
         "memory.current": "900000",
@@ -325,8 +325,8 @@ def test_files_that_were_read_leave_memory_free(tmp_path: Path, monkeypatch: pyt
 # --- addresses --------------------------------------------------------------------------------------------------------
 
 
-def test_an_address_that_is_taken_is_an_error_and_free_once_closed() -> None:
-    """Of two, the first has it."""
+def test_an_address_is_taken_until_it_is_closed() -> None:
+    """A second share() is refused until then."""
     with share(torch.ones(1), "taken") as first:
         with pytest.raises(FeedError, match=r"shares tensors at .*taken\.tensors already .pid"):
             share(torch.zeros(1), "taken")
@@ -337,8 +337,8 @@ def test_an_address_that_is_taken_is_an_error_and_free_once_closed() -> None:
             assert attach_tensors("taken")[0] == 0
 
 
-def test_two_at_a_dead_socket_are_not_both_there(folder: Path) -> None:
-    """Many at once take the place of a dead one: one has it, the others hear that it is taken."""
+def test_one_of_several_processes_replaces_a_dead_socket(folder: Path) -> None:
+    """Of many that try at once; the others are refused."""
     path = folder / "dead"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -363,14 +363,14 @@ def test_two_at_a_dead_socket_are_not_both_there(folder: Path) -> None:
     assert not path.exists()
 
 
-def test_nobody_there_is_an_error_that_says_what_to_do(folder: Path) -> None:
-    """After the time given; it names the address."""
-    with pytest.raises(FeedError, match=r"nobody shares tensors at .*nobody\.tensors .*aiofeed\.share\("):
+def test_attaching_to_an_unused_address_is_an_error(folder: Path) -> None:
+    """After `timeout_s`; the message has the address and what to do."""
+    with pytest.raises(FeedError, match=r"no process shares tensors at .*nobody\.tensors .*aiofeed\.share\("):
         attach_tensors("nobody", timeout_s=0.05)
 
 
-def test_attaching_waits_for_a_sharer() -> None:
-    """Ranks start at the same time, and one of them loads."""
+def test_attaching_waits_for_the_tensors() -> None:
+    """Ranks start at the same time, and one of them loads the data."""
     found: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: found.append(attach_tensors("later", timeout_s=20)))
     thread.start()
@@ -379,8 +379,8 @@ def test_attaching_waits_for_a_sharer() -> None:
     assert found[0].tolist() == [0, 1, 2]
 
 
-def test_what_is_no_socket_is_left_alone(folder: Path) -> None:
-    """A file, or a folder that is not there or not this user's alone."""
+def test_files_and_folders_that_do_not_fit_are_refused(folder: Path) -> None:
+    """They are left alone: a file, a missing folder, a folder that is open to others."""
     file = folder / "file"
     file.write_text("mine")
     with pytest.raises(FeedError, match="no socket"):
@@ -397,23 +397,25 @@ def test_what_is_no_socket_is_left_alone(folder: Path) -> None:
         share(torch.ones(1), "name")
 
 
-def test_another_user_is_refused_at_both_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the user that the system names."""
+def test_another_user_is_refused_by_both_sides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the user id that the kernel reports."""
     with share(torch.ones(1), "user"):
         with monkeypatch.context() as patch:
             patch.setattr(address, "peer_of", lambda sock: Peer(os.getpid(), 12345))
             with pytest.raises(FeedError, match="runs as user 12345"):
                 attach_tensors("user")
         with monkeypatch.context() as patch:
-            patch.setattr(server, "peer_of", lambda sock: Peer(os.getpid(), 12345))
+            here = threading.current_thread()
+            uid_there = lambda: os.getuid() if threading.current_thread() is here else 12345  # noqa: E731
+            patch.setattr(address, "peer_of", lambda sock: Peer(os.getpid(), uid_there()))
             with pytest.raises(FeedError, match="ended before it answered"):
                 attach_tensors("user")
         assert attach_tensors("user")[0] == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="takes another user's place")
-def test_another_users_process_gets_nothing(folder: Path) -> None:
-    """Neither through the folder nor, where somebody has opened both, from the server."""
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_process_of_another_user_gets_nothing(folder: Path) -> None:
+    """The folder keeps it out; if somebody opens folder and socket, the server refuses it."""
 
     def try_it(path: str) -> str:
         with socket.socket(socket.AF_UNIX) as sock:
@@ -437,31 +439,31 @@ def test_another_users_process_gets_nothing(folder: Path) -> None:
         assert try_it(shared.address) in ("got 0", "ConnectionResetError", "BrokenPipeError")
 
 
-# --- what is no message -----------------------------------------------------------------------------------------------
+# --- invalid messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff" * 64, frame(b"nonsense"), frame(encode(Attach(1)), 3), frame(b"x" * 2000), frame(encode(3)), b"\1"],
-    ids=["bytes", "payload", "descriptors", "long", "type", "broken off"],
+    [b"\xff" * 64, frame(b"invalid"), frame(encode(Attach(1)), 3), frame(b"x" * 2000), frame(encode(3)), b"\1"],
+    ids=["bytes", "payload", "descriptors", "long", "type", "incomplete"],
 )
-def test_nonsense_closes_its_connection_and_no_other(data: bytes) -> None:
-    """The server goes on."""
-    with share(torch.arange(3), "nonsense") as shared:
+def test_an_invalid_request_closes_its_connection(data: bytes) -> None:
+    """The server continues."""
+    with share(torch.arange(3), "invalid") as shared:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(shared.address)
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             sock.settimeout(10)
             assert sock.recv(1) == b""
-        assert attach_tensors("nonsense").tolist() == [0, 1, 2]
+        assert attach_tensors("invalid").tolist() == [0, 1, 2]
 
 
-def test_another_version_is_refused_with_both() -> None:
-    """So that a mixture of versions shows itself."""
+def test_another_protocol_version_is_refused() -> None:
+    """The message has both versions."""
     with share(torch.ones(1), "version"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "VERSION", 99)
-        with pytest.raises(FeedError, match=r"version 1 .*version 99"):
+        with pytest.raises(FeedError, match=r"version 1, .*version 99"):
             attach_tensors("version")
 
 
@@ -473,7 +475,7 @@ def offer(*places: Any, **changes: Any) -> Offer:
     return Offer(**{"pid": 1, "kind": "list", "keys": [], "places": list(places), "segments": [65536], **changes})
 
 
-LIES = {
+INVALID = {
     "beyond the end": offer(place(offset=65536)),
     "over the end": offer(place(offset=65532)),
     "before the start": offer(place(offset=-4)),
@@ -497,29 +499,29 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_an_offer_that_does_not_fit_its_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read or written outside a segment, whatever is said."""
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_offer_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing outside a segment is read or written."""
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(client, "connect", lambda path, kind, timeout_s: ours)
-    descriptor = anonymous(65536)
-    socket.send_fds(theirs, [frame(encode(LIES[name]), 1)], [descriptor])
+    descriptor = anonymous_memory(65536)
+    socket.send_fds(theirs, [frame(encode(INVALID[name]), 1)], [descriptor])
     os.close(descriptor)
-    with theirs, pytest.raises(FeedError, match="does not share tensors as it should"):
-        attach_tensors("lies")
+    with theirs, pytest.raises(FeedError, match="sent an invalid offer"):
+        attach_tensors("invalid")
 
 
-def test_somebody_who_does_not_answer_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped, say."""
+def test_attaching_to_a_silent_process_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process, for example."""
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(client, "connect", lambda path, kind, timeout_s: ours)
     monkeypatch.setattr(client, "_ANSWER_S", 0.05)
-    with theirs, pytest.raises(FeedError, match=r"has not answered for 0\.05 s"):
+    with theirs, pytest.raises(FeedError, match=r"did not answer within 0\.05 s"):
         attach_tensors("silent", timeout_s=0)
 
 
-def test_descriptors_that_come_with_nonsense_are_closed() -> None:
-    """A process cannot be filled with them."""
+def test_descriptors_of_an_invalid_request_are_closed() -> None:
+    """The server does not run out of them."""
     with share(torch.ones(1), "flood") as shared:
         before = len(os.listdir("/dev/fd"))
         for _ in range(5):
@@ -532,15 +534,15 @@ def test_descriptors_that_come_with_nonsense_are_closed() -> None:
                     assert sock.recv(1) == b""
                 except ConnectionResetError:
                     pass
-        # The connection is closed first, and what came with it right after.
+        # The descriptors are closed right after the connection.
         until(lambda: len(os.listdir("/dev/fd")) == before)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_after_close_attachers_keep_theirs() -> None:
-    """Closing is idempotent; what was attached stays."""
+def test_attached_tensors_outlive_close() -> None:
+    """close is idempotent, and frees the address."""
     shared = share(torch.arange(5), "close")
     attached = attach_tensors("close")
     assert "close.tensors" in repr(shared)
@@ -550,25 +552,24 @@ def test_after_close_attachers_keep_theirs() -> None:
     assert attached.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="closed"):
         _ = shared.tensors
-    with pytest.raises(FeedError, match="nobody"):
+    with pytest.raises(FeedError, match="no process"):
         attach_tensors("close", timeout_s=0)
 
 
-def test_a_share_that_is_dropped_ends() -> None:
-    """Its thread, its socket and its descriptors go."""
+def test_dropping_the_result_of_share_closes_it() -> None:
+    """Thread, socket and descriptors are gone; tensors stay valid."""
     shared = share(torch.arange(5), "dropped")
     path, thread = Path(shared.address), shared._server._thread
     tensors = shared.tensors
     del shared
     gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
+    assert thread.join(10)
     assert not path.exists()
     assert tensors.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_processes_that_are_killed(start: Callable[..., Process]) -> None:
-    """Whoever else uses the memory keeps it; a dead sharer's address can be taken, though it has forked."""
+    """The others keep the memory; the address of a killed process is free, although a fork of it lives."""
     shm = Path("/dev/shm")
     before = set(os.listdir(shm)) if shm.is_dir() else set()
     sharer, total = start("share", "killed", "fork"), sum(range(100_000))
@@ -577,13 +578,13 @@ def test_processes_that_are_killed(start: Callable[..., Process]) -> None:
     one, other = start("attach", "killed"), start("attach", "killed")
     one.ready()
     other.ready()
-    assert one.say("add 2") == f"{total} [2.0, 2.0, 2.0]"
-    assert other.say("add 1") == f"{total} [3.0, 3.0, 3.0]"
+    assert one.execute("add 2") == f"{total} [2.0, 2.0, 2.0]"
+    assert other.execute("add 1") == f"{total} [3.0, 3.0, 3.0]"
     one.kill()
-    assert other.say("add 1") == f"{total} [4.0, 4.0, 4.0]"
+    assert other.execute("add 1") == f"{total} [4.0, 4.0, 4.0]"
     sharer.process.send_signal(signal.SIGKILL)
     sharer.process.wait()
-    assert other.say("add 1") == f"{total} [5.0, 5.0, 5.0]"
+    assert other.execute("add 1") == f"{total} [5.0, 5.0, 5.0]"
     assert attached["y"].tolist() == [5, 5, 5]
     with pytest.raises(FeedError, match="has ended"):
         attach_tensors("killed", timeout_s=0)
@@ -591,13 +592,13 @@ def test_processes_that_are_killed(start: Callable[..., Process]) -> None:
         assert attach_tensors("killed").tolist() == [1, 1]
     sharer.end()
     assert other.end() == 0
-    # What other programs have there now goes in time.
+    # Files of other programs disappear in time.
     left = (set(os.listdir(shm)) if shm.is_dir() else set()) - before
     until(lambda: not left or not left & set(os.listdir(shm)))
 
 
-def test_an_interpreter_that_exits_without_closing_leaves_nothing(start: Callable[..., Process]) -> None:
-    """Not even the socket."""
+def test_interpreter_exit_removes_the_socket(start: Callable[..., Process]) -> None:
+    """Without close()."""
     sharer = start("share", "exit").ready()
     [path] = Path(tempfile.gettempdir()).rglob("exit.tensors")
     assert sharer.end() == 0
@@ -608,18 +609,18 @@ def test_an_interpreter_that_exits_without_closing_leaves_nothing(start: Callabl
 
 
 class FakeHandles:
-    """Device memory is whatever has been put there; a handle's allocation is its number.
+    """Simulated device memory: the storages that were put there; the allocation of a handle is their address.
 
     Args:
-        no_open_from: that one and later ones are not opened.
-        no_export_from: that one and later ones are not exported.
+        no_open_from: Number of opened handles from which on opening fails.
+        no_export_from: Number of exports from which on exporting fails.
     """
 
     def __init__(self, *, no_open_from: int = 1 << 30, no_export_from: int = 1 << 30) -> None:
         self._no_open_from, self._no_export_from = no_open_from, no_export_from
         self.forgotten: list[DeviceMemoryHandle] = []
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.settled = 0
+        self.synchronized = 0
         self.exported: list[DeviceMemoryHandle] = []
         self.opens: list[torch.device | None] = []
         self.no_export = self.no_open = False
@@ -635,8 +636,8 @@ class FakeHandles:
     def identity(self, tensor: torch.Tensor) -> str:
         return "GPU-7"
 
-    def settle(self, tensor: torch.Tensor) -> None:
-        self.settled += 1
+    def synchronize(self, tensor: torch.Tensor) -> None:
+        self.synchronized += 1
 
     def export(self, tensor: torch.Tensor) -> DeviceMemoryHandle:
         if self.no_export or len(self.exported) >= self._no_export_from:
@@ -672,12 +673,12 @@ def attach(handles: FakeHandles, device: object = None) -> Any:
     return attach_through(handles, "gpu", device, writable=False, timeout_s=5)
 
 
-def test_device_memory_is_opened_not_copied() -> None:
-    """A handle per tensor and attachment; views keep their place in the storage."""
+def test_device_memory_is_opened_and_not_copied() -> None:
+    """One handle per tensor and attachment; views keep their place in the storage."""
     handles = FakeHandles()
     tensors = on_both(handles)
     with share_through(handles, tensors, "gpu") as shared:
-        assert handles.settled == 2
+        assert handles.synchronized == 2
         assert shared.tensors["device"].data_ptr() == tensors["device"].data_ptr()
         for _ in range(2):
             attached = attach(handles)
@@ -688,8 +689,8 @@ def test_device_memory_is_opened_not_copied() -> None:
 
 
 @pytest.mark.parametrize("where", ["no_export", "no_open"])
-def test_without_device_handles_each_gets_a_copy(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Through host memory, to which it is copied once; the log says why."""
+def test_without_device_handles_each_process_gets_a_copy(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Through host memory, to which it is copied once; the log has the reason."""
     handles = FakeHandles()
     tensors = on_both(handles)
     setattr(handles, where, True)
@@ -705,8 +706,8 @@ def test_without_device_handles_each_gets_a_copy(where: str, caplog: pytest.LogC
     assert "stay in host memory" in caplog.text
 
 
-def test_device_memory_in_host_memory() -> None:
-    """Asked for with `device="cpu"`, no handle is made."""
+def test_device_tensors_can_be_attached_in_host_memory() -> None:
+    """With `device="cpu"` nothing is exported."""
     handles = FakeHandles()
     tensors = on_both(handles)
     with share_through(handles, tensors, "gpu"):
@@ -716,8 +717,8 @@ def test_device_memory_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize("opened", [0, 1])
-def test_what_one_that_cannot_open_it_was_given_is_not_kept_for_it(opened: int) -> None:
-    """Each handle is forgotten once, but for those that were opened, whose tensors are dropped."""
+def test_exports_that_a_process_does_not_open_are_taken_back(opened: int) -> None:
+    """Each once; opened ones are released with their tensors."""
     handles = FakeHandles(no_open_from=opened)
     tensors = [*on_both(handles).values(), handles.put(torch.ones(3))]
     with share_through(handles, tensors, "gpu"):
@@ -727,8 +728,8 @@ def test_what_one_that_cannot_open_it_was_given_is_not_kept_for_it(opened: int) 
     assert handles.forgotten == handles.exported[opened:]
 
 
-def test_what_was_exported_beside_one_that_is_not_is_not_kept() -> None:
-    """The attacher gets a copy of everything."""
+def test_exports_are_taken_back_if_a_later_one_fails() -> None:
+    """The process gets a copy of everything."""
     handles = FakeHandles(no_export_from=1)
     tensors = on_both(handles)
     with share_through(handles, tensors, "gpu"):
@@ -739,8 +740,8 @@ def test_what_was_exported_beside_one_that_is_not_is_not_kept() -> None:
     assert handles.opens == []
 
 
-def test_views_that_are_conjugated_as_they_are_read_arrive_as_they_are_seen() -> None:
-    """Others have the bits, without the mark on the tensor."""
+def test_lazily_conjugated_views_have_their_values() -> None:
+    """The bits in memory are what other processes get."""
     handles = FakeHandles()
     plain = handles.put(torch.tensor([1 + 2j, 3 - 4j]))
     with share_through(handles, [plain.conj(), plain.conj().imag, plain], "gpu"):
@@ -750,12 +751,12 @@ def test_views_that_are_conjugated_as_they_are_read_arrive_as_they_are_seen() ->
     assert attached[2].tolist() == [1 + 2j, 3 - 4j]
 
 
-def test_too_little_host_memory_for_device_memory_reaches_the_attacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the figures; the sharer goes on."""
+def test_too_little_host_memory_for_device_tensors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that attaches, with the figures; the server continues."""
     handles = FakeHandles()
     with share_through(handles, on_both(handles), "gpu"):
         with monkeypatch.context() as patch:
             patch.setattr(machine, "free_memory", lambda: 0)
-            with pytest.raises(FeedError, match=r"cannot hand them out: FeedError: .* and 0 bytes are left"):
+            with pytest.raises(FeedError, match=r"refused: FeedError: .* has 0 bytes left"):
                 attach(handles, "cpu")
         assert attach(handles)["host"].tolist() == [0, 1, 2]

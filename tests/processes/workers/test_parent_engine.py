@@ -1,4 +1,4 @@
-"""engine="process" keeps every promise of the thread engine; only where the work is done differs."""
+"""engine="process" behaves as engine="thread"; only the place of the work differs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from aiofeed import (
     DecodeImage,
     FailurePolicy,
     Feeder,
+    FeedError,
     ImageFolder,
     IteratorClosedError,
     Limits,
@@ -39,12 +40,12 @@ def lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-def same(left: Any, right: Any) -> None:
+def assert_same(left: Any, right: Any) -> None:
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype
         assert left.stride() == right.stride() or not left.numel()
-        # Types that have no equality are compared as another that holds them exactly.
+        # Dtypes without equality are compared in one that represents them exactly.
         assert torch.equal(left.to(torch.float64), right.to(torch.float64))
     elif isinstance(left, np.ndarray):
         assert left.dtype == right.dtype
@@ -52,22 +53,22 @@ def same(left: Any, right: Any) -> None:
     elif isinstance(left, dict):
         assert list(left) == list(right)
         for name in left:
-            same(left[name], right[name])
+            assert_same(left[name], right[name])
     elif isinstance(left, list | tuple):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
-            same(one, other)
+            assert_same(one, other)
     elif isinstance(left, parts.Record):
-        same(vars(left), vars(right))
+        assert_same(vars(left), vars(right))
     else:
         assert left == right
 
 
-# --- what comes out ---
+# --- batches ---
 
 
 @pytest.mark.parametrize("engine", ["process", "process:3"])
-def test_images_are_those_of_the_thread_engine_bit_for_bit(engine: str, jpeg_folder: Path) -> None:
+def test_images_equal_those_of_the_thread_engine_bit_for_bit(engine: str, jpeg_folder: Path) -> None:
     """Order, augmentation, targets and memory layout, over two epochs."""
 
     def feeder(engine: str) -> Feeder[Any]:
@@ -85,8 +86,8 @@ def test_images_are_those_of_the_thread_engine_bit_for_bit(engine: str, jpeg_fol
         assert processes.statistics(total=True).samples == 72
 
 
-def test_a_decoders_own_random_numbers_are_the_same() -> None:
-    """`rng` is the sample's own, wherever it is decoded."""
+def test_a_decoders_random_numbers_are_the_same() -> None:
+    """`rng` belongs to the sample, wherever it is decoded."""
     drawn = [
         torch.cat(list(Feeder(parts.Numbers(6), decode=parts.random_numbers, batch_size=4, seed=5, engine=engine)))
         for engine in ("thread", "process")
@@ -94,8 +95,8 @@ def test_a_decoders_own_random_numbers_are_the_same() -> None:
     assert torch.equal(*drawn)
 
 
-def test_every_kind_of_batch_crosses() -> None:
-    """Dicts, namedtuples, dataclasses, texts, bytes, foreign dtypes and orders: as the thread engine gives them."""
+def test_every_kind_of_batch_is_preserved() -> None:
+    """Dicts, namedtuples, dataclasses, strings, bytes, dtypes that NumPy lacks, and memory orders."""
     expected, got = (
         list(
             Feeder(
@@ -105,11 +106,11 @@ def test_every_kind_of_batch_crosses() -> None:
         for engine in ("thread", "process")
     )
     for one, other in zip(expected, got, strict=True):
-        same(one, other)
+        assert_same(one, other)
 
 
-def test_what_cannot_cross_is_a_collate_error_with_the_way_out() -> None:
-    """An object of a type that has no description: its type, its place, and what to do."""
+def test_an_object_that_cannot_be_sent_is_a_collate_error() -> None:
+    """The message has its type, its place in the batch, and what to do."""
     feeder = Feeder(
         parts.Numbers(8), decode=parts.number, batch_size=4, collate_fn=parts.collate_opaque, engine="process"
     )
@@ -117,15 +118,15 @@ def test_what_cannot_cross_is_a_collate_error_with_the_way_out() -> None:
         list(feeder)
 
 
-def test_a_datasets_items_come_as_ever() -> None:
-    """Each process has a copy of a map-style Dataset."""
+def test_items_of_a_dataset_are_the_same() -> None:
+    """Each worker has a copy of a map-style Dataset."""
     expected, got = (list(Feeder(parts.Squares(), batch_size=6, engine=engine)) for engine in ("thread", "process:2"))
     for one, other in zip(expected, got, strict=True):
-        same(one, other)
+        assert_same(one, other)
 
 
 def test_batches_that_grow_and_shrink() -> None:
-    """A batch that is larger than any slot gets new memory; bytes are right throughout."""
+    """A batch that is larger than any slot gets new memory; all bytes are correct."""
     feeder = Feeder(parts.Numbers(300), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
     for number, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
         index = number.indices[0]
@@ -133,8 +134,8 @@ def test_batches_that_grow_and_shrink() -> None:
         assert bool((batch == index % 251).all())
 
 
-def test_large_batches_of_many_arrays_are_copied_beside_the_loop() -> None:
-    """Beyond what the loop copies itself: the same bytes, and the slot comes back."""
+def test_large_batches_of_many_arrays_are_copied_in_a_thread() -> None:
+    """Above the size that the loop copies itself; all bytes are correct, and slots are freed."""
     options = {"collate_fn": parts.collate_apart, "batch_size": 20, "engine": "process", "shuffle": True}
     with Feeder(parts.Numbers(100), decode=parts.large, **options) as feeder:
         for plan, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
@@ -145,7 +146,7 @@ def test_large_batches_of_many_arrays_are_copied_beside_the_loop() -> None:
 
 
 def test_a_batch_that_is_kept_is_never_overwritten() -> None:
-    """All batches of two epochs are kept, each in memory of its own; and writing into one changes that one alone."""
+    """Each batch of two epochs has its own memory; writing into one changes no other."""
     with Feeder(parts.Numbers(24), decode=parts.large, batch_size=2, engine="process") as feeder:
         kept = [*feeder, *feeder]
         kept[3].fill_(255)
@@ -155,8 +156,8 @@ def test_a_batch_that_is_kept_is_never_overwritten() -> None:
                 assert bool((batch == batch[:, :1]).all())
 
 
-def test_shards_state_and_epochs_are_the_trainers() -> None:
-    """Rank, set_epoch and a resume in mid-epoch with another engine go on where they were."""
+def test_shards_state_and_epochs_do_not_depend_on_the_engine() -> None:
+    """Rank, set_epoch, and a state saved in mid-epoch and loaded with another engine."""
 
     def feeder(engine: str, **more: Any) -> Feeder[Any]:
         return Feeder(
@@ -176,8 +177,8 @@ def test_shards_state_and_epochs_are_the_trainers() -> None:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process", "process:2"])
-def test_out_of_order_slow_samples_hold_up_their_own_batches_only(engine: str, tmp_path: Path) -> None:
-    """All other batches come while they are waited for, though there are more of them than may be decoded at a time."""
+def test_out_of_order_slow_samples_delay_only_their_own_batches(engine: str, tmp_path: Path) -> None:
+    """All other batches arrive first, although they are more than may be decoded at a time."""
     gate = tmp_path / "gate"
     feeder = Feeder(
         parts.SlowAt(40, (1, 5, 9), str(gate)),
@@ -197,34 +198,35 @@ def test_out_of_order_slow_samples_hold_up_their_own_batches_only(engine: str, t
 
 
 async def test_async_for() -> None:
-    """The same object, from an event loop."""
+    """The same feeder, in async code."""
     async with Feeder(parts.Numbers(12), decode=parts.number, batch_size=4, engine="process") as feeder:
         assert [batch.tolist() async for batch in feeder] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-# --- where it runs ---
+# --- processes ---
 
 
-def test_a_process_that_decodes_does_not_import_torch() -> None:
-    """Neither aiofeed nor the script of the trainer brings it there."""
+def test_a_worker_does_not_import_torch() -> None:
+    """Neither aiofeed nor the trainer's script imports it there."""
     with Feeder(parts.Numbers(4), decode=parts.modules, batch_size=4, engine="process") as feeder:
         [batch] = feeder
     assert batch.tolist() == [[False, True]] * 4
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what a process has mapped")
-def test_a_process_that_decodes_images_has_no_torch(jpeg_folder: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_worker_that_decodes_images_does_not_load_torch(jpeg_folder: Path) -> None:
     """Not even its libraries, which are hundreds of megabytes."""
     decode = DecodeImage(16)
     with Feeder(ImageFolder(jpeg_folder), decode=decode, batch_size=2, engine="process") as feeder:
-        next(iter(feeder))
+        iterator = iter(feeder)  # if it is dropped, the worker ends
+        next(iterator)
         [child] = children()
         assert "libtorch" in Path("/proc/self/maps").read_text()
         assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
 
 
-def test_batches_are_spread_over_the_processes() -> None:
-    """Every one of several engines has its part, and none is this process."""
+def test_batches_are_spread_over_the_workers() -> None:
+    """Each of several workers assembles some, and this process none."""
     with Feeder(parts.Numbers(64), decode=parts.process_id, batch_size=1, engine="process:3") as feeder:
         seen = {int(batch) for batch in feeder}
         assert seen == {each.pid for each in children()}
@@ -232,10 +234,10 @@ def test_batches_are_spread_over_the_processes() -> None:
     assert len(seen) == 3
 
 
-def test_processes_live_from_epoch_to_epoch(tmp_path: Path) -> None:
-    """One open and one close of the source, in the process, however many epochs."""
+def test_workers_live_for_several_epochs(tmp_path: Path) -> None:
+    """The source is opened and closed once, in the worker, for any number of epochs."""
     notes = tmp_path / "notes"
-    feeder = Feeder(parts.Noted(8, str(notes)), decode=parts.number, batch_size=4, engine="process")
+    feeder = Feeder(parts.LoggedSource(8, str(notes)), decode=parts.number, batch_size=4, engine="process")
     for _ in range(3):
         assert numbers(feeder) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     [child] = children()
@@ -243,8 +245,8 @@ def test_processes_live_from_epoch_to_epoch(tmp_path: Path) -> None:
     assert lines(notes) == [f"open {child.pid}", f"close {child.pid}"]
 
 
-def test_limits_are_divided_and_statistics_are_of_the_whole(jpeg_folder: Path) -> None:
-    """Bytes, seconds and counts of all processes add up in the epoch's statistics."""
+def test_limits_are_divided_and_statistics_are_sums(jpeg_folder: Path) -> None:
+    """The statistics of an epoch are those of all workers."""
     limits = Limits(decode_threads=3, read_concurrency=8)
     feeder = Feeder(
         ImageFolder(jpeg_folder), decode=DecodeImage(16), batch_size=6, engine="process:2", limits=limits
@@ -261,37 +263,37 @@ def test_limits_are_divided_and_statistics_are_of_the_whole(jpeg_folder: Path) -
 
 @pytest.mark.parametrize("name", ["read_concurrency", "decode_threads"])
 @pytest.mark.parametrize(("given", "engines"), [(1, 2), (2, 4), (3, 4)])
-def test_a_limit_that_does_not_reach_for_all_processes_is_refused(name: str, given: int, engines: int) -> None:
-    """Each reads at least one sample at a time, and decodes in at least one thread: fewer cannot be kept to."""
+def test_a_limit_below_the_number_of_workers_is_refused(name: str, given: int, engines: int) -> None:
+    """Each worker reads at least one sample at a time and decodes in at least one thread."""
     limits = Limits(**{name: given})
     with pytest.raises(ValueError, match=rf"{name}={given}.*process:{engines}.*at least {engines}.*process:{given}"):
         Feeder(parts.Numbers(8), decode=parts.number, batch_size=4, engine=f"process:{engines}", limits=limits)
 
 
-def test_a_limit_of_one_for_each_process_is_kept_to(tmp_path: Path) -> None:
-    """As many reads as processes: never more of them under way in all."""
+def test_a_limit_equal_to_the_number_of_workers_is_respected(tmp_path: Path) -> None:
+    """There are never more concurrent reads in all workers together."""
     limits = Limits(read_concurrency=2, decode_threads=2)
-    source = parts.Followed(24, str(tmp_path / "notes"))
+    source = parts.LoggedReads(24, str(tmp_path / "notes"))
     with Feeder(source, decode=parts.number, batch_size=4, engine="process:2", limits=limits) as feeder:
         assert numbers(feeder) == [list(range(at, at + 4)) for at in range(0, 24, 4)]
         found = feeder.statistics()
     assert (found.read_concurrency, found.decode_threads) == (2, 2)
-    under_way = most = 0
+    reading = most = 0
     for line in lines(tmp_path / "notes"):
-        under_way += {"begins": 1, "ends": -1}.get(line, 0)
-        most = max(most, under_way)
+        reading += {"begins": 1, "ends": -1}.get(line, 0)
+        most = max(most, reading)
     assert 1 <= most <= 2
 
 
-def test_limits_of_reads_mean_nothing_to_a_dataset() -> None:
-    """Its items are not read on the loop, and each process has a copy with threads of its own."""
+def test_read_limits_do_not_apply_to_a_dataset() -> None:
+    """Its items are not read on the loop, and each worker has a copy and its own threads."""
     limits = Limits(read_concurrency=1, decode_threads=1)
     with Feeder(parts.Squares(8), batch_size=4, engine="process:2", limits=limits) as feeder:
         assert sum(len(numbers) for numbers, _ in feeder) == 8
 
 
-def test_a_consumer_that_stops_bounds_everything(tmp_path: Path) -> None:
-    """With the consumer at its first batches no more than prefetch_batches are decoded ahead."""
+def test_a_paused_consumer_bounds_the_work_ahead(tmp_path: Path) -> None:
+    """No more than prefetch_batches are decoded ahead."""
     notes = tmp_path / "notes"
     limits = Limits(prefetch_batches=2, read_concurrency=8)
     feeder = Feeder(
@@ -301,7 +303,7 @@ def test_a_consumer_that_stops_bounds_everything(tmp_path: Path) -> None:
     for taken in (1, 2, 3):
         next(iterator)
         until(lambda taken=taken: len(lines(notes)) >= (taken + 2) * 4)  # type: ignore[misc]
-        # What could come too much would be on its way by the time a word has gone there and back, a few times over.
+        # A batch too many would have been decoded by the time of several round trips to another thread.
         for _ in range(20):
             assert feeder._session.pipeline is not None
             feeder._session.pipeline.loop_thread.decode_pool.submit(int).result(10)
@@ -314,8 +316,8 @@ def test_a_consumer_that_stops_bounds_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["process", "process:3"])
-def test_a_read_error_is_raised_in_its_batchs_turn(engine: str) -> None:
-    """All batches before it come first; key, index, stage and cause are those of the thread engine."""
+def test_a_read_error_is_raised_in_order(engine: str) -> None:
+    """After all earlier batches; key, index, stage and cause are those of the thread engine."""
     feeder = Feeder(parts.Numbers(40, bad=(17, 30)), decode=parts.number, batch_size=4, engine=engine)
     seen: list[int] = []
     with pytest.raises(ReadError, match=r"cannot read 'number 17'.*input/output error") as caught:
@@ -329,8 +331,8 @@ def test_a_read_error_is_raised_in_its_batchs_turn(engine: str) -> None:
     assert feeder.statistics().failures == 1
 
 
-def test_decode_errors_come_with_their_cause() -> None:
-    """One of Python's own by its type, one that only the process knows by its name; then the feeder starts again."""
+def test_decode_errors_have_their_cause() -> None:
+    """With the type of a Python exception, or the name of a user's type; the feeder can be iterated again."""
     feeder = Feeder(parts.Numbers(20), decode=parts.fails_at_seventeen, batch_size=4, engine="process")
     for _ in range(2):
         with pytest.raises(DecodeError, match=r"ZeroDivisionError: seventeen") as caught:
@@ -342,10 +344,19 @@ def test_decode_errors_come_with_their_cause() -> None:
     assert "process_parts.StrangeError" in str(caught.value.__cause__)
 
 
+def test_an_exception_that_cannot_be_formatted_is_a_decode_error_of_its_sample() -> None:
+    """Its ``__str__`` raises SystemExit, and it takes no notes: the worker survives, and the other samples arrive."""
+    options: dict[str, Any] = {"decode": parts.unprintable_at_seventeen, "batch_size": 4, "engine": "process"}
+    with Feeder(parts.Numbers(20), **options) as feeder, pytest.raises(DecodeError, match="number 17"):
+        list(feeder)
+    with Feeder(parts.Numbers(20), on_error="skip", **options) as feeder:
+        assert sum(numbers(feeder), []) == [each for each in range(20) if each != 17]
+
+
 @pytest.mark.parametrize("action", ["skip", "replace"])
 @pytest.mark.parametrize("collate_fn", [None, parts.collate_numbers])
-def test_bad_samples_are_skipped_or_replaced_as_ever(action: Any, collate_fn: Any) -> None:
-    """The same batches, and the same failures of them, as the thread engine's; neighbours that fail included."""
+def test_bad_samples_are_skipped_or_replaced_as_by_threads(action: Any, collate_fn: Any) -> None:
+    """The same batches and the same failures, also if neighbours fail."""
     seen = []
     for engine in ("thread", "process:2"):
         with Feeder(
@@ -366,7 +377,7 @@ def test_bad_samples_are_skipped_or_replaced_as_ever(action: Any, collate_fn: An
 
 
 def test_too_many_failures_stop_the_feeder() -> None:
-    """Those of all processes count together."""
+    """The failures of all workers are counted together."""
     policy = FailurePolicy("skip", max_failures=2)
     feeder = Feeder(
         parts.Numbers(60, bad=(5, 20, 40)), decode=parts.number, batch_size=6, on_error=policy, engine="process:2"
@@ -378,8 +389,8 @@ def test_too_many_failures_stop_the_feeder() -> None:
     assert seen == [number for number in range(36) if number not in (5, 20)]
 
 
-def test_time_outs_and_retries_are_the_processes(tmp_path: Path) -> None:
-    """A read that does not end within its time has failed, after the retries that were allowed."""
+def test_timeouts_and_retries_apply_in_the_worker(tmp_path: Path) -> None:
+    """A read that times out has failed, after the allowed retries."""
     policy = FailurePolicy("skip", retries=1, read_timeout_s=0.05)
     source = parts.SlowAt(12, (5,), str(tmp_path / "never"))
     with Feeder(source, decode=parts.number, batch_size=4, on_error=policy, engine="process") as feeder:
@@ -387,19 +398,25 @@ def test_time_outs_and_retries_are_the_processes(tmp_path: Path) -> None:
         assert (feeder.statistics().failures, feeder.statistics().retries) == (1, 1)
 
 
-def test_an_error_of_open_is_raised_at_the_for_line() -> None:
-    """The source's own error, with a note."""
+def test_an_error_of_open_is_raised_in_the_consumer() -> None:
+    """It is the source's own error, with a note."""
     with pytest.raises(ConnectionError, match="no route") as caught:
         list(Feeder(parts.Unopenable(4), decode=parts.number, batch_size=2, engine="process:2"))
     assert "Unopenable.open()" in str(caught.value.__notes__)
+
+
+def test_an_error_of_open_that_refuses_notes_is_raised_in_the_consumer() -> None:
+    """A frozen dataclass, for example; as a ``FeedError`` with its name."""
+    with pytest.raises(FeedError, match=r"process_parts\.FrozenError"):
+        list(Feeder(parts.UnopenableFrozen(4), decode=parts.number, batch_size=2, engine="process"))
 
 
 # --- devices ---
 
 
 @pytest.mark.parametrize("latency", ["late", "early", "random"])
-def test_copies_to_a_device_leave_the_ring_unharmed(latency: Any, jpeg_folder: Path) -> None:
-    """A slot is filled again only once its copy has run: pictures are right, whatever runs when."""
+def test_a_slot_is_not_reused_before_its_copy_to_the_device_has_run(latency: Any, jpeg_folder: Path) -> None:
+    """Images are correct, however late the device's work runs."""
     source, decode = ImageFolder(jpeg_folder), DecodeImage(16)
     expected = list(Feeder(source, decode=decode, batch_size=4))
     device = SimulatedDevice(7, latency=latency)
@@ -417,20 +434,20 @@ def test_copies_to_a_device_leave_the_ring_unharmed(latency: Any, jpeg_folder: P
     until(lambda: (gc.collect(), release_unused(), device.pinned_bytes == 0)[-1])
 
 
-def test_without_page_locked_memory_copies_are_right(caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be registered goes through memory of the trainer's own; a line says so."""
+def test_without_page_locked_memory_batches_are_correct(caplog: pytest.LogCaptureFixture) -> None:
+    """They are copied through memory of the trainer; one log line says so."""
     device = SimulatedDevice(1, pin_fails=True)
     with Feeder(parts.Numbers(12), decode=parts.large, batch_size=4, device=device, engine="process") as feeder:
         assert [batch[:, 0].tolist() for batch in feeder] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert "cannot be pinned" in caplog.text
 
 
-# --- what cannot be done ---
+# --- refused arguments ---
 
 
-def test_what_cannot_travel_is_refused_when_the_feeder_is_made() -> None:
-    """The argument, the reason and the way out."""
-    with pytest.raises(TypeError, match=r"decode=.*lambda.*cannot travel.*top level of a module.*engine=\"thread\""):
+def test_an_argument_that_cannot_be_pickled_is_refused_by_the_constructor() -> None:
+    """The message has the argument, the reason and what to do."""
+    with pytest.raises(TypeError, match=r"decode=.*lambda.*cannot be sent.*top level of a module.*engine=\"thread\""):
         Feeder(parts.Numbers(4), decode=lambda data: data, batch_size=2, engine="process")
     source = parts.Numbers(4)
     source.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
@@ -445,16 +462,16 @@ def test_what_cannot_travel_is_refused_when_the_feeder_is_made() -> None:
 
 
 @pytest.mark.parametrize("engine", ["processes", "process:", "process:0", "process:-1", "process:x", ""])
-def test_engines_that_are_none_are_refused(engine: str) -> None:
-    """With what was given and what is allowed."""
+def test_an_unknown_engine_is_refused(engine: str) -> None:
+    """The message has the value and the allowed ones."""
     with pytest.raises(ValueError, match=r'expected "thread", "process", or "process:4"'):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine=engine)
     with pytest.raises(TypeError, match="engine must be a str"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine=4)  # type: ignore[arg-type]
 
 
-def test_a_forked_child_is_told_that_the_iterator_is_the_parents() -> None:
-    """As with threads; and the fork holds up nobody's end."""
+def test_a_forked_child_cannot_use_the_iterator() -> None:
+    """As with threads; and the trainer can close the feeder although the fork has its sockets."""
     feeder = Feeder(parts.Numbers(400), decode=parts.number, batch_size=4, engine="process")
     iterator = iter(feeder)
     next(iterator)
@@ -468,39 +485,41 @@ def test_a_forked_child_is_told_that_the_iterator_is_the_parents() -> None:
         finally:
             os._exit(0)
     os.close(write)
-    with open(read, "rb") as told:
-        assert b"belongs to the parent process" in told.read()
+    with open(read, "rb") as error:
+        assert b"belongs to the parent process" in error.read()
     os.waitpid(pid, 0)
     assert next(iterator).tolist() == [4, 5, 6, 7]
     feeder.close()
 
 
-# --- how many samples are read at a time ---
+# --- concurrent reads ---
 
 
 @pytest.mark.parametrize(("engine", "most"), [("process", 512), ("process:2", 256)])
-def test_slow_reads_become_more_in_processes_too(engine: str, most: int) -> None:
-    """Each process finds it out for its share, the trainer plans for as many, and statistics say how many."""
-    samples, under_way = 6000, 0
-    with Feeder(parts.Far(samples), decode=parts.number, batch_size=64, engine=engine) as feeder:
+def test_concurrent_reads_are_tuned_in_workers(engine: str, most: int) -> None:
+    """Each worker tunes its share; the trainer plans for all of them, and statistics report the sum."""
+    samples, reading = 6000, 0
+    with Feeder(parts.RemoteNumbers(samples), decode=parts.number, batch_size=64, engine=engine) as feeder:
         assert feeder.statistics().read_concurrency == 64
-        # The test's limit on time ends what never comes. The second: what 64 at a time cannot do.
-        while under_way <= 64 or feeder.statistics().wall_s >= samples / 64 * 0.020:
-            under_way = max(int(batch.max()) for batch in feeder)
-            assert under_way <= most
+        # Until an epoch is faster than 64 reads at a time allow; the timeout of the test bounds this.
+        while reading <= 64 or feeder.statistics().wall_s >= samples / 64 * 0.020:
+            reading = max(int(batch.max()) for batch in feeder)
+            assert reading <= most
         assert 128 <= feeder.statistics().read_concurrency <= 512
 
 
-def test_processes_never_pass_a_given_read_concurrency() -> None:
-    """However slow reads are: each keeps to its share of it."""
+def test_workers_respect_a_given_read_concurrency() -> None:
+    """Each worker respects its share, however slow reads are."""
     limits = Limits(read_concurrency=16)
-    with Feeder(parts.Far(600), decode=parts.number, batch_size=8, engine="process:2", limits=limits) as feeder:
+    with Feeder(
+        parts.RemoteNumbers(600), decode=parts.number, batch_size=8, engine="process:2", limits=limits
+    ) as feeder:
         assert max(int(batch.max()) for _ in range(2) for batch in feeder) == 8
         assert feeder.statistics().read_concurrency == 16
 
 
-def test_samples_too_large_for_a_process_to_read_a_chunk_of_them_at_a_time() -> None:
-    """Each process reads fewer once it has seen how large they are; a chunk that waits by then is read all the same."""
+def test_fewer_large_samples_are_read_at_a_time() -> None:
+    """Once a worker knows their size; a chunk that already waits is read all the same."""
     with Feeder(parts.Large(96), decode=parts.size, batch_size=48, engine="process:2") as feeder:
         assert [set(batch.tolist()) for batch in feeder] == [{10 << 20}] * 2
         assert feeder.statistics().read_concurrency < 64

@@ -1,9 +1,8 @@
-"""Batches of engine processes that the user has as they lie in the ring: when their memory is used again."""
+"""With engine="process", batches are handed out in the ring's memory, which is reused when nothing refers to it."""
 
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import signal
 import warnings
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from aiofeed import Feeder, Limits
-from aiofeed.processes.ipc.passing import Passable
 from tests.support import process_parts as parts
 from tests.support.waiting import children, until
 
@@ -23,35 +21,35 @@ def large(n: int = 2000, **more: Any) -> Feeder[Any]:
     return Feeder(parts.Numbers(n), **options)
 
 
-def processes(feeder: Feeder[Any]) -> Any:
+def pool(feeder: Feeder[Any]) -> Any:
     pipeline: Any = feeder._session.pipeline
     return pipeline._processes
 
 
-def lies_in_the_ring(feeder: Feeder[Any], batch: Any) -> bool:
+def is_in_ring(feeder: Feeder[Any], batch: Any) -> bool:
     address = np.asarray(batch).__array_interface__["data"][0]
-    segments = processes(feeder)._processes[0].ring._segments.values()
+    segments = pool(feeder)._workers[0].ring._segments.values()
     return any(0 <= address - each.address < each.nbytes for each in segments)
 
 
-def right(batch: Any, number: int) -> bool:
+def is_correct(batch: Any, number: int) -> bool:
     return all(bool((row == (2 * number + at) % 251).all()) for at, row in enumerate(batch))
 
 
-def test_nothing_is_copied_on_the_way_to_the_consumer() -> None:
-    """The batch is the slot's memory, and the slot is used again once the batch is dropped."""
+def test_a_batch_is_handed_out_without_a_copy() -> None:
+    """It is the slot's memory; the slot is reused after the batch is dropped."""
     with large() as feeder:
         places = set()
         for number, batch in zip(range(60), feeder, strict=False):
-            assert lies_in_the_ring(feeder, batch)
-            assert right(batch, number)
+            assert is_in_ring(feeder, batch)
+            assert is_correct(batch, number)
             places.add(batch.data_ptr())
-        # Two that wait, the consumer's, and those on their way there and back.
+        # Two in the queue, the consumer's, and those in transit in both directions.
         assert len(places) <= 7
 
 
-def test_what_is_derived_from_a_batch_keeps_its_slot() -> None:
-    """A view, or numpy's face of it, however long the batch itself is gone."""
+def test_an_array_derived_from_a_batch_keeps_its_slot() -> None:
+    """A view, as a NumPy array, after the batch itself is dropped."""
     with large() as feeder:
         iterator = iter(feeder)
         row = next(iterator)[1:, ::2].numpy()
@@ -60,21 +58,21 @@ def test_what_is_derived_from_a_batch_keeps_its_slot() -> None:
         assert bool((row == 1).all())
 
 
-def test_small_arrays_are_the_users_own() -> None:
-    """Labels that are kept keep no images."""
+def test_small_arrays_are_copied() -> None:
+    """Labels that the user keeps do not keep the images."""
     with large(collate_fn=parts.collate_with_labels) as feeder:
         kept = []
         for number, (images, labels) in zip(range(50), feeder, strict=False):
-            assert lies_in_the_ring(feeder, images)
-            assert not lies_in_the_ring(feeder, labels)
+            assert is_in_ring(feeder, images)
+            assert not is_in_ring(feeder, labels)
             kept.append((number, labels))
             del images
-        assert len(processes(feeder).lending) <= 5
+        assert len(pool(feeder).borrowed) <= 5
         assert all(labels.tolist() == [2 * number % 251, (2 * number + 1) % 251] for number, labels in kept)
 
 
-def test_a_kept_batch_outlives_the_process_and_the_feeder() -> None:
-    """Its memory is nobody else's, whoever is killed or closed."""
+def test_a_kept_batch_outlives_the_worker_and_the_feeder() -> None:
+    """Its memory is valid after the worker was killed and the feeder closed."""
     feeder = large()
     iterator = iter(feeder)
     kept = [next(iterator) for _ in range(3)]
@@ -83,64 +81,41 @@ def test_a_kept_batch_outlives_the_process_and_the_feeder() -> None:
     feeder.close()
     del feeder, iterator
     gc.collect()
-    assert all(right(batch, number) for number, batch in enumerate(kept))
+    assert all(is_correct(batch, number) for number, batch in enumerate(kept))
 
 
-def test_what_a_fork_has_is_not_overwritten() -> None:
-    """A batch that was there when the trainer was forked stays as it was, though the trainer drops it and goes on."""
+def test_a_batch_in_a_fork_is_never_overwritten() -> None:
+    """A batch that existed at a fork keeps its content in the child, although the trainer drops it and continues."""
     with large() as feeder:
         iterator = iter(feeder)
-        batch = next(iterator).numpy()  # torch's threads are not there after a fork
+        batch = next(iterator).numpy()  # torch has no threads after a fork
         ours, theirs = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a fork of several threads: that is what is tested
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads
             child = os.fork()
         if child == 0:
             signal.alarm(30)
-            os.read(ours, 1)  # until the trainer has gone on
+            os.read(ours, 1)  # until the trainer has continued
             os._exit(0 if all((row == at).all() for at, row in enumerate(batch)) else 1)
         del batch
         for number in range(1, 40):
-            assert right(next(iterator), number)
+            assert is_correct(next(iterator), number)
         os.write(theirs, b"!")
         _, status = os.waitpid(child, 0)
         os.close(ours)
         os.close(theirs)
         assert os.waitstatus_to_exitcode(status) == 0
-        # Those that were lent after it are used again.
+        # Slots borrowed after the fork are reused.
         places = {next(iterator).data_ptr() for _ in range(40)}
         assert len(places) <= 7
 
 
-def test_what_was_passed_on_to_one_who_is_not_heard_of_is_not_overwritten() -> None:
-    """A server's consumer that was let go may still read a slot: it stays as it was, though the server drops it."""
-    passable = Passable(slots=2)
-    feeder = large()
-    feeder._pass_on(passable)
-    with feeder:
-        iterator = iter(feeder)
-        batch = next(iterator).numpy()
-        expected = batch.copy()
-        found = passable.hold(batch)
-        assert found is not None
-        number, offset = found
-        nbytes, descriptor = passable.descriptor(number)
-        with mmap.mmap(descriptor, nbytes) as theirs:
-            os.close(descriptor)
-            passable.drop(number, again=False)
-            del batch
-            for later in range(1, 40):
-                assert right(next(iterator), later)
-            seen = np.frombuffer(theirs[offset : offset + expected.nbytes], expected.dtype)
-            assert bool((seen == expected.ravel()).all())
-
-
-def test_slots_come_back_while_nobody_asks_for_batches() -> None:
-    """A consumer that pauses with nothing in hand holds nothing."""
+def test_slots_are_freed_while_no_batch_is_requested() -> None:
+    """A consumer that pauses without a batch borrows no slot."""
     with large() as feeder:
         iterator = iter(feeder)
         batch = next(iterator)
-        lending = processes(feeder).lending
-        until(lambda: len(lending) == 3)  # it, and two that wait
+        borrowed = pool(feeder).borrowed
+        until(lambda: len(borrowed) == 3)  # the batch, and two in the queue
         del batch
-        until(lambda: len(lending) == 2)
+        until(lambda: len(borrowed) == 2)

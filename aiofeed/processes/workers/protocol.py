@@ -1,0 +1,165 @@
+"""Messages between the trainer and a worker process, in the order in which a batch causes them.
+
+Trainer (``pool.py``, ``parent_engine.py``)            Worker (``main.py``, ``worker_engine.py``)
+
+    PlanBatch        ->    reads the samples
+                     <-    ReadReport, if batches may be finished out of order
+    StartDecoding    ->    decodes them into a slot, unless ``PlanBatch`` has allowed that
+                     <-    BatchReady: the batch is in the slot; or BatchFailed
+    ReleaseSlot      ->    reuses the slot
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, Union
+
+import msgspec
+
+from aiofeed.processes.ipc.schema import ErrorMessage, NewSegment, Node, Struct, decode
+
+# --- from the trainer to a worker ---
+
+
+class PlanBatch(Struct, frozen=True):
+    """Read a batch; decode it when ``StartDecoding`` arrives, or at once if ``may_decode``.
+
+    Args:
+        serial: Identifies the batch in all messages about it.
+        number: Its position among this rank's batches of the epoch.
+        epoch_seed: Seeds the samples' random generators.
+        indices, positions: int64, in the order of the batch.
+        may_decode: Whether it may be decoded at once.
+        order_length: Length of the epoch's order, of which samples can be requested; 0 for none.
+    """
+
+    serial: int
+    number: int
+    epoch_seed: int
+    indices: bytes
+    positions: bytes
+    may_decode: bool
+    order_length: int = 0
+
+
+class StartDecoding(Struct, frozen=True):
+    """Decode a batch."""
+
+    serial: int
+
+
+class ReleaseSlot(Struct, frozen=True):
+    """The trainer no longer uses the slot of a batch.
+
+    Args:
+        serial: Serial number of the batch.
+        reusable: Whether it may be written again; not if a fork of the trainer can still read it.
+    """
+
+    serial: int
+    reusable: bool = True
+
+
+class ReplacementAnswer(Struct, frozen=True):
+    """The answer to ``ReplacementRequest``: the index at the position; ``None`` if the epoch has no order."""
+
+    ticket: int
+    index: int | None = None
+
+
+class StopWorker(Struct, frozen=True):
+    """Close the source and exit."""
+
+
+# --- from a worker to the trainer ---
+
+
+class WorkerReady(Struct, frozen=True):
+    """The source is open; the worker takes plans."""
+
+    pid: int
+
+
+class ReadReport(Struct, frozen=True):
+    """All samples of a batch have been read. Sent only if batches may be finished out of order."""
+
+    serial: int
+
+
+class BatchStats(Struct, frozen=True):
+    """Statistics of one batch, added to those of its epoch."""
+
+    bytes_read: int = 0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    collate_s: float = 0.0
+    retries: int = 0
+
+
+class BatchReady(Struct, frozen=True):
+    """A finished batch. Its slot belongs to the trainer until ``ReleaseSlot``.
+
+    Args:
+        serial: Serial number of the batch.
+        batch: Its description.
+        stats: Its statistics.
+        nbytes: Encoded and decoded bytes, for the memory budget.
+        chunk_size: Samples per decode job.
+        segments: Memory that is new to the trainer.
+        retired: Numbers of segments that will not be used again.
+        remaining: Positions of the samples that are left; ``None``: all.
+        failures: Errors of the samples that were skipped or replaced.
+        reads: How many samples the worker reads at a time.
+    """
+
+    serial: int
+    batch: Node
+    stats: BatchStats
+    nbytes: int
+    chunk_size: int
+    segments: list[NewSegment] = msgspec.field(default_factory=list)
+    retired: list[int] = msgspec.field(default_factory=list)
+    remaining: list[int] | None = None
+    failures: list[ErrorMessage] = msgspec.field(default_factory=list)
+    reads: int = 0
+
+
+class BatchFailed(Struct, frozen=True):
+    """A batch that failed: the error to raise in its place, and the errors of its samples."""
+
+    serial: int
+    error: ErrorMessage
+    failures: list[ErrorMessage]
+    stats: BatchStats
+    nbytes: int
+
+
+class ReplacementRequest(Struct, frozen=True):
+    """Which sample is at a position of the epoch's order? It is to replace one that failed."""
+
+    ticket: int
+    serial: int
+    position: int
+
+
+class WorkerEnded(Struct, frozen=True):
+    """The worker cannot continue."""
+
+    error: ErrorMessage
+
+
+# msgspec cannot resolve a forward reference in the form `X | Y`.
+ToWorker: TypeAlias = Union[PlanBatch, StartDecoding, ReleaseSlot, ReplacementAnswer, StopWorker]  # noqa: UP007
+FromWorker: TypeAlias = Union[WorkerReady, ReadReport, BatchReady, BatchFailed, ReplacementRequest, WorkerEnded]  # noqa: UP007
+
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def decode_to_worker(payload: bytes) -> ToWorker:
+    """Decode a message to a worker; ``ProtocolError`` if it is none."""
+    return decode(_to_worker, payload)
+
+
+def decode_from_worker(payload: bytes) -> FromWorker:
+    """Decode a message from a worker; ``ProtocolError`` if it is none."""
+    return decode(_from_worker, payload)

@@ -1,0 +1,95 @@
+"""Whether another process runs, also while its connection is held open by a third."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+
+import pytest
+
+from aiofeed.processes.ipc import peers
+from aiofeed.processes.ipc.peers import ProcessMonitor, is_exiting
+from tests.support.waiting import until
+
+
+@pytest.fixture(params=["pidfd", "polling"])
+def mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the system's pidfd, if it has one, and without."""
+    if request.param == "polling":
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+        monkeypatch.setattr(peers, "POLL_S", 0.01)
+
+
+def cat() -> subprocess.Popen[bytes]:
+    """A process that runs until it is killed."""
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+
+async def test_a_monitor_calls_back_once_when_the_process_ends(mechanism: None) -> None:
+    """Not before; and it reports the process as dead from then on."""
+    calls: list[float] = []
+    ended = asyncio.Event()
+    with cat() as process:
+        monitor = ProcessMonitor(process.pid)
+        monitor.call_at_end(lambda: (calls.append(time.monotonic()), ended.set()))
+        assert monitor.alive()
+        killed = time.monotonic()
+        process.kill()
+        process.wait()
+        await ended.wait()
+    assert [each >= killed for each in calls] == [True]
+    assert not monitor.alive()
+    monitor.close()
+    monitor.close()
+
+
+async def test_a_closed_monitor_does_not_call_back(mechanism: None) -> None:
+    """Also if the process has ended in the meantime."""
+    calls: list[None] = []
+    with cat() as process:
+        monitor = ProcessMonitor(process.pid)
+        monitor.call_at_end(lambda: calls.append(None))
+        process.kill()
+        process.wait()
+        monitor.close()
+    with cat() as process:
+        other, ended = ProcessMonitor(process.pid), asyncio.Event()
+        other.call_at_end(ended.set)
+        process.kill()
+        process.wait()
+        await ended.wait()
+        other.close()
+    assert calls == []
+
+
+async def test_a_process_that_has_ended_before_is_reported(mechanism: None) -> None:
+    """The process id is free, or still belongs to a zombie."""
+    with cat() as process:
+        process.kill()
+    monitor, ended = ProcessMonitor(process.pid), asyncio.Event()
+    monitor.call_at_end(ended.set)
+    await ended.wait()
+    assert not monitor.alive()
+    monitor.close()
+
+
+def test_unknown_processes_and_this_one_count_as_running() -> None:
+    """Process id 0 is what the kernel reports for a process of another container."""
+    for pid in (0, os.getpid()):
+        monitor = ProcessMonitor(pid)
+        assert monitor.alive()
+        monitor.close()
+
+
+def test_a_process_that_has_begun_to_exit_counts_as_dead() -> None:
+    """It closes its devices before it has ended; signal 0 still reaches a process that has not been reaped."""
+    assert not is_exiting(os.getpid())
+    with cat() as process:
+        assert not is_exiting(process.pid)
+        process.kill()
+        until(lambda: is_exiting(process.pid))
+        monitor = ProcessMonitor(process.pid)
+        assert not monitor.alive()
+        monitor.close()
