@@ -18,7 +18,7 @@ from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import refuse_within_itself
+from aiofeed.sources.dataset_slots import refuse_nested_iteration
 
 BatchT = TypeVar("BatchT")
 
@@ -102,7 +102,7 @@ class FeederSession(Generic[BatchT]):
 
     def _begin(self) -> FeedIterator[BatchT]:
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
-            refuse_within_itself(self.config.source)
+            refuse_nested_iteration(self.config.source)
         if not self._conclude():
             self._close_iterator("a newer iterator of the same feeder was started")
         begun = self._order.begin(self._progress.next_position())
