@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.signal_cases import (
     FRESH_SPREAD_S,
     GRACE_S,
     PROMISE_S,
+    WITHOUT_TORCH,
     Child,
     End,
     ForkServer,
@@ -83,6 +85,35 @@ def test_ctrl_c_in_a_fresh_interpreter(name: str) -> None:
     child.send(signal.SIGINT)
     end = child.end()
     assert not interrupted(end, name), (after_s, end)
+
+
+def interrupt_without_torch(after_s: float) -> list[str]:
+    """What is wrong with the end of a process that gets SIGINT so many seconds after it starts to import aiofeed."""
+    child = begun(fresh("endless", WITHOUT_TORCH))
+    time.sleep(after_s)
+    child.send(signal.SIGINT)
+    end = child.end()
+    return [f"after {after_s:.2f} s: {wrong}\n{end.err}" for wrong in interrupted(end, "endless")]
+
+
+def test_ctrl_c_while_torch_is_imported() -> None:
+    """A process that imports torch for its first batch dies of SIGINT with one traceback."""
+    # The import begins within 0.2 s and takes a second or more.
+    for after_s in (0.1, 0.5, 1.0):
+        assert not interrupt_without_torch(after_s + random.uniform(0, 0.2))
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_each_moment_of_the_first_two_seconds() -> None:
+    """In steps of 20 ms, in a process that has not imported torch before."""
+    with ThreadPoolExecutor(2) as pool:
+        wrong = list(pool.map(interrupt_without_torch, [moment * 0.02 for moment in range(101)]))
+    assert not sum(wrong, [])
+
+
+def test_the_end_of_main_while_torch_is_imported() -> None:
+    """A script that ends as soon as the import has begun exits with 0 and prints nothing."""
+    right(begun(fresh("end", WITHOUT_TORCH)).end())
 
 
 def test_sigterm_in_a_fresh_interpreter() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
+from aiofeed import Feeder, IteratorClosedError, Limits, WorkerDiedError, prefetch
 from aiofeed.testing import SimulatedDevice
 
 # The promise is 0.2 s. A machine that is busy with other things gets this much more.
@@ -211,6 +211,42 @@ def test_a_decoder_that_is_stuck_holds_up_nobody(caplog: pytest.LogCaptureFixtur
     release.set()
     again.close()
     assert gone_within(GONE_S)
+
+
+@pytest.mark.parametrize("way", ["task", "callback"])
+def test_system_exit_in_the_sources_own_task_ends_the_epoch(
+    way: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The `for` line raises WorkerDiedError, the source is closed, and nothing else is reported."""
+
+    class Exits(Slow):
+        closed = False
+
+        async def read(self, index: int) -> bytes:
+            if index == 20:
+                loop = asyncio.get_running_loop()
+                if way == "task":
+                    self.task = loop.create_task(self.exit_soon())
+                else:
+                    loop.call_soon(sys.exit, 3)
+                await asyncio.Event().wait()
+            return await super().read(index)
+
+        async def exit_soon(self) -> None:
+            sys.exit(3)
+
+        async def aclose(self) -> None:
+            self.closed = True
+
+    source = Exits()
+    with pytest.raises(WorkerDiedError, match="died of SystemExit: 3"):
+        list(Feeder(source, decode=number, batch_size=4))
+    assert gone_within(GONE_S)
+    assert source.closed
+    source.__dict__.clear()
+    gc.collect()
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
 
 
 async def test_cancelling_an_async_consumer_at_its_wait() -> None:
