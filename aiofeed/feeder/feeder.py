@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, TypeVar
 
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
-from aiofeed.core.limits import Limits, positive_int
+from aiofeed.core.limits import Limits
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source, public
+from aiofeed.core.validation import check_bool, check_int, check_positive_int, check_seed
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_foreign_arguments
+from aiofeed.feeder.arguments import a_shuffle, adopt_source, refuse_foreign_arguments
 from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, renew_statics
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession
@@ -118,14 +119,14 @@ class Feeder(Generic[BatchT]):
         refuse_foreign_arguments(unknown, known=Feeder.__init__.__kwdefaults__ or ())
         self._source = adopt_source(source)
         self._length = len(self._source)
-        batch_size = positive_int("batch_size", batch_size)
+        batch_size = check_positive_int("batch_size", batch_size)
         self._order = FeedOrder(
             length=self._length,
             batch_size=batch_size,
             shuffle=a_shuffle(shuffle),
-            seed=a_seed(seed),
-            drop_last=a_bool("drop_last", drop_last),
-            pad=a_bool("pad", pad),
+            seed=check_seed(seed),
+            drop_last=check_bool("drop_last", drop_last),
+            pad=check_bool("pad", pad),
             sampler=sampler,
             shard=shard,
         )
@@ -216,7 +217,7 @@ class Feeder(Generic[BatchT]):
 
         A loaded position in the same epoch stays, in any other it is discarded.
         """
-        self._progress.set_epoch(an_int("epoch", epoch), live=self._session.live)
+        self._progress.set_epoch(check_int("epoch", epoch), live=self._session.live)
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of the epochs that are left of ``n``, the loaded one first: iterate the feeder in each.
@@ -227,7 +228,7 @@ class Feeder(Generic[BatchT]):
         Raises:
             TypeError, ValueError: ``n`` is no positive int.
         """
-        return self._session.epochs(positive_int("n", n) - 1)
+        return self._session.epochs(check_positive_int("n", n) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the user stands: batches handed out count, those read ahead do not.

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from aiofeed.core.limits import positive_int
 from aiofeed.core.types import Source, public
+from aiofeed.core.validation import check_positive_int
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -51,7 +51,7 @@ class FromDataset:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")
         self.dataset = dataset
-        self.threads = positive_int("FromDataset(threads=...)", threads)
+        self.threads = check_positive_int("FromDataset(threads=...)", threads)
         if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
             raise TypeError(f"FromDataset(fingerprint=...) must be a text, got {fingerprint!r}")
         self._fingerprint = fingerprint

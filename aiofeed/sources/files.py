@@ -10,8 +10,8 @@ from typing import Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
-from aiofeed.core.limits import positive_int
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
 from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
@@ -74,7 +74,7 @@ class Files:
         if not isinstance(follow_symlinks, bool):
             raise TypeError(f"follow_symlinks must be True or False, got {follow_symlinks!r}")
         self.root = None if root is None else os.fspath(root)
-        self._rules = ReadRules(positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
+        self._rules = ReadRules(check_positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
         self.paths = [_path(path, position) for position, path in enumerate(paths)]
         if self.root is not None:
             self.paths = [beneath(self.root, path) for path in self.paths]
