@@ -210,7 +210,7 @@ class Feeder(Generic[BatchT]):
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or was last; before the first ``iter()``, the one it begins."""
-        return self._progress.current
+        return self._progress.current_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` begins; without it they advance by themselves.
@@ -248,16 +248,16 @@ class Feeder(Generic[BatchT]):
             StateError: it is no state of such a feeder; the message says what differs.
         """
         saved = SavedState.from_dict(state_dict)
-        saved.check(self._state())
+        saved.check_compatible(self._state())
         if saved.sampler:
-            self._order.restore_sampler(saved.sampler)
+            self._order.load_sampler_state(saved.sampler)
         self._progress.load(saved.position)
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
-        position = self._progress.reported
-        schedule, sampler = self._order.schedule(self._length), self._order.saved_sampler(position.epoch)
+        position = self._progress.position
+        schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position.epoch)
         return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:

@@ -200,7 +200,7 @@ def test_stretches_are_the_plans_whatever_is_computed_at_once(
     permutation = shuffled(53, 1, 0)
     wanted = [(plan.number, plan.indices) for plan in plans(shard, lambda: permutation, 0, skip)]
     for computed in (1, 7, 16, 1000):
-        monkeypatch.setattr(order, "STRETCHED", computed)
+        monkeypatch.setattr(order, "RANGE_BLOCK", computed)
         for most in (1, 2, 5, 100):
             batch_ranges = BatchRanges(shard, lambda: permutation, skip)
             found: list[tuple[int, list[int]]] = []
