@@ -15,7 +15,7 @@ from aiofeed.core.validation import check_callable, is_async_function
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.runtime import machine
 from aiofeed.sampling.schedule import Shuffle
-from aiofeed.sources.dataset import FromDataset, check_part, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, check_subset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
         )
     if is_map_dataset(source):
-        check_part(source)
+        check_subset(source)
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(

@@ -890,12 +890,12 @@ def test_a_forked_child_goes_on_by_itself() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Tensors(), TypeError, "one tensor or array at least"),
+        (lambda: Tensors(), TypeError, "at least one tensor or array"),
         (lambda: Tensors([1, 2]), TypeError, "argument 0 of Tensors must be a tensor or a numpy array, got list"),
         (lambda: Tensors(torch.zeros(3), torch.tensor(1)), ValueError, "argument 1 of Tensors has no dimensions"),
         (lambda: Tensors(torch.zeros(3), np.zeros(4)), ValueError, r"differ in length: \[3, 4\]"),
-        (lambda: Tensors(np.array(["a"])), TypeError, "which no tensor can hold"),
-        (lambda: Tensors(np.array([None])), TypeError, "which no tensor can hold"),
+        (lambda: Tensors(np.array(["a"])), TypeError, "which torch does not have"),
+        (lambda: Tensors(np.array([None])), TypeError, "which torch does not have"),
         (lambda: Tensors(np.ma.zeros(3)), TypeError, "MaskedArray"),
         (lambda: Tensors(np.zeros(3, ">f4")), TypeError, "foreign order"),
         (lambda: Tensors(torch.zeros(3, requires_grad=True)), TypeError, "requires grad"),
