@@ -163,16 +163,16 @@ def test_a_forked_child_keeps_its_batches() -> None:
     memory = HostBufferPool(keep=2)
     block = memory.take(200_000)
     block[:] = 1
-    told, tell = os.pipe()
+    answer, write_answer = os.pipe()
     go, wait = os.pipe()
     child = os.fork()
     if child == 0:
         os.read(go, 1)
-        os.write(tell, b"%d" % int(block.max()))
+        os.write(write_answer, b"%d" % int(block.max()))
         os._exit(0)
     block[:] = 2
     os.write(wait, b".")
     os.waitpid(child, 0)
-    assert os.read(told, 8) == b"1"
-    for descriptor in (told, tell, go, wait):
+    assert os.read(answer, 8) == b"1"
+    for descriptor in (answer, write_answer, go, wait):
         os.close(descriptor)
