@@ -8,6 +8,7 @@ limit does not count any more, although its thread may still be inside the datas
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -56,11 +57,10 @@ class DatasetSlot:
     def __enter__(self) -> DatasetSlot:
         with _changed:
             _waiting.append(self)
-        try:
-            if not self._acquire(0.0):
+            try:
                 self._wait()
-        finally:
-            with _changed:
+                _active.append(self)
+            finally:
                 _waiting.remove(self)
                 _changed.notify_all()
         return self
@@ -71,44 +71,34 @@ class DatasetSlot:
                 _active.remove(self)
             _changed.notify_all()
 
-    def _acquire(self, timeout_s: float) -> bool:
-        with _changed:
-            acquired = _changed.wait_for(self._is_next, timeout_s)
-            if acquired:
-                _active.append(self)
-            return acquired
-
-    def _is_next(self) -> bool:
-        return self._same(_waiting)[0] is self and len(self._same(_active)) < self._source.threads
-
-    def _same(self, slots: list[DatasetSlot]) -> list[DatasetSlot]:
-        return [slot for slot in slots if slot._source.dataset is self._source.dataset]
-
     def _wait(self) -> None:
-        began, logged = time.monotonic(), False
-        while True:
-            for slot in self._release_overdue():
-                log.warning("%r exceeded its time limit and is given up; its iterator was left", slot.key)
-            if self._acquire(POLL_INTERVAL_S):
-                return
+        """Wait, while holding ``_changed``, until a slot is free and no call has waited longer."""
+        log_at = time.monotonic() + LOG_AFTER_S
+        while self._of_dataset(_waiting)[0] is not self or not self._has_free_slot():
             if self._control.stop.stopped:
                 raise AbandonedError
-            if not logged and time.monotonic() - began >= LOG_AFTER_S and (others := self._same(_active)):
-                logged = True
+            if time.monotonic() >= log_at and (others := self._of_dataset(_active)):
+                log_at = math.inf
                 log.warning(
                     "waiting for another iterator's call of %r: FromDataset(threads=%d) allows no further call",
                     others[0].key,
                     self._source.threads,
                 )
+            _changed.wait(POLL_INTERVAL_S)
 
-    def _release_overdue(self) -> list[DatasetSlot]:
-        """Release the slots of calls that exceed their time limit; return those of other iterators."""
-        with _changed:
-            overdue = [slot for slot in self._same(_active) if slot._exceeds_limit()]
-            for slot in overdue:
-                _active.remove(slot)
-        # A live iterator reports its own samples as errors.
-        return [slot for slot in overdue if slot._control.stop is not self._control.stop]
+    def _has_free_slot(self) -> bool:
+        calls = self._of_dataset(_active)
+        if len(calls) < self._source.threads:
+            return True
+        overdue = [slot for slot in calls if slot._exceeds_limit()]
+        for slot in overdue:
+            _active.remove(slot)
+            if slot._control.stop is not self._control.stop:  # a live iterator reports its own sample as an error
+                log.warning("%r exceeded its time limit and is given up; its iterator was left", slot.key)
+        return len(calls) - len(overdue) < self._source.threads
+
+    def _of_dataset(self, slots: list[DatasetSlot]) -> list[DatasetSlot]:
+        return [slot for slot in slots if slot._source.dataset is self._source.dataset]
 
     def _exceeds_limit(self) -> bool:
         deadline = self._control.deadline
