@@ -249,15 +249,17 @@ def test_a_call_that_was_given_up_asks_for_no_further_sample() -> None:
 
 
 def test_a_waiting_iterator_can_be_closed() -> None:
-    """Closing a feeder that waits for another one's call takes no longer than closing any other."""
+    """Closing a feeder that waits for another one's call takes no longer than usual, and its thread stops waiting."""
     items = Items()
     left_by_break(Feeder(items, batch_size=4), items)
     feeder = Feeder(items, batch_size=4)
     iterator = iter(feeder)
+    until(lambda: len(dataset_slots._waiting) == 1)
     began = time.monotonic()
     iterator.close()
     feeder.close()
     assert time.monotonic() - began < 4.0  # close() leaves threads behind after 5 s
+    until(lambda: not dataset_slots._waiting)
     items.released.set()
 
 
