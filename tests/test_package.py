@@ -1,4 +1,4 @@
-"""The public names: each is there, listed and explained, and importing them costs nothing."""
+"""The public names: each exists, is listed and documented, and importing them is cheap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import aiofeed
 
 HEAVY = ("PIL", "numpy", "ray", "torch")
 
-# Of the package itself: what only some feeders use.
+# Modules that only some feeders use.
 RARE = (
     "aiofeed.cache.disk",
     "aiofeed.cache.host",
@@ -40,7 +40,7 @@ def test_name_is_public(name: str) -> None:
 
 @pytest.mark.parametrize("name", aiofeed.__all__)
 def test_name_is_documented(name: str) -> None:
-    """A public name has a docstring of its own, and not the signature that `dataclass` makes up."""
+    """A public name has its own docstring, not the signature that `dataclass` generates."""
     value = getattr(aiofeed, name)
     assert value.__doc__
     assert not value.__doc__.startswith(f"{name}(")
@@ -66,7 +66,7 @@ def test_names_are_unique() -> None:
 
 
 def test_version_is_the_installed_ones() -> None:
-    """`aiofeed.__version__` is what the package's metadata say."""
+    """`aiofeed.__version__` equals the version of the installed package."""
     assert aiofeed.__version__ == metadata.version("aiofeed")
 
 
@@ -77,21 +77,21 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_import_is_light() -> None:
-    """`import aiofeed` loads none of the heavy packages."""
+    """`import aiofeed` imports no heavy package."""
     program = f"import sys, aiofeed; print(*[name for name in {HEAVY} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.split() == []
 
 
-def test_feeder_loads_what_every_feeder_needs() -> None:
-    """`aiofeed.Feeder` loads nothing that only feeders with a cache, resident data or processes use."""
+def test_feeder_imports_only_what_every_feeder_needs() -> None:
+    """`aiofeed.Feeder` imports no module for caches, in-memory data or worker processes."""
     program = f"import sys, aiofeed; aiofeed.Feeder; print(*[name for name in {RARE} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.split() == []
 
 
-def test_without_pillow_decode_image_says_what_to_install() -> None:
-    """Where PIL is missing the error names both packages that bring it."""
+def test_without_pillow_the_error_says_what_to_install() -> None:
+    """The error names both extras that install PIL."""
     code = """
         import sys
         sys.modules["PIL"] = None
@@ -111,12 +111,12 @@ def test_without_pillow_decode_image_says_what_to_install() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(aiofeed.__all__) - {"testing"}))
 def test_name_reports_the_package_as_its_module(name: str) -> None:
-    """Tracebacks and reprs say `aiofeed.ReadError`, wherever the class is defined."""
+    """Tracebacks and reprs show `aiofeed.ReadError`, wherever the class is defined."""
     assert getattr(aiofeed, name).__module__ == "aiofeed"
 
 
-def test_aiofeed_log_tells_the_story_of_an_epoch() -> None:
-    """`AIOFEED_LOG=debug` prints what each stage does: plan, read, decode, deliver, hand out, tune, stop."""
+def test_aiofeed_log_prints_every_stage() -> None:
+    """`AIOFEED_LOG=debug` prints when batches are planned, read, decoded, delivered and handed out."""
     code = """
         import torch
         from torch.utils.data import TensorDataset
@@ -136,8 +136,8 @@ def test_aiofeed_log_tells_the_story_of_an_epoch() -> None:
         assert stage in ended.stderr
 
 
-def test_no_subpackage_hides_a_public_name() -> None:
-    """Importing all of aiofeed leaves its public names what they are: a module of that name would take its place."""
+def test_no_subpackage_has_a_public_name() -> None:
+    """Importing a subpackage would replace the public name."""
     folder = Path(aiofeed.__file__).parent
     modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert modules & set(aiofeed.__all__) <= {"testing"}

@@ -1,4 +1,4 @@
-"""What comes from elsewhere stays data: no path leaves its root, no file names a program, nothing is unpickled."""
+"""Untrusted paths and files: no path leaves its root, no file starts a program, nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from PIL import Image, features
 import aiofeed
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError
 from aiofeed.decoders.pillow import FORMATS
-from aiofeed.sources.file_io import _walk
+from aiofeed.sources.file_io import _open_below
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs the links of a POSIX file system")
@@ -34,7 +34,7 @@ def encoded(kind: str, **options: Any) -> bytes:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A data set with a class of two pictures, and a secret beside it."""
+    """A dataset with a class of two pictures, and a secret folder beside it."""
     (tmp_path / "data" / "cat").mkdir(parents=True)
     for name in ("a.png", "b.png"):
         (tmp_path / "data" / "cat" / name).write_bytes(encoded("PNG"))
@@ -65,8 +65,8 @@ def read_all(source: Files) -> int:
     ],
 )
 @pytest.mark.parametrize("follow_symlinks", [False, True])
-def test_a_path_that_may_leave_its_root_is_refused(tree: Path, path: str, follow_symlinks: bool) -> None:
-    """Absolute paths and any `..`, links or no links: at construction, with path and root in the message."""
+def test_a_path_that_may_lead_out_of_its_root_is_refused(tree: Path, path: str, follow_symlinks: bool) -> None:
+    """The constructor refuses absolute paths and any `..`; the error has path and root."""
     with pytest.raises(ValueError, match="root=") as caught:
         Files(["cat/a.png", path], root=tree / "data", follow_symlinks=follow_symlinks)
     assert repr(path) in str(caught.value)
@@ -74,7 +74,7 @@ def test_a_path_that_may_leave_its_root_is_refused(tree: Path, path: str, follow
 
 
 def test_paths_below_a_root_are_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are joined to it; key is what can be opened; names with dots in them are names."""
+    """Paths are joined to the root, `key` is the joined path, and names may contain dots."""
     (tree / "data" / "..cat").mkdir()
     (tree / "data" / "..cat" / "c...png").write_bytes(encoded("PNG"))
     names = ["cat/a.png", "./cat//b.png", "..cat/c...png"]
@@ -89,8 +89,8 @@ def test_paths_below_a_root_are_read(tree: Path, monkeypatch: pytest.MonkeyPatch
         assert read_all(Files(names, root=here, follow_symlinks=False)) == 3
 
 
-def test_a_state_fits_the_same_list_below_another_root(tree: Path) -> None:
-    """The root is no part of what identifies a source: data may move."""
+def test_a_state_matches_the_same_list_below_another_root(tree: Path) -> None:
+    """The fingerprint of a source does not contain the root, so data may be moved."""
     (tree / "data").rename(tree / "moved")
     (tree / "data").symlink_to("moved")
     states = []
@@ -113,7 +113,7 @@ def links_a_folder(tree: Path) -> None:
 
 @pytest.mark.parametrize("link", [links_a_file, links_a_folder])
 def test_a_link_below_the_root_is_refused_or_followed(tree: Path, link: Callable[[Path], None]) -> None:
-    """As follow_symlinks says: refused when the source is made, with the link's name, or followed wherever it leads."""
+    """With follow_symlinks=False the constructor raises and names the link; otherwise the link is followed."""
     link(tree)
     with pytest.raises(ValueError, match=r"leads through the symbolic link .*cat.*follow_symlinks=False"):
         Files(["cat/b.png"], root=tree / "data", follow_symlinks=False)
@@ -122,8 +122,8 @@ def test_a_link_below_the_root_is_refused_or_followed(tree: Path, link: Callable
 
 @pytest.mark.parametrize("link", [links_a_file, links_a_folder])
 @pytest.mark.parametrize("kind", ["Files", "ImageFolder"])
-def test_a_link_put_in_place_after_listing_is_not_followed(tree: Path, link: Callable[[Path], None], kind: str) -> None:
-    """A file or class folder that becomes a link once the source was made is a ReadError."""
+def test_a_link_created_after_listing_is_not_followed(tree: Path, link: Callable[[Path], None], kind: str) -> None:
+    """A file or class folder that is replaced by a link after construction raises ReadError."""
     source: Files
     if kind == "ImageFolder":
         source = ImageFolder(tree / "data", follow_symlinks=False)
@@ -137,22 +137,22 @@ def test_a_link_put_in_place_after_listing_is_not_followed(tree: Path, link: Cal
     assert caught.value.key.startswith(str(tree / "data" / "cat"))
 
 
-def test_the_opening_itself_follows_no_link(tree: Path) -> None:
-    """Between a look and the opening there is no gap: the calls that open are those that refuse."""
+def test_opening_follows_no_link(tree: Path) -> None:
+    """The calls that open the file refuse links themselves, so there is no gap after a check."""
     data = str(tree / "data")
-    os.close(_walk(data, ["cat", "b.png"]))
+    os.close(_open_below(data, ["cat", "b.png"]))
     links_a_file(tree)
     with pytest.raises(OSError, match=re.escape(os.strerror(errno.ELOOP))):
-        _walk(data, ["cat", "b.png"])
+        _open_below(data, ["cat", "b.png"])
     links_a_folder(tree)
     with pytest.raises(NotADirectoryError):
-        _walk(data, ["cat", "b.png"])
-    with pytest.raises(OSError, match="leads out"):
-        _walk(data, ["..", "secret", "b.png"])
+        _open_below(data, ["cat", "b.png"])
+    with pytest.raises(OSError, match="leads out of the root"):
+        _open_below(data, ["..", "secret", "b.png"])
 
 
-def test_without_a_root_the_file_itself_is_no_link(tree: Path) -> None:
-    """`Files` with follow_symlinks=False and no root: folders are the caller's, the file must not be a link."""
+def test_without_a_root_the_file_must_not_be_a_link(tree: Path) -> None:
+    """Without a root, follow_symlinks=False applies to the file and not to its folders."""
     links_a_file(tree)
     (tree / "linked").symlink_to(tree / "data")
     assert read_all(Files([tree / "linked" / "cat" / "a.png"], follow_symlinks=False)) == 1
@@ -162,8 +162,8 @@ def test_without_a_root_the_file_itself_is_no_link(tree: Path) -> None:
         Files([], follow_symlinks=None)  # type: ignore[arg-type]
 
 
-def test_an_image_folder_lists_no_links_where_none_are_followed(tree: Path) -> None:
-    """Neither a class that is a link, nor a folder or file that is one; with links followed, all of them."""
+def test_an_image_folder_lists_no_links_if_none_are_followed(tree: Path) -> None:
+    """Linked classes, folders and files are listed only with follow_symlinks=True."""
     (tree / "data" / "dog").symlink_to(tree / "secret")
     (tree / "data" / "cat" / "more").symlink_to(tree / "secret")
     (tree / "data" / "cat" / "c.png").symlink_to(tree / "secret" / "b.png")
@@ -174,15 +174,15 @@ def test_an_image_folder_lists_no_links_where_none_are_followed(tree: Path) -> N
     assert read_all(ImageFolder(tree / "data")) == 5
 
 
-def test_a_root_that_is_a_link_itself_is_fine(tree: Path) -> None:
-    """Only what is below the root is looked at: whoever named the root meant it."""
+def test_the_root_may_be_a_link(tree: Path) -> None:
+    """Only components below the root are checked for links."""
     (tree / "link").symlink_to("data")
     assert read_all(ImageFolder(tree / "link", follow_symlinks=False)) == 2
     assert read_all(Files(["cat/a.png"], root=tree / "link", follow_symlinks=False)) == 1
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its images are not left out without a word."""
+    """The constructor raises instead of leaving out the images of the folder."""
     (tree / "data" / "cat" / "inner").mkdir()
     real = os.scandir
 
@@ -212,8 +212,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_formats_that_are_not_listed_are_not_opened(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin is never called; the error names the file, the format and the way out."""
+def test_other_formats_are_not_opened(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's plugin is never called; the error names the file, the format and how to allow it."""
     Image.init()
     accept = Image.OPEN[kind][1]
     monkeypatch.setitem(Image.OPEN, kind, (lambda *_: pytest.fail(f"{kind} was opened"), accept))
@@ -224,8 +224,8 @@ def test_formats_that_are_not_listed_are_not_opened(tmp_path: Path, kind: str, m
     assert caught.value.key == str(path)
 
 
-def test_formats_are_what_may_be_opened() -> None:
-    """Names count in any case; what is not named is refused, JPEG included; MPO is a JPEG."""
+def test_the_formats_argument() -> None:
+    """Names are case-insensitive; formats that are not named are refused, JPEG included; MPO is a JPEG."""
     files = {kind: encoded(kind) for kind in ("JPEG", "PNG", "GIF", "TIFF", "BMP", "PPM", "TGA")}
     if features.check("webp"):
         files["WEBP"] = encoded("WEBP")
@@ -241,7 +241,7 @@ def test_formats_are_what_may_be_opened() -> None:
 
 
 def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
-    """Under an audit hook: whatever the bytes say, nothing is executed, unpickled, connected to, written or opened."""
+    """Under an audit hook, decoding any bytes executes, unpickles, connects to, writes and opens nothing."""
     samples = [encoded(kind) for kind in ("JPEG", "PNG", "GIF", "TIFF", "BMP", "PPM")] + list(FOREIGN.values())
     samples += [data[:n] for data in samples for n in (3, 20, len(data) // 2)]
     (tmp_path / "samples").write_text(json.dumps([data.hex() for data in samples]))
@@ -255,7 +255,7 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
         "decode, seen, on = DecodeImage(4), set(), False\n"
         f"samples = [bytes.fromhex(each) for each in json.load(open({str(tmp_path / 'samples')!r}))]\n"
         "decode(samples[0])\n"
-        "DecodeImage(4, scaled=False)(samples[0])\n"  # loads what decodes exactly, too
+        "DecodeImage(4, scaled=False)(samples[0])\n"  # imports the exact decoder, too
         "bad = ('subprocess', 'os.', 'pickle', 'socket', 'ctypes', 'open', 'exec', 'compile', 'shutil', 'marshal')\n"
         "sys.addaudithook(lambda event, args: on and event.startswith(bad) and seen.add(event + repr(args)[:80]))\n"
         "on = True\n"
@@ -273,11 +273,11 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
 
 
 ALLOWED = {"spawn.py": {"pickle"}, "handle.py": {"subprocess"}}
-"""An engine process is started, and given the user's own objects by its own parent, in a file that has no name."""
+"""A worker process is started with the user's own objects, which its parent pickles into an unnamed file."""
 
 
-def test_nothing_of_ours_unpickles_or_evaluates() -> None:
-    """No module of aiofeed names pickle, marshal, subprocess, eval, exec, or torch.load, but to start its processes."""
+def test_no_module_unpickles_or_evaluates() -> None:
+    """No module names pickle, marshal, subprocess, eval, exec or torch.load, except to start worker processes."""
     names = {"pickle", "cPickle", "marshal", "shelve", "dill", "subprocess", "eval", "exec", "system", "popen"}
     for path in sorted(Path(aiofeed.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

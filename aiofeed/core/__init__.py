@@ -1,1 +1,1 @@
-"""Plain values: types, errors, limits, policies and statistics. Imports nothing else of aiofeed."""
+"""Plain values: types, errors, limits, policies and statistics. Imports no other room of aiofeed."""

@@ -1,4 +1,4 @@
-"""Every error of aiofeed. Wrong arguments are ``TypeError`` and ``ValueError``, as everywhere in Python."""
+"""The exceptions of aiofeed. Wrong arguments raise ``TypeError`` or ``ValueError``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from aiofeed.core.types import public
 
 @public
 class FeedError(Exception):
-    """The root of all errors that a feeder raises while it runs."""
+    """The base class of all errors that a feeder raises while it runs."""
 
 
 @public
 class SampleError(FeedError):
-    """One sample failed. The cause is chained (``__cause__``).
+    """A sample failed; the original exception is ``__cause__``.
 
     Args:
-        message: what happened.
-        key: name of the sample, a path or a URL.
-        index: its position in the source.
+        message: What happened.
+        key: The name of the sample, such as its path or URL.
+        index: Its index in the source.
         stage: "read" or "decode".
     """
 
@@ -30,7 +30,7 @@ class SampleError(FeedError):
         self.stage = stage
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep key, index and stage across processes."""
+        """Pickle with key, index and stage."""
         return _rebuild_sample_error, (type(self), str(self), self.key, self.index, self.stage)
 
 
@@ -50,46 +50,46 @@ class DecodeError(SampleError):
 
 @public
 class CollateError(FeedError):
-    """The samples of a batch do not fit together: shapes, types or structure differ, or ``collate_fn`` raised."""
+    """The samples of a batch cannot be collated: shapes, types or structure differ, or ``collate_fn`` raised."""
 
 
 @public
 class BatchFailedError(FeedError):
-    """Every sample of a batch was skipped, so that there is nothing to hand out."""
+    """Every sample of a batch was skipped, so the batch would be empty."""
 
 
 @public
 class TooManyFailures(FeedError):  # noqa: N818 - the name is public
-    """More samples failed than ``max_failures`` allows, or all of an epoch did."""
+    """More samples of an epoch failed than ``max_failures`` allows."""
 
 
 @public
 class CacheError(FeedError):
-    """A cache cannot be used: it is of other data or another decoder, finds no room, or a sample has no fixed form."""
+    """A cache cannot be used: it has other data or another decoder's, lacks space, or samples have no fixed layout."""
 
 
 @public
 class DeviceCopyError(FeedError):
-    """A batch could not be copied to the device, or ``transform`` raised there. The cause is chained."""
+    """A batch could not be copied to the device, or ``transform`` raised there; see ``__cause__``."""
 
 
 @public
 class StateError(FeedError):
-    """A state does not fit this feeder; the message says exactly what differs."""
+    """A state cannot be loaded; the message lists the differences from this feeder."""
 
 
 @public
 class IteratorClosedError(FeedError):
-    """This iterator was stopped: by a newer one of the same feeder, by ``close``, or by a fork."""
+    """The iterator was closed by a newer iterator of the same feeder, by ``close`` or by a fork."""
 
 
 @public
 class WorkerDiedError(FeedError):
-    """A process or thread that feeds this iterator ended without being asked to.
+    """A process or thread that feeds this iterator died.
 
     Args:
-        message: what happened.
-        exit_status: of the process, negative for a signal; ``None`` where it is not known.
+        message: What happened.
+        exit_status: The exit status of the process, negative for a signal; ``None`` if unknown.
     """
 
     def __init__(self, message: str, exit_status: int | None = None) -> None:
@@ -98,7 +98,7 @@ class WorkerDiedError(FeedError):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error itself, or one of ours around what would end a thread or pass for a cancelled task."""
+    """The error itself; a ``FeedError`` around one that is no ``Exception``, as SystemExit and CancelledError are."""
     if isinstance(error, Exception):
         return error
     wrapped = FeedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

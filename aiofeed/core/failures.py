@@ -1,4 +1,4 @@
-"""Which samples failed: an epoch's tally, which says when it is too many, and the feeder's list of them."""
+"""Counts and lists the samples that failed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from aiofeed.core.types import public
 
 log = logging.getLogger("aiofeed.core")
 
-# A data set that is broken altogether fills neither the memory nor the log.
+# Bounds for a dataset in which everything fails.
 KEPT_MOST = 10_000
 LOGGED_MOST = 100
 
-_DONE = {"raise": "", "skip": "skipped: ", "replace": "replaced: "}
+_PREFIXES = {"raise": "", "skip": "skipped: ", "replace": "replaced: "}
 
 
 @public
@@ -28,11 +28,11 @@ class Failure:
     """A sample that failed.
 
     Args:
-        key: its name, a path or a URL.
-        index: its position in the source.
+        key: The name of the sample, such as its path or URL.
+        index: Its index in the source.
         stage: "read" or "decode".
-        error: what was wrong, with its cause; without tracebacks, which would keep the sample's memory alive.
-        epoch: the epoch in which it failed.
+        error: The error with its cause, without tracebacks, which would keep the memory of the sample alive.
+        epoch: The epoch in which it failed.
     """
 
     key: str
@@ -43,42 +43,44 @@ class Failure:
 
 
 class FailureCounter:
-    """The samples of one epoch that failed, each counted once however often it was met; kept on the engine's loop.
+    """Counts the failed samples of one epoch, each once. Used on the engine's loop only.
 
     Args:
-        policy: how many may.
-        length: of the source.
+        policy: The maximum number of failures.
+        length: The number of samples of the source.
+
+    Attributes:
+        known: The samples that are known to fail, by index, counted or not; they replace no other sample.
     """
 
     def __init__(self, policy: FailurePolicy, length: int) -> None:
         self._policy = policy
         self._length = length
         self._counted: set[int] = set()
-        # What is known to fail, by index, before its batch's turn: no candidate to replace another.
         self.known: dict[int, SampleError] = {}
 
     def know(self, error: SampleError) -> SampleError:
-        """Remember that a sample fails."""
+        """Remember that a sample fails; return its first error."""
         return self.known.setdefault(error.index, error)
 
     @property
     def allowed(self) -> int:
-        """How many may fail."""
+        """The maximum number of failures."""
         return self._policy.allowed(self._length)
 
     def count(self, failures: Iterable[SampleError]) -> None:
-        """Count the failures of a batch in its turn."""
+        """Count the failures of a batch, when all batches before it have been counted."""
         self._counted.update(failure.index for failure in failures)
 
     def too_many(self, last: SampleError) -> TooManyFailures | None:
-        """The error to raise where more failed than may; ``last`` is quoted."""
+        """The error to raise if too many samples failed, else ``None``; ``last`` is quoted."""
         if self._policy.action == "raise" or len(self._counted) <= self.allowed:
             return None
-        most = self._policy.max_failures
-        part = "" if isinstance(most, int) else f", {self.allowed} of {self._length}"
+        limit = self._policy.max_failures
+        number = "" if isinstance(limit, int) else f", {self.allowed} of {self._length}"
         error = TooManyFailures(
-            f"{len(self._counted)} samples failed in this epoch, more than max_failures={most} allows{part}; the last: "
-            f"{last}. feeder.failures lists them; if so many are expected, "
+            f"{len(self._counted)} samples failed in this epoch, more than max_failures={limit} allows{number}; "
+            f"the last: {last}. feeder.failures lists them; if so many are expected, "
             f"pass on_error=FailurePolicy({self._policy.action!r}, max_failures=...)"
         )
         error.__cause__ = last
@@ -86,10 +88,10 @@ class FailureCounter:
 
 
 class FailureLog:
-    """The feeder's list of failures, as their batches are handed out, and one log line for each key.
+    """The failures of the batches that were handed out; logs each key once.
 
     Args:
-        policy: what becomes of them.
+        policy: What is done with failed samples; named in the log.
     """
 
     def __init__(self, policy: FailurePolicy) -> None:
@@ -103,40 +105,40 @@ class FailureLog:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """In the order in which their batches were handed out, at most the first 10,000."""
+        """The first 10,000 failures, in the order of their batches."""
         return tuple(self._failures)
 
     def begin(self) -> None:
-        """Another epoch begins."""
+        """Start an epoch."""
         self._epoch.clear()
         self._seen.clear()
         self._first = None
 
     def add(self, failures: Iterable[SampleError], epoch: int) -> int:
-        """Take note of failures, each sample once per epoch; how many were new."""
+        """Add failures, each sample once per epoch; return how many were added."""
         before = len(self._seen)
         for error in failures:
             if error.index in self._seen:
                 continue
             self._seen.add(error.index)
             self._epoch[error.stage] += 1
-            self._first = self._first or light(error)
+            self._first = self._first or _without_tracebacks(error)
             if len(self._failures) < KEPT_MOST:
-                self._failures.append(Failure(error.key, error.index, error.stage, light(error), epoch))
-            if self._policy.action != "raise":  # what is raised is told by its traceback
-                self._tell(error)
+                self._failures.append(Failure(error.key, error.index, error.stage, _without_tracebacks(error), epoch))
+            if self._policy.action != "raise":  # its traceback is printed
+                self._log(error)
         return len(self._seen) - before
 
-    def _tell(self, error: SampleError) -> None:
+    def _log(self, error: SampleError) -> None:
         if error.key in self._keys or self._logged >= LOGGED_MOST:
             return
         self._keys.add(error.key)
         self._logged += 1
-        more = "; further ones are only counted and listed in feeder.failures" if self._logged == LOGGED_MOST else ""
-        log.warning("%s%s%s", _DONE[self._policy.action], error, more)
+        more = "; further failures are only listed in feeder.failures" if self._logged == LOGGED_MOST else ""
+        log.warning("%s%s%s", _PREFIXES[self._policy.action], error, more)
 
     def summarise(self, epoch: int, counters: EpochStats) -> None:
-        """Log what failed in a pass through ``epoch`` that has ended, where anything did."""
+        """Log the number of failures of an epoch that has ended, if any."""
         if not self._seen:
             return
         stages = ", ".join(f"{count} to {stage}" for stage, count in sorted(self._epoch.items()))
@@ -151,17 +153,17 @@ class FailureLog:
         )
 
 
-def light(error: SampleError) -> SampleError:
-    """The same error without tracebacks, and its cause where that is small: some carry the whole document along."""
-    light = type(error)(str(error), key=error.key, index=error.index, stage=error.stage)
+def _without_tracebacks(error: SampleError) -> SampleError:
+    """A copy of the error without tracebacks, and without its cause if that is large, such as a whole document."""
+    copied = type(error)(str(error), key=error.key, index=error.index, stage=error.stage)
     cause = error.__cause__
     if cause is not None and set(vars(cause)) <= {"__notes__"} and all(map(_is_small, cause.args)):
         try:
-            light.__cause__ = copy.copy(cause)
-            light.__cause__.__traceback__ = None
-        except BaseException:  # noqa: BLE001 - the user's exception may resist; its text is in the message
-            light.__cause__ = None
-    return light
+            copied.__cause__ = copy.copy(cause)
+            copied.__cause__.__traceback__ = None
+        except BaseException:  # noqa: BLE001 - an exception of user code may refuse to be copied; its text is in the message
+            copied.__cause__ = None
+    return copied
 
 
 def _is_small(value: object) -> bool:

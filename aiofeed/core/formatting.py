@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formats numbers for messages."""
 
 from __future__ import annotations
 
 
 def format_bytes(nbytes: float) -> str:
-    """A number of bytes in the largest binary unit that it fills: ``"1.5 MiB"``, ``"12 bytes"``."""
+    """A number of bytes in the largest binary unit of which there is at least one: ``"1.5 MiB"``, ``"12 bytes"``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Nested batches: tuple, list, dict, namedtuple, dataclass; everything else is a leaf."""
+"""Nested batches. Tuples, lists, mappings, namedtuples and dataclasses are nodes; everything else is a leaf."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def is_namedtuple(value: object) -> bool:
 
 
 def is_dataclass_instance(value: object) -> bool:
-    """Whether ``value`` is an instance of a dataclass, and not the class itself."""
+    """Whether ``value`` is an instance of a dataclass, as opposed to a dataclass itself."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """A tree of the same structure with ``function`` applied to each leaf; containers keep their types.
+    """Apply ``function`` to each leaf; the result has the same structure and container types.
 
     Args:
-        function: what each leaf becomes.
-        tree: nested.
-        is_leaf: containers for which this is true are leaves.
+        function: Maps a leaf to its replacement.
+        tree: The nested batch.
+        is_leaf: Containers for which it returns True are leaves.
     """
     if is_leaf is not None and is_leaf(tree):
         return function(tree)
@@ -49,9 +49,9 @@ def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None 
 
 
 def like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """``items`` in a mapping of the model's type; a plain dict where it cannot be changed."""
+    """``items`` in a mapping of the model's type; a plain dict if the model is immutable."""
     if isinstance(model, MutableMapping) and type(model) is not dict:
-        # A copy keeps what a subclass carries beside its items (defaultdict's factory, UserDict's attributes).
+        # Copying preserves the other attributes of a subclass, such as the factory of a defaultdict.
         clone = copy.copy(model)
         clone.update(items)
         return clone
@@ -68,7 +68,7 @@ def like_list(model: list[Any], items: list[Any]) -> Any:
 
 
 def _map_dataclass(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
-    # Fields are set past __init__ and __post_init__: they ran when the batch was made.
+    # Sets the fields without __init__ and __post_init__, which ran when the batch was made.
     clone = copy.copy(tree)
     for field in dataclasses.fields(tree):
         object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name), is_leaf))
@@ -76,7 +76,7 @@ def _map_dataclass(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | N
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of a tree, depth first, in the order in which ``map_leaves`` visits them."""
+    """The leaves of a tree, depth first, in the order of ``map_leaves``."""
     if isinstance(tree, tuple | list):
         for item in tree:
             yield from leaves(item)
@@ -91,11 +91,11 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def total_nbytes(tree: Any) -> int:
-    """Bytes of the arrays and tensors of a tree; sparse tensors, which do not tell theirs, count as none."""
+    """Total bytes of the arrays and tensors of a tree; sparse tensors count as 0."""
     total = 0
     for leaf in leaves(tree):
         try:
             total += int(getattr(leaf, "nbytes", 0))
         except RuntimeError:
-            pass  # torch's word for sparse ones
+            pass  # torch raises it for sparse tensors
     return total

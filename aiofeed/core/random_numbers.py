@@ -1,4 +1,4 @@
-"""SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): random numbers that need no state beyond 64 bits."""
+"""SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a random number generator with 64 bits of state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ INCREMENT = 0x9E3779B97F4A7C15
 
 
 def finalize64(value: int) -> int:
-    """SplitMix64's finalizer: every bit of the result depends on every bit of ``value``, of 64 bits."""
+    """SplitMix64's finalizer: every bit of the result depends on every bit of the 64-bit ``value``."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
     return value ^ (value >> 31)
@@ -19,10 +19,10 @@ def mix64(value: int) -> int:
 
 
 class SplitMix64:
-    """The random numbers of one sample: SplitMix64, seeded through its finalizer.
+    """The random numbers of one sample.
 
-    Finalizing the seed keeps seeds that differ by the increment from giving one shifted stream. A random
-    crop with its flip costs 4 microseconds in all; ``random.Random(seed)`` costs as much before its first number.
+    The seed is finalized first: otherwise seeds that differ by the increment would give the same stream, shifted. The
+    numbers for a random crop and a flip take 4 us; ``random.Random(seed)`` takes as long before its first number.
     """
 
     __slots__ = ("_state",)

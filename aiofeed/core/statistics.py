@@ -1,4 +1,4 @@
-"""What was done and how long it took: counters that the parts keep, and the snapshot that the user gets."""
+"""Statistics of an epoch: the running totals, and the snapshot for the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiofeed.core.types import public
 
 @dataclass(eq=False)
 class EpochStats:
-    """Running totals of one epoch. Each field has one writer: the engine's loop, the copier or the consumer."""
+    """Running totals of one epoch. One thread writes each field: the engine's loop, the copier or the consumer."""
 
     samples: int = 0
     batches: int = 0
@@ -27,46 +27,46 @@ class EpochStats:
     asked_at: float = field(default=0.0, metadata={"internal": True})
 
     def add(self, other: EpochStats) -> None:
-        """Add another epoch's totals; the time to the first batch stays that of the first epoch."""
+        """Add another epoch's totals; ``first_batch_s`` stays that of the first epoch."""
         first = self.first_batch_s or other.first_batch_s
         for name, value in other.totals().items():
             setattr(self, name, getattr(self, name) + value)
         self.first_batch_s = first
 
     def totals(self) -> dict[str, float]:
-        """What there is to report, by name."""
+        """The totals by field name, without internal fields."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("internal")}
 
 
 @public
 @dataclass(frozen=True)
 class FeedStatistics:
-    """Where the time went, for one epoch or for a feeder's life. Seconds are wall-clock seconds.
+    """Where the time went, in one epoch or in all epochs of a feeder. Durations are wall-clock seconds.
 
     Args:
-        samples: samples handed to the consumer.
-        batches: batches handed to the consumer.
-        bytes_read: encoded bytes that were read, of samples still in flight too.
-        read_s: from asking for samples to having their bytes, summed over the reads under way; since they overlap, and
-            some of it is waiting for a thread, it may exceed ``wall_s`` many times.
-        decode_s: decoding, summed over threads; ``wall_s`` times ``decode_threads`` is the most there can be.
-        collate_s: putting finished samples together, summed over threads.
-        copy_s: issuing copies to the device; the copies themselves run by themselves.
-        stall_s: the consumer waited for a batch. Near 0: the feed keeps up. Near ``wall_s``: it is the bottleneck.
-            Time in which its device was too many batches behind for another one is left out, also where the next was
-            not finished yet: the device had work, and is what was waited for.
-        idle_s: every batch that may wait was ready and the engine waited for the consumer, or for its device. Of what
-            ``stall_s`` leaves out that may be all, or, where batches were still being finished meanwhile, a part.
-        first_batch_s: from ``iter()`` to the first batch in the consumer's hands.
-        wall_s: from ``iter()`` to the last batch, or to now.
-        failures: samples that failed.
-        retries: reads that were tried again.
-        queue_depth: finished batches that wait at this moment.
-        read_concurrency: samples that may be read at the same time, as chosen last.
-        decode_threads: threads that may decode, as chosen last.
-        chunk_size: samples per executor job, as chosen last.
-        gil_us: microseconds of a sample under the GIL, or lost in passing it on, where that is what keeps threads from
-            decoding more: 1e6 / ``gil_us`` samples/s is all that one process can do. 0 where it is not.
+        samples: Samples handed to the consumer.
+        batches: Batches handed to the consumer.
+        bytes_read: Encoded bytes read, including those of samples in flight.
+        read_s: Time from requesting samples to having their bytes, summed over concurrent reads. It includes waiting
+            for a thread and may exceed ``wall_s`` many times.
+        decode_s: Decoding time, summed over threads; at most ``wall_s * decode_threads``.
+        collate_s: Time for assembling batches of decoded samples, summed over threads.
+        copy_s: Time for queuing copies to the device; the copies run asynchronously.
+        stall_s: Time that the consumer waited for a batch. Near 0: the feed keeps up. Near ``wall_s``: the feed is the
+            bottleneck. Excludes time in which too many earlier batches were queued on the device, even if the next
+            batch was not finished: then the device is the bottleneck.
+        idle_s: Time that the engine waited for the consumer, or for its device, because ``prefetch_batches`` batches
+            were ready. It may overlap with the time that ``stall_s`` excludes.
+        first_batch_s: Time from ``iter()`` to the first batch.
+        wall_s: Time from ``iter()`` to the last batch, or to now.
+        failures: Samples that failed.
+        retries: Further attempts to read.
+        queue_depth: Finished batches that wait now.
+        read_concurrency: Samples that may be read at the same time, as chosen last.
+        decode_threads: Threads that may decode, as chosen last.
+        chunk_size: Samples per executor job, as chosen last.
+        gil_us: If decoding is GIL-bound, the microseconds per sample that hold or wait for the GIL: one process decodes
+            at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
     """
 
     samples: int = 0

@@ -1,4 +1,4 @@
-"""The words: what a source, a decoder and a batch are. No torch, no numpy at run time."""
+"""The protocols of sources and decoders, and the parts of a batch. Imports no torch and no numpy at run time."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ PublicT = TypeVar("PublicT")
 
 
 def public(value: PublicT) -> PublicT:
-    """Mark a class or function as one of ``aiofeed``'s own names, so that tracebacks and ``repr`` show that name."""
+    """Set ``__module__`` to ``aiofeed``, so that tracebacks and ``repr`` show the public name."""
     value.__module__ = "aiofeed"
     return value
 
 
 Transform: TypeAlias = Callable[[Any], Any]
-"""What ``transform=`` is: a batch in, a batch out."""
+"""The type of ``transform=``: maps a batch to a batch."""
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
-"""What ``collate_fn`` is: a list of samples in, one batch out."""
+"""The type of ``collate_fn``: maps a list of samples to a batch."""
 
 
 @public
 @runtime_checkable
 class Source(Protocol[EncodedT_co]):
-    """Where the bytes of a sample come from. Any object with these three is one.
+    """Provides the encoded bytes of samples. Any object with these three methods is a source.
 
-    Optional members, used where present:
+    Optional members:
 
     ``target(index)``
-        the label; a sample is then ``(decoded, target)``. Called in a decode thread.
+        Returns the label; a sample is then ``(decoded, target)``. Called in a decode thread.
     ``async read_many(indices) -> list``
-        several samples at once; an entry may be an ``Exception``, which is then that sample's alone.
+        Reads several samples at once. An entry may be an ``Exception``, which fails that sample only.
     ``async open()`` / ``async aclose()``
-        called once before the first read and once after the last, on the engine's loop.
+        Called once before the first read and once after the last, on the engine's loop.
     ``answers_at_once`` and ``read_now(indices) -> list``
-        while the first is true, small samples may be read by the second, in the thread that decodes them.
+        While ``answers_at_once`` is true, ``read_now`` may read small samples in the thread that decodes them.
     ``fingerprint() -> str``
-        what identifies the data when a saved state is loaded.
+        Identifies the data when a saved state is loaded.
 
     All coroutines run on the engine's own event loop, never on the caller's.
     """
@@ -58,22 +58,22 @@ class Source(Protocol[EncodedT_co]):
         ...
 
     def key(self, index: int, /) -> str:
-        """The name of a sample, as errors quote it: a path, a URL."""
+        """The name of a sample for error messages, such as its path or URL."""
         ...
 
     async def read(self, index: int, /) -> EncodedT_co:
-        """The encoded sample: ``bytes``, or a tuple or dict of bytes for a sample of several files."""
+        """Read an encoded sample: ``bytes``, or a tuple or dict of bytes for a sample of several files."""
         ...
 
 
 @public
 @runtime_checkable
 class Decoder(Protocol[EncodedT_contra, SampleT_co]):
-    """Any callable that turns what ``Source.read`` gave into a sample: tensor, array, dict, tuple.
+    """Any callable that maps the result of ``Source.read`` to a sample: tensor, array, dict, tuple.
 
-    It is called in decode threads, several at once, so it must not keep state between calls. One that has a
-    keyword ``rng`` gets a ``torch.Generator`` of that sample's own, derived from (seed, epoch, position); it is
-    lent for the duration of the call.
+    Several decode threads call it at the same time, so it must not keep state between calls. If it has a keyword
+    ``rng``, it gets the sample's own ``torch.Generator``, derived from (seed, epoch, position) and valid during the
+    call.
     """
 
     def __call__(self, data: EncodedT_contra, /) -> SampleT_co:
@@ -82,7 +82,7 @@ class Decoder(Protocol[EncodedT_contra, SampleT_co]):
 
 
 class RandomDecoder(Protocol[EncodedT_contra, SampleT_co]):
-    """A ``Decoder`` that cannot do without its generator."""
+    """A ``Decoder`` that requires a generator."""
 
     def __call__(self, data: EncodedT_contra, /, *, rng: torch.Generator) -> SampleT_co:
         """Decode one sample."""
@@ -91,12 +91,12 @@ class RandomDecoder(Protocol[EncodedT_contra, SampleT_co]):
 
 @dataclass(frozen=True)
 class Row:
-    """The memory of one sample in a batch: what a decoder fills when it decodes in place.
+    """The memory layout of one sample in a batch, for decoding in place.
 
     Args:
-        shape: shape of the memory, C order, e.g. (224, 224, 3).
+        shape: The shape of the memory in C order, e.g. (224, 224, 3).
         dtype: numpy's name of the element type, e.g. "uint8".
-        axes: the permutation from memory to what the user sees, e.g. (2, 0, 1) for [3, 224, 224].
+        axes: The permutation of the memory's axes that gives the user's tensor, e.g. (2, 0, 1) for [3, 224, 224].
     """
 
     shape: tuple[int, ...]
@@ -106,19 +106,19 @@ class Row:
 
 @runtime_checkable
 class RowDecoder(Protocol):
-    """A decoder that writes its sample straight into a row of the batch's slot.
+    """A decoder that writes its sample into a row of the batch's memory.
 
-    ``seed`` is the sample's own 64-bit number where ``takes_seed`` is true, else ``None``.
+    ``seed`` is the sample's own 64-bit number if ``takes_seed`` is true, else ``None``.
 
-    It may also have ``decode_many_into(data, out, seeds)``, which decodes N samples into N rows and returns, for each,
-    an exception or ``None``; ``seeds`` is ``None`` where none are taken. A chunk is then one call, unless there is a
-    limit on the time of a sample. Where it raises, or a subclass has overridden ``decode_into`` alone, samples are
-    decoded one by one.
+    An optional method ``decode_many_into(data, out, seeds)`` decodes N samples into N rows and returns an exception or
+    ``None`` for each; ``seeds`` is ``None`` unless ``takes_seed`` is true. It is then called once per chunk, unless
+    samples have a time limit. If it raises, or if a subclass overrides ``decode_into`` alone, samples are decoded one
+    by one.
     """
 
     @property
     def row(self) -> Row:
-        """The memory of one sample."""
+        """The memory layout of one sample."""
         ...
 
     @property
@@ -132,15 +132,15 @@ class RowDecoder(Protocol):
 
 
 class HostTensor:
-    """A tensor of a batch before it is one: host memory in numpy's hands, so that no torch is needed to fill it.
+    """The host memory of a future tensor, as a numpy array, so that it can be filled without torch.
 
-    No dataclass, since those are nodes of a batch and this is a leaf.
+    Not a dataclass, because dataclasses are nodes of a batch and this is a leaf.
 
     Args:
-        memory: the C-contiguous array, [N, *row].
-        axes: permutation of all dimensions that gives what the user sees; ``None`` for none.
-        torch_dtype: name of a torch dtype that numpy lacks (``"bfloat16"``); memory is then of its size.
-        pinned: the memory is page-locked, a copy from it runs by itself.
+        memory: The C-contiguous array, [N, *row].
+        axes: The permutation of all dimensions that gives the user's tensor; ``None`` for none.
+        torch_dtype: The name of a torch dtype that numpy lacks (``"bfloat16"``), of the size of the memory's dtype.
+        pinned: Whether the memory is page-locked, so that copies to a device are asynchronous.
     """
 
     __slots__ = ("axes", "memory", "pinned", "torch_dtype")
@@ -159,11 +159,11 @@ class HostTensor:
 
 
 class DeferredTensor(ABC):
-    """A tensor of a batch that is completed on the device."""
+    """A tensor of a batch that is assembled on the device."""
 
     @abstractmethod
     def arrive(self, copy: Callable[[HostTensor], Any]) -> Any:
-        """The tensor, on the side stream; ``copy`` queues copies there, and keeps the host's memory until they ran."""
+        """Make the tensor on the side stream; ``copy`` queues copies there and holds host memory until they end."""
 
 
 class EpochOrder(Protocol):
@@ -171,24 +171,24 @@ class EpochOrder(Protocol):
 
     @property
     def length(self) -> int:
-        """How many positions it has."""
+        """The number of positions."""
         ...
 
     def index_at(self, position: int) -> int | Awaitable[int]:
-        """The index at a position, or word of it to come; from ``length`` on it begins anew."""
+        """The index at a position, or an awaitable for it; positions from ``length`` on start again at 0."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """One batch as the order gives it.
+    """The samples of one batch.
 
     Args:
-        number: position of this batch among this rank's batches of the epoch, from 0.
-        indices: positions in the source, in the order in which they stand in the batch.
-        positions: position of each sample in the global order of the epoch.
-        epoch_seed: what (seed, epoch) come to; with a position it gives that sample's own random numbers.
-        order: of the whole epoch, for whoever looks for a sample to take another's place.
+        number: The position of this batch among the batches of this rank in the epoch, from 0.
+        indices: The index of each sample in the source.
+        positions: The position of each sample in the global order of the epoch.
+        epoch_seed: Derived from (seed, epoch); with a position it seeds that sample's random numbers.
+        order: The order of the epoch, in which replacements for failed samples are found.
     """
 
     number: int

@@ -209,7 +209,7 @@ class CopyThread:
         if behind is not None and there:
             # It was finished long since: the consumer waited for nothing else.
             behind = behind[0], ended
-        self._outgoing.put(replace(item, batch=in_flight, lease=None, behind=behind))
+        self._outgoing.put(replace(item, batch=in_flight, lease=None, device_backlog=behind))
         item.batch = item.lease = None  # word of it may be heard later than the copy is complete
         self._issued(item)
         while len(self._copying) > _OUTSTANDING:

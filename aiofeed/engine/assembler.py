@@ -90,17 +90,17 @@ class DecodeStage:
     async def _decode_within(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """A sample that takes longer than ``limit_s`` has failed, and another thread goes on behind it."""
         while True:
-            guard = JobDeadline()
-            work = partial(self._decode, batch, start, encoded, guard)
+            deadline = JobDeadline(limit_s)
+            work = partial(self._decode, batch, start, encoded, deadline)
             try:
-                outcome, at = await run_with_sample_timeout(limit_s, self._executor, work, guard)
+                outcome, at = await run_with_sample_timeout(self._executor, work, deadline)
             except JobStuckError as error:
                 raise FeedError(
                     f"{error} (batch {batch.plan.number}, near {BatchKeys(batch.plan, self._fetcher)[start]!r})"
                 ) from None
             if at is None:
                 break
-            late: ChunkOutcome = guard.outcome
+            late: ChunkOutcome = deadline.outcome
             late.errors.append((at, self._fetcher.overdue(batch.plan.indices[at])))
             encoded, start = encoded[at + 1 - start :], at + 1
             if not encoded or self._policy.action == "raise":
@@ -113,7 +113,9 @@ class DecodeStage:
         assert outcome is not None
         return outcome
 
-    def _decode(self, batch: Batch, start: int, encoded: list[Any], guard: JobDeadline | None = None) -> ChunkOutcome:
+    def _decode(
+        self, batch: Batch, start: int, encoded: list[Any], deadline: JobDeadline | None = None
+    ) -> ChunkOutcome:
         """Decode a chunk, and put the batch together where it was the last; runs in a decode thread."""
         meter = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
         samples = len(encoded)
@@ -123,8 +125,8 @@ class DecodeStage:
                 batch.lease = self._memory.lease()
                 batch.builder = self._new_builder(len(batch.plan.indices), batch.lease)
             builder = batch.builder
-        outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, guard))
-        if guard is not None and not guard.finish():
+        outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
+        if deadline is not None and not deadline.finish():
             raise AbandonedError
         if self._settle(batch, outcome) and not batch.errors and not self._stop.stopped:
             self._finish(batch, outcome)
@@ -183,21 +185,21 @@ class DecodeStage:
         batch.count_read(read)
         assert batch.builder is not None
         limit_s = self._fetcher.limit_s
-        guard = None if limit_s is None else JobDeadline()
-        decode = partial(self._decode_alone, plan, position, read.samples, batch.builder, guard)
-        if guard is None or limit_s is None:
+        deadline = None if limit_s is None else JobDeadline(limit_s)
+        decode = partial(self._decode_alone, plan, position, read.samples, batch.builder, deadline)
+        if deadline is None:
             outcome = await asyncio.get_running_loop().run_in_executor(self._executor, decode)
         else:
-            found, _ = await run_with_sample_timeout(limit_s, self._executor, decode, guard)
+            found, _ = await run_with_sample_timeout(self._executor, decode, deadline)
             outcome = found or ChunkOutcome([(position, self._fetcher.overdue(plan.indices[position]))])
         batch.count(outcome)
         return outcome.errors[0][1] if outcome.errors else None
 
     def _decode_alone(
-        self, plan: BatchPlan, position: int, encoded: list[Any], builder: BatchBuilder, guard: JobDeadline | None
+        self, plan: BatchPlan, position: int, encoded: list[Any], builder: BatchBuilder, deadline: JobDeadline | None
     ) -> ChunkOutcome:
-        outcome = self._fetcher.decode(plan, position, encoded, builder, JobControl(self._stop, guard))
-        if guard is not None and not guard.finish():
+        outcome = self._fetcher.decode(plan, position, encoded, builder, JobControl(self._stop, deadline))
+        if deadline is not None and not deadline.finish():
             raise AbandonedError
         return outcome
 

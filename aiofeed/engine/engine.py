@@ -269,7 +269,7 @@ class Engine:
                 self.taken,
                 batch.counters,
                 failures,
-                note=self._note,
+                on_taken=self._note,
             )
         )
 
@@ -281,7 +281,7 @@ class Engine:
             # A pause between epochs is nobody's: an epoch is idle no earlier than it was asked for, and no longer than
             # until the batch left, whenever that is heard of.
             if asked_at := item.counters.asked_at:
-                item.counters.idle_s += max(item.left_at - max(self._full_since, asked_at), 0.0)
+                item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
             self._full_since = None
         self._buffer.open_gates()
         self._admission.room.set()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits, whole
+from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Source
+from aiofeed.core.validation import check_callable, is_async_function
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.runtime import machine
 from aiofeed.sampling.schedule import Shuffle
-from aiofeed.sources.dataset import FromDataset, check_part, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, check_subset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
         )
     if is_map_dataset(source):
-        check_part(source)
+        check_subset(source)
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(
@@ -104,7 +104,7 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         raise TypeError(f"decode must be callable, got {decode!r}")
     if isinstance(decode, type):
         raise TypeError(f"decode must be an object that decodes, got the class {decode.__name__}; call it first")
-    if _is_async(decode):
+    if is_async_function(decode):
         raise TypeError(
             f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: what is to be waited "
             f"for belongs into the source's `async read`"
@@ -121,10 +121,6 @@ def _decoded_where(source: FromDataset) -> str:
 
 def _is_path(text: str) -> bool:
     return os.sep in text or "." in text
-
-
-def _is_async(value: Any) -> bool:
-    return inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
 
 
 def an_engine(value: object) -> int:
@@ -153,7 +149,7 @@ def adopt_collate(source: Source[Any] | FromDataset | Tensors, collate_fn: Any) 
             "batches of Tensors are views and are not put together from samples, so collate_fn= makes no sense: pass "
             "transform=, which is given each batch, or torch.utils.data.TensorDataset(...) as the source"
         )
-    return a_callable("collate_fn", collate_fn)  # type: ignore[no-any-return]
+    return check_callable("collate_fn", collate_fn)  # type: ignore[no-any-return]
 
 
 def adopt_cache(
@@ -279,35 +275,6 @@ def _check_cache_on_device(
             'static_batches=True copies every batch, and with cache="device" batches are views that cost nothing: '
             'copy_ them into tensors of your own where addresses have to stay, or use cache="host"'
         )
-
-
-def an_int(what: str, value: object) -> int:
-    """``value`` where it is an int, one of numpy's too."""
-    return whole(what, value)
-
-
-def a_seed(value: object) -> int:
-    """``value`` where it is a seed that every epoch's generator takes."""
-    seed = an_int("seed", value)
-    if not -(1 << 62) <= seed < 1 << 62:
-        raise ValueError(f"seed must be between -2**62 and 2**62 - 1, got {seed}")
-    return seed
-
-
-def a_callable(what: str, value: Any) -> Any:
-    """``value`` where it is callable or ``None``; what it returns is used, so it is no ``async def``."""
-    if value is not None and not callable(value):
-        raise TypeError(f"{what} must be callable, got {value!r}")
-    if value is not None and _is_async(value):
-        raise TypeError(f"{what} must be an ordinary function, which a thread calls; {value!r} is `async def`")
-    return value
-
-
-def a_bool(what: str, value: object) -> bool:
-    """``value`` where it is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{what} must be True or False, got {value!r}")
-    return value
 
 
 def refuse_foreign_arguments(unknown: Mapping[str, object], *, known: Iterable[str]) -> None:

@@ -13,8 +13,8 @@ from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Transform, public
+from aiofeed.core.validation import check_callable
 from aiofeed.devices.resolve import resolve_device
-from aiofeed.feeder.arguments import a_callable
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
@@ -68,7 +68,7 @@ def attach(
 
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
-    attached = AttachedFeed(resolve(address, SERVER), resolve_device(device), a_callable("transform", transform))
+    attached = AttachedFeed(resolve(address, SERVER), resolve_device(device), check_callable("transform", transform))
     attached._connect(float(wait_s))
     return attached
 
@@ -219,7 +219,7 @@ class AttachedFeed:
         _release_unused()
         if not ended:
             log.warning("the threads of attach(%r) did not end within %.0f s", str(self._path), JOIN_S)
-            threads.forget(loop_thread)
+            threads.unregister(loop_thread)
 
     async def aclose(self) -> None:
         """``close`` for async code: never blocks the caller's event loop."""

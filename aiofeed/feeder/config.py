@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits
 from aiofeed.core.types import Collate, Source, Transform
+from aiofeed.core.validation import check_bool, check_callable
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.feeder.arguments import (
-    a_bool,
-    a_callable,
     adopt_cache,
     adopt_collate,
     adopt_decoder,
@@ -77,16 +76,16 @@ def new_config(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range, or two do not go together.
     """
-    static_batches = a_bool("static_batches", static_batches)
+    static_batches = check_bool("static_batches", static_batches)
     config = FeederConfig(
         source=source,
         decode=adopt_decoder(source, decode),
         batch_size=batch_size,
         collate_fn=adopt_collate(source, collate_fn),
         backend=resolve_devices(device),
-        transform=a_callable("transform", transform),
+        transform=check_callable("transform", transform),
         limits=limits_for(limits, batch_size, source, an_engine(engine)),
-        in_order=a_bool("in_order", in_order),
+        in_order=check_bool("in_order", in_order),
         length=length,
         policy=as_policy(on_error),
         engines=an_engine(engine),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def _released(loop_thread: EventLoopThread, item: ReadyBatch) -> None:
     """Tell the engine that a batch has left the host's queue."""
-    item.left_at = time.perf_counter()
-    if item.release is not None and (item.note is None or not item.note(item)):
+    item.taken_at = time.perf_counter()
+    if item.release is not None and (item.on_taken is None or not item.on_taken(item)):
         loop_thread.call(release, item)
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, TypeVar
 
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
-from aiofeed.core.limits import Limits, positive_int
+from aiofeed.core.limits import Limits
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source, public
+from aiofeed.core.validation import check_bool, check_int, check_positive_int, check_seed
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.arguments import a_bool, a_seed, a_shuffle, adopt_source, an_int, refuse_foreign_arguments
+from aiofeed.feeder.arguments import a_shuffle, adopt_source, refuse_foreign_arguments
 from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, renew_statics
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession
@@ -117,14 +118,14 @@ class Feeder(Generic[BatchT]):
         refuse_foreign_arguments(unknown, known=Feeder.__init__.__kwdefaults__ or ())
         self._source = adopt_source(source)
         self._length = len(self._source)
-        batch_size = positive_int("batch_size", batch_size)
+        batch_size = check_positive_int("batch_size", batch_size)
         self._order = FeedOrder(
             length=self._length,
             batch_size=batch_size,
             shuffle=a_shuffle(shuffle),
-            seed=a_seed(seed),
-            drop_last=a_bool("drop_last", drop_last),
-            pad=a_bool("pad", pad),
+            seed=check_seed(seed),
+            drop_last=check_bool("drop_last", drop_last),
+            pad=check_bool("pad", pad),
             sampler=sampler,
             shard=shard,
         )
@@ -204,14 +205,14 @@ class Feeder(Generic[BatchT]):
     @property
     def epoch(self) -> int:
         """The epoch that is being iterated, or was last; before the first ``iter()``, the one it begins."""
-        return self._progress.current
+        return self._progress.current_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` begins; without it they advance by themselves.
 
         A loaded position in the same epoch stays, in any other it is discarded.
         """
-        self._progress.set_epoch(an_int("epoch", epoch), live=self._session.live)
+        self._progress.set_epoch(check_int("epoch", epoch), live=self._session.live)
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of the epochs that are left of ``n``, the loaded one first: iterate the feeder in each.
@@ -222,7 +223,7 @@ class Feeder(Generic[BatchT]):
         Raises:
             TypeError, ValueError: ``n`` is no positive int.
         """
-        return self._session.epochs(positive_int("n", n) - 1)
+        return self._session.epochs(check_positive_int("n", n) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the user stands: batches handed out count, those read ahead do not.
@@ -242,16 +243,16 @@ class Feeder(Generic[BatchT]):
             StateError: it is no state of such a feeder; the message says what differs.
         """
         saved = SavedState.from_dict(state_dict)
-        saved.check(self._state())
+        saved.check_compatible(self._state())
         if saved.sampler:
-            self._order.restore_sampler(saved.sampler)
+            self._order.load_sampler_state(saved.sampler)
         self._progress.load(saved.position)
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
-        position = self._progress.reported
-        schedule, sampler = self._order.schedule(self._length), self._order.saved_sampler(position.epoch)
+        position = self._progress.position
+        schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position.epoch)
         return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:

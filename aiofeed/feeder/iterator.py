@@ -158,7 +158,7 @@ class FeedIterator(Generic[BatchT_co]):
             raise
         self._observer.handing_out(item)
         now = time.perf_counter()
-        stall_s = now - asked - _overlap_s(item.behind, asked, now)
+        stall_s = now - asked - _overlap_s(item.device_backlog, asked, now)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
         counters = self._counters

@@ -220,7 +220,7 @@ class StreamingPipeline:
         """Wait for the threads to end, up to ``timeout_s``; whether they have."""
         if self.delivery.join(timeout_s):
             return True
-        threads.forget(self.loop_thread)
+        threads.unregister(self.loop_thread)
         return False
 
     async def stopped(self) -> None:

@@ -11,12 +11,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aiofeed.core.errors import as_exception
-from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, positive_int
+from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform, public
+from aiofeed.core.validation import check_callable, check_positive_int
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.feeder.arguments import a_callable
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
@@ -78,9 +78,9 @@ class Prefetch(Generic[BatchT]):
         self._batches = batches
         self._device = device
         self._backend = resolve_devices(device)
-        self._transform: Transform | None = a_callable("transform", transform)
-        self._prefetch_batches = positive_int("prefetch_batches", prefetch_batches)
-        self._device_batches = positive_int("device_batches", device_batches)
+        self._transform: Transform | None = check_callable("transform", transform)
+        self._prefetch_batches = check_positive_int("prefetch_batches", prefetch_batches)
+        self._device_batches = check_positive_int("device_batches", device_batches)
 
     def __repr__(self) -> str:
         return f"Prefetch({type(self._batches).__name__}, device={self._device!r})"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import WorkerDiedError, as_exception
-from aiofeed.core.limits import positive_int
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
@@ -104,7 +104,9 @@ def serve(
     from aiofeed.processes.ipc.address import SERVER, resolve
     from aiofeed.processes.serving.hub import ServeOptions
 
-    terms = ServeOptions(mode, positive_int("lag", lag), slow, join, positive_int("min_consumers", min_consumers))
+    terms = ServeOptions(
+        mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
+    )
     return Server(feeder, resolve(address, SERVER), terms)
 
 
@@ -159,7 +161,7 @@ class Server:
             while True:
                 try:
                     # A signal that arrives just before the main thread blocks does not wake it.
-                    done.result(threads.LOOK_S)
+                    done.result(threads.POLL_INTERVAL_S)
                     return
                 except FutureTimeout:
                     if done.done():
@@ -170,7 +172,7 @@ class Server:
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
         if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
             raise RuntimeError(f"it serves already, at {self._path}")
-        number = _ENDLESS if epochs is None else positive_int("epochs", epochs)
+        number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
         if not len(self._feeder):
             raise ValueError("the feeder has no batches to serve")
         self.close()
@@ -218,7 +220,7 @@ class Server:
         loop_thread.stop()
         if not loop_thread.join(JOIN_S):
             log.warning("the server at %s did not end within %.0f s of close() and is left behind", self._path, JOIN_S)
-            threads.forget(loop_thread)
+            threads.unregister(loop_thread)
         self._hub = None
 
     def __enter__(self) -> Server:

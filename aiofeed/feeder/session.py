@@ -18,7 +18,7 @@ from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import refuse_within_itself
+from aiofeed.sources.dataset_slots import refuse_nested_iteration
 
 BatchT = TypeVar("BatchT")
 
@@ -81,7 +81,7 @@ class FeederSession(Generic[BatchT]):
 
     def epochs(self, last: int) -> Iterator[int]:
         """The numbers of the epochs up to ``last``; while they are iterated, the next is begun ahead."""
-        epoch = self._order.settle(self._progress.next_position()).epoch
+        epoch = self._order.normalize(self._progress.next_position()).epoch
         try:
             while epoch <= last:
                 self._last_epoch = last
@@ -102,10 +102,10 @@ class FeederSession(Generic[BatchT]):
 
     def _begin(self) -> FeedIterator[BatchT]:
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
-            refuse_within_itself(self.config.source)
+            refuse_nested_iteration(self.config.source)
         if not self._conclude():
             self._close_iterator("a newer iterator of the same feeder was started")
-        begun = self._order.begin(self._progress.next_position())
+        begun = self._order.plan_epoch(self._progress.next_position())
         start = begun.start
         claimed, stream = None, self._stream
         if self.pipeline is not None and self.pipeline.reusable() and stream is not None:
@@ -123,7 +123,7 @@ class FeederSession(Generic[BatchT]):
         self.pipeline.delivery.begin()
         self._past.add(self.counters)
         self.counters = claimed
-        self._progress.begin(start.epoch)
+        self._progress.on_iter(start.epoch)
         self._failures.begin()
         self._account = EpochProgress(begun.schedule, start, self.config.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(
@@ -227,19 +227,19 @@ class _SessionObserver:
         session = self._session
         if item.failures:
             session.counters.failures += session._failures.add(item.failures, self._account.start.epoch)
-        if not self._account.began:
-            session._progress.follow(self._account)
-            session._order.began()
-        if self._account.last_to_come and session.pipeline is not None:
+        if not self._account.started:
+            session._progress.on_first_batch(self._account)
+            session._order.on_first_batch()
+        if self._account.one_left and session.pipeline is not None:
             # The iterator may be dropped then: all it could still give is the end.
             session.pipeline.watch(session)
 
     def handed_out(self, item: ReadyBatch) -> None:
-        self._account.handed_out(item.number)
+        self._account.record(item.number)
 
     def failed(self, item: FeedFailure) -> None:
         self._session.counters.failures += self._session._failures.add(item.failures, self._account.start.epoch)
-        self._session._progress.failed(self._account)
+        self._session._progress.on_failure(self._account)
         self._session._in_a_row = 0
 
     def ended(self) -> None:

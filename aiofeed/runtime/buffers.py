@@ -1,9 +1,8 @@
-"""Slots: the host memory of batches, used again and again, pinned where a device copies from it.
+"""Pools of host memory for batches: reused, and pinned where a device copies from it.
 
-Two ways of coming back. A pinned slot is seen by the copier alone and is given back by it, once the copy's event has
-completed. A slot that is handed to the user comes back by itself, once nothing refers to its memory: the object
-watched is the ndarray that owns the memory's view, because tensors and arrays derived from it come and go while the
-memory is in use.
+There are two ways back into a pool. Only the copier uses a pinned buffer, and gives it back once the event of its copy
+has completed. A buffer that the user gets is recycled once nothing refers to its memory: the pool watches the ndarray
+that owns the memory, because tensors and arrays derived from it come and go while the memory is in use.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ Bytes: TypeAlias = "NDArray[np.uint8]"
 
 log = logging.getLogger("aiofeed.runtime")
 
-# Below this, malloc is faster than the bookkeeping, and a user who keeps only the labels keeps nothing else alive.
+# Below this, malloc is faster than the pool, and labels that the user keeps do not keep a large block alive.
 SMALL_BYTES = 64 * 1024
 _PAGE = 4096
 
 
 def _anonymous(size: int) -> mmap.mmap:
-    """Memory without a file, and private: Python's default would share it with forked children, both writing."""
+    """Private anonymous memory; with Python's default, a forked child would share it with its parent."""
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class BufferLease(Protocol):
-    """Where a batch's memory comes from while it is assembled."""
+    """The memory of one batch while it is assembled."""
 
     @property
     def pinned(self) -> bool:
@@ -47,27 +46,27 @@ class BufferLease(Protocol):
         ...
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of memory, contents undefined."""
+        """``nbytes`` of uninitialised memory."""
         ...
 
     def give_back(self) -> None:
-        """The memory is no longer read or written by anybody."""
+        """Return the memory to the pool. Nothing may read or write it any more."""
         ...
 
 
 class BufferPool(Protocol):
-    """Where the memory of batches comes from."""
+    """A pool of memory for batches."""
 
     def lease(self) -> BufferLease:
-        """The memory of one batch."""
+        """A lease for the memory of one batch."""
         ...
 
 
 class HostBufferPool:
-    """Pageable memory for batches that the user gets; recycled when the user has let go of it.
+    """Pageable memory for batches that the user gets; recycled once nothing refers to it.
 
     Args:
-        keep: free blocks kept for later batches; what comes back beyond that returns to the system.
+        keep: The number of free blocks to keep for later batches; further ones go back to the system.
     """
 
     pinned = False
@@ -77,35 +76,28 @@ class HostBufferPool:
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
         self._lent: dict[int, tuple[weakref.ref[Bytes], mmap.mmap]] = {}
-        # Filled by the collector, in whichever thread it runs: a C function, so that no Python code runs there.
+        # The collector appends to it, in any thread, by a C function: no Python code runs in the collector.
         self._dropped: deque[weakref.ref[Bytes]] = deque()
 
-    @property
-    def lent(self) -> int:
-        """Blocks that somebody still refers to."""
-        with self._lock:
-            self._collect()
-            return len(self._lent)
-
     def lease(self) -> HostBufferPool:
-        """The pool itself: nothing has to be given back."""
+        """The pool itself."""
         return self
 
     def give_back(self) -> None:
-        """Nothing to do: blocks come back when nothing refers to them."""
+        """Does nothing: blocks come back once nothing refers to them."""
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of memory, contents undefined; it is the user's until nothing refers to it.
+        """``nbytes`` of uninitialised memory; it is recycled once nothing refers to it.
 
         Raises:
-            MemoryError: the system has no more.
+            MemoryError: The system refuses the memory.
         """
         if nbytes < SMALL_BYTES:
             return np.empty(nbytes, np.uint8)
         with self._lock:
             self._collect()
             block = self._find(nbytes) or self._map(nbytes)
-            # Derived arrays keep exactly this ndarray alive: its own base is no ndarray, so numpy stops here.
+            # Every derived array keeps this ndarray alive: numpy follows bases up to one whose own base is no ndarray.
             owner: Bytes = np.frombuffer(block, np.uint8, nbytes)
             reference = weakref.ref(owner, self._dropped.append)
             self._lent[id(reference)] = (reference, block)
@@ -116,7 +108,7 @@ class HostBufferPool:
         try:
             return _anonymous(size)
         except OSError:
-            self._free.clear()  # what is kept for later may be what is missing now
+            self._free.clear()  # the free blocks may be the memory that is missing
         try:
             return _anonymous(size)
         except OSError as error:
@@ -141,17 +133,17 @@ class HostBufferPool:
             self._free.clear()
 
     def close(self) -> None:
-        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        """Return the free blocks to the system now, and the others when they come back."""
         self._keep = 0
         self.clear()
 
 
 class PinnedBufferPool:
-    """Page-locked memory that copies read from, given back explicitly once they have.
+    """Page-locked memory for copies to a device, given back explicitly after the copy.
 
     Args:
-        pin: the backend's allocator of page-locked bytes.
-        keep: free blocks kept for later batches.
+        pin: The backend's allocator of page-locked bytes.
+        keep: The number of free blocks to keep for later batches.
     """
 
     def __init__(self, pin: Callable[[int], Bytes], keep: int) -> None:
@@ -160,16 +152,14 @@ class PinnedBufferPool:
         self._lock = threading.Lock()
         self._free: list[Bytes] = []
         self._refused = False
-        self.lent = 0
 
     def lease(self) -> PinnedBufferLease:
-        """The memory of one batch."""
+        """A lease for the memory of one batch."""
         return PinnedBufferLease(self)
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of page-locked memory, or of pageable memory where the machine has no more."""
+        """``nbytes`` of page-locked memory, or of pageable memory if the system refuses to lock it."""
         with self._lock:
-            self.lent += 1
             for position, block in enumerate(self._free):
                 if nbytes <= block.nbytes <= 2 * nbytes + _PAGE:
                     return self._free.pop(position)
@@ -177,26 +167,25 @@ class PinnedBufferPool:
         if not self._refused:
             try:
                 return self._pin(capacity)
-            except Exception as error:  # noqa: BLE001 - whatever the driver says, pageable memory is slower and right
+            except Exception as error:  # noqa: BLE001 - for any error of the driver, pageable memory is slower but correct
                 self._refused = True
                 log.warning(
-                    "memory cannot be pinned (%s): copies to the device will be slower and not overlap; "
-                    "raise `ulimit -l` or the container's locked-memory limit",
-                    # As text: a log record that is kept would keep the traceback, and with it the batch.
+                    "memory cannot be pinned (%s): copies to the device will be slower and will not overlap with "
+                    "computation; raise `ulimit -l` or the container's locked-memory limit",
+                    # As text: a stored log record with the exception would keep the batch alive by its traceback.
                     str(error),
                 )
         return np.empty(capacity, np.uint8)
 
     def put(self, blocks: list[Bytes]) -> None:
-        """Take blocks back."""
+        """Return blocks to the pool."""
         with self._lock:
-            self.lent -= len(blocks)
             self._free.extend(blocks)
             del self._free[: max(0, len(self._free) - self._keep)]
 
     @property
     def pinned(self) -> bool:
-        """Whether blocks are page-locked, as far as is known."""
+        """Whether blocks are page-locked; True until the system has refused."""
         return not self._refused
 
     def clear(self) -> None:
@@ -205,13 +194,13 @@ class PinnedBufferPool:
             self._free.clear()
 
     def close(self) -> None:
-        """Nobody is going to need memory any more: return the free blocks, and whatever comes back later."""
+        """Return the free blocks to the system now, and the others when they come back."""
         self._keep = 0
         self.clear()
 
 
 class PinnedBufferLease:
-    """The blocks of one batch; all of them go back at once."""
+    """The blocks of one batch, given back together."""
 
     def __init__(self, memory: PinnedBufferPool) -> None:
         self._memory = memory
@@ -224,14 +213,14 @@ class PinnedBufferLease:
         return self._memory.pinned
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of the batch's memory."""
+        """``nbytes`` of uninitialised memory."""
         block = self._memory.take(nbytes)
         with self._lock:
             self._blocks.append(block)
         return block[:nbytes]
 
     def give_back(self) -> None:
-        """Every copy from this memory has completed, or none was ever issued. Idempotent."""
+        """Return the blocks to the pool, after every copy from them has completed. Idempotent."""
         with self._lock:
             blocks, self._blocks = self._blocks, []
         if blocks:
@@ -239,7 +228,7 @@ class PinnedBufferLease:
 
 
 def array(lease: BufferLease, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A C-contiguous array in memory of the lease, contents undefined."""
+    """An uninitialised C-contiguous array in memory of the lease."""
     count = 1
     for size in shape:
         count *= size

@@ -1,7 +1,7 @@
-"""Whose cancellation it is: the engine's, which ends its tasks, or one that a source left behind in the task it ran in.
+"""Distinguishes the engine's cancellation of its tasks from a cancellation that a source left behind in a task.
 
-asyncio counts requests to cancel a task, not who made them. A source may raise that count for good: a time limit that
-cancels the task and does not take that back (async_timeout before 4.0.3), or its own hand.
+asyncio counts the requests to cancel a task, not their origin. A source can raise the count permanently: by a timeout
+that cancels the task and does not call ``uncancel`` (async_timeout before 4.0.3), or by cancelling the task itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 
 class TaskScope:
-    """A ``with`` block, in the body of a ``TaskGroup``, that knows when the group's tasks are being cancelled.
+    """A ``with`` block in the body of a ``TaskGroup`` that knows whether the group's tasks are being cancelled.
 
-    That is so once the task around it was cancelled, or an error has left the block. Tasks made inside belong to it.
+    They are after the surrounding task was cancelled or an exception has left the block. Tasks created in the block
+    belong to it.
     """
 
     def __enter__(self) -> TaskScope:
@@ -29,20 +30,20 @@ class TaskScope:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._left_by_error = kind is not None
-        _scope.reset(self._token)  # the task would refer to itself; those that were made inside have it
+        _scope.reset(self._token)  # avoids a reference cycle of the task; tasks created in the block have a copy
         del self._token
 
     @property
     def cancelled(self) -> bool:
-        """Whether its tasks are being cancelled."""
+        """Whether the tasks of the block are being cancelled."""
         return self._left_by_error or self._task.cancelling() > self._before
 
 
 class EndedBy:
-    """A ``with`` block in a task that is cancelled only where ``ending()`` says so.
+    """A ``with`` block in a task that counts as cancelled while ``ending()`` is true.
 
     Args:
-        ending: whether whoever made the task wants its end.
+        ending: Whether the creator of the task wants it to end.
     """
 
     def __init__(self, ending: Callable[[], bool]) -> None:
@@ -58,7 +59,7 @@ class EndedBy:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the task is to end."""
+        """Whether the task should end."""
         return self._ending()
 
 
@@ -66,7 +67,7 @@ _scope: ContextVar[TaskScope | EndedBy | None] = ContextVar("aiofeed-tasks", def
 
 
 def is_cancelled() -> bool:
-    """Whether the running task is to end; an error of the user's may be a ``CancelledError`` as well."""
+    """Whether the running task should end. A ``CancelledError`` alone does not tell: user code may raise one."""
     if (scope := _scope.get()) is not None:
         return scope.cancelled
     task = asyncio.current_task()
@@ -74,10 +75,10 @@ def is_cancelled() -> bool:
 
 
 async def clear_cancellation() -> None:
-    """Take back what a source did to the running task, so that it can go on.
+    """Undo cancellations of the running task that a source left behind, so that the task can go on.
 
     Raises:
-        CancelledError: the task is to end.
+        CancelledError: The task should end.
     """
     task = asyncio.current_task()
     if task is None or not task.cancelling():
@@ -87,7 +88,7 @@ async def clear_cancellation() -> None:
     while task.uncancel():
         pass
     try:
-        await asyncio.sleep(0)  # where a request was not met yet, it is raised here
+        await asyncio.sleep(0)  # a pending request is raised here
     except asyncio.CancelledError:
         if is_cancelled():
             raise

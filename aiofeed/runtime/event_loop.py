@@ -1,15 +1,14 @@
-"""A thread with an event loop of its own, and the executors that belong to it.
+"""A thread that runs an event loop, and the thread pools that belong to it.
 
-The shutdown contract, kept here and in ``engine.py``:
+How it stops; ``engine.py`` relies on it:
 
-- ``stop`` only signals. It may be called from any thread, a signal handler or a dying interpreter.
-- Then, on the loop's thread: running tasks are cancelled and awaited, clean-ups run (a source's ``aclose``), the
-  executors let go of their threads, the loop is closed. Whatever does not end within its bound is left behind as a
-  daemon, with a log line.
-- Making a runtime starts nothing: whoever made it has it in hand when its thread starts, and can stop it.
-- Nothing here refers to a feeder or an iterator. When the one that is watched is dropped, its weak reference lands in
-  a deque (a C function: no Python code runs in the collector) and the loop's heartbeat sees it.
-- Interpreter exit and forks are ``threads.py``'s.
+- ``stop`` only sets a signal. Any thread, a signal handler and an exiting interpreter may call it.
+- The loop's thread then cancels and awaits running tasks, awaits the clean-up coroutines (a source's ``aclose``), stops
+  the pools and closes the loop. Whatever exceeds its time limit is left behind in a daemon thread, with a log line.
+- Creating an ``EventLoopThread`` starts nothing, so its owner can always stop the thread that it launches.
+- Nothing here refers to a feeder or an iterator. When the watched owner is collected, its weak reference is appended to
+  a deque by a C function (no Python code runs in the collector), and the loop polls that deque.
+- Interpreter exit and forks are handled in ``threads.py``.
 """
 
 from __future__ import annotations
@@ -26,28 +25,19 @@ from typing import Any
 
 from aiofeed.core.errors import WorkerDiedError
 from aiofeed.runtime import threads
-from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.thread_pool import ReadPoolSizer, ThreadPool
 from aiofeed.runtime.threads import DaemonThread
 
 log = logging.getLogger("aiofeed.runtime")
 
-# Dropped feeders are noticed within this; 20 wake-ups a second cost a ten-thousandth of a core.
-HEARTBEAT_S = 0.05
-# How often the lanes of blocking reads are looked at while decoders wait for them. Doubling each time, the widest are
-# open within 0.1 s; they are halved again when so many looks in all found the decoders with more than they can do.
-LOOK_S = 0.005
-SURPLUS_LOOKS = 4
-# Part of its time that a read spends waiting where more of them at a time help. Reading from the page cache beside
-# busy decoders it is a half or less; on storage that answers in a millisecond, nearly all of it.
-WAITING_SHARE = 0.9
-# What a source's aclose, or a coroutine that resists cancellation, may take before it is left behind.
+# The time limit of a source's aclose(), and of coroutines after they were cancelled.
 CLEANUP_S = 5.0
-# Reading is waiting: on local files a few threads do; a network file system wants one per request under way.
+# Reading is waiting: a few threads suffice for local files; a network file system needs one per concurrent request.
 MOST_READ_THREADS = 64
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop loop, or asyncio's own where uvloop is not to be had."""
+    """A uvloop event loop, or asyncio's own where uvloop is not installed."""
     reserve_standard_descriptors()
     try:
         import uvloop
@@ -71,12 +61,12 @@ def reserve_standard_descriptors() -> None:
 
 
 class EventLoopThread:
-    """The engine's thread: its loop, the threads that read and the threads that decode.
+    """The engine's thread: an event loop, a pool for blocking reads and a pool for decoding.
 
     Args:
-        read_threads: most threads for blocking reads; they are started as needed.
-        decode_threads: most threads that decode.
-        after: a runtime that has to be gone first, so that a source is never opened twice at a time.
+        read_threads: The maximum number of threads for blocking reads, started on demand.
+        decode_threads: The maximum number of decode threads.
+        after: A thread to wait for before any task starts, so that a source is not opened twice at a time.
     """
 
     def __init__(self, *, read_threads: int, decode_threads: int, after: EventLoopThread | None = None) -> None:
@@ -85,35 +75,43 @@ class EventLoopThread:
         self.read_pool = ThreadPool("read", read_threads, max_running=1)
         self.decode_pool = ThreadPool("decode", decode_threads)
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._read_pool_sizer = ReadPoolSizer(self.read_pool, self.decode_pool)
         self._after = after
         self._tasks: set[asyncio.Task[Any]] = set()
         self._early: list[Callable[[], Coroutine[Any, Any, Any]]] | None = []
         self._cleanups: list[Callable[[], Awaitable[None]]] = []
         self._at_exit: list[Callable[[], object]] = []
         self._at_death: list[Callable[[WorkerDiedError], object]] = []
-        self._surplus = 0
         self._dropped: deque[Any] = deque()
         self._watched: weakref.ref[Any] | None = None
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
         self._thread = DaemonThread(self._main, "aiofeed-engine")
 
-    def launch(self) -> None:
-        """Start the thread; nothing happens where it was started before."""
+    def launch(self, *, import_torch: bool = True) -> None:
+        """Start the thread; does nothing if it was started before.
+
+        Args:
+            import_torch: Import torch here, in the caller's thread. Ctrl-C or interpreter exit while a daemon thread
+                imports torch would print a second traceback, and hide from CPython that Ctrl-C ended the process.
+                Worker processes do not need torch.
+        """
         if self.loop is not None:
             return
+        if import_torch:
+            import torch  # noqa: F401
         threads.register(self)
         try:
             self.loop = new_event_loop()
-            # Whatever a source hands to the loop's default executor (asyncio.to_thread, aiofiles) stays among daemons.
+            # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
             self.loop.set_default_executor(self.read_pool)
             self._thread.start()
-        except BaseException:  # Ctrl-C, or no more threads
+        except BaseException:  # Ctrl-C, or the system refuses a thread
             if self._thread.absent():
-                self._never_began()
+                self._finish_unstarted()
             raise
 
-    def _never_began(self) -> None:
+    def _finish_unstarted(self) -> None:
         if self.loop is not None:
             self.loop.close()
         if not self.finished.done():
@@ -121,22 +119,22 @@ class EventLoopThread:
 
     @property
     def stopping(self) -> bool:
-        """Whether ``stop`` was called, or what was watched has been dropped."""
+        """Whether ``stop`` was called or the watched owner was collected."""
         return self._stop_requested or bool(self._dropped)
 
     @property
     def inherited(self) -> bool:
-        """Whether this runtime's threads live in a parent process."""
+        """Whether the threads belong to the parent process, because this process is a fork."""
         return self.pid != os.getpid()
 
     def watch(self, owner: object) -> None:
-        """Stop when ``owner`` is dropped; it replaces the one watched before."""
+        """Stop when ``owner`` is collected; replaces the previous owner."""
         self._watched = weakref.ref(owner, self._dropped.append)
 
     def start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Run a coroutine function as a task of the loop, from any thread.
 
-        The coroutine is made on the loop: made here and lost to Ctrl-C, it would complain that nobody awaited it.
+        The coroutine is created on the loop: one created here and lost to Ctrl-C would warn that it was never awaited.
         """
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self._start, function)
@@ -152,53 +150,53 @@ class EventLoopThread:
         task.add_done_callback(self._tasks.discard)
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function on the loop, from any thread; nothing happens once the loop is closed."""
+        """Call a function on the loop, from any thread; does nothing after the loop is closed."""
         if self.loop is None:
             return
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            pass  # closed: whoever asked learns of it from the handoff
+            pass  # the loop is closed; the caller learns of it from the queue
 
     def at_stop(self, cleanup: Callable[[], Awaitable[None]]) -> None:
-        """Await ``cleanup()`` on the loop when the runtime stops; called on the loop."""
+        """Await ``cleanup()`` on the loop when the thread stops. Call this on the loop."""
         self._cleanups.append(cleanup)
 
     def at_exit(self, function: Callable[[], object]) -> None:
-        """Call a function that only signals, once the loop has come to its end; another thread to stop, say."""
+        """Call a function when the loop has ended. It must not block: stop another thread, for example."""
         self._at_exit.append(function)
 
     def at_death(self, function: Callable[[WorkerDiedError], object]) -> None:
-        """Call a function that only signals, should the loop come to an end that nobody asked for."""
+        """Call a function with the error if the loop ends without ``stop``. It must not block."""
         self._at_death.append(function)
 
     def stop(self) -> None:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
         if self.loop is None:
-            self._never_began()
+            self._finish_unstarted()
         elif not self.inherited:
             self.call(self._stop_signal.set)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all threads have ended, up to ``timeout_s``; whether they have."""
+        """Wait up to ``timeout_s`` for all threads; return whether they have ended."""
         if self.inherited or self._thread.current:
             return True
         deadline = time.monotonic() + timeout_s
         return all(
-            ending.join(max(0.0, deadline - time.monotonic()))
-            for ending in (self._thread, self.read_pool, self.decode_pool)
+            part.join(max(0.0, deadline - time.monotonic()))
+            for part in (self._thread, self.read_pool, self.decode_pool)
         )
 
     def _main(self) -> None:
         assert self.loop is not None
+        self.loop.set_exception_handler(_log_unless_fatal)
         try:
-            self.loop.run_until_complete(self._serve())
-        except BaseException as error:  # noqa: BLE001 - SystemExit in a task of the user's, say; whoever waits must hear
-            died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
-            died.__cause__ = error
-            for tell in self._at_death:
-                tell(died)
+            for step in (self._serve, self._wind_down):
+                try:
+                    self.loop.run_until_complete(step())
+                except BaseException as error:  # noqa: BLE001 - SystemExit in a task of user code, for example
+                    self._report_death(error)
         finally:
             self.read_pool.stop()
             self.decode_pool.stop()
@@ -207,6 +205,12 @@ class EventLoopThread:
             self.loop.close()
             log.debug("event loop: stopped")
             self.finished.set_result(None)
+
+    def _report_death(self, error: BaseException) -> None:
+        died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
+        died.__cause__ = error
+        for function in self._at_death:
+            function(died)
 
     async def _serve(self) -> None:
         if self._after is not None:
@@ -217,43 +221,32 @@ class EventLoopThread:
         for function in early:
             self._start(function)
         self._beat()
-        self._watch_reads()
-        # Where it was stopped before the loop was there, nobody could wake the wait.
+        # A stop() before the loop existed has set the flag only, not the signal.
         if not self._stop_requested:
             await self._stop_signal.wait()
-        self._stop_requested = True
-        self.read_pool.drain()
-        self.decode_pool.drain()
-        await _cancel(set(self._tasks))
-        for cleanup in reversed(self._cleanups):
-            await _bounded(cleanup)
-        # Tasks of the user's own (a session's keep-alive, say) end here rather than with a warning.
-        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
-        await asyncio.get_running_loop().shutdown_asyncgens()
-
-    def _watch_reads(self) -> None:
-        """Widen the lanes of blocking reads while that helps, and narrow them while it does not.
-
-        Files in the page cache are read faster than anybody decodes them, by one thread; a second only fights the
-        decoders for the GIL. Storage that makes its readers wait wants as many as there are reads. So lanes are
-        added where reads wait for storage and decoders for reads, and taken away where decoders have a backlog.
-        """
-        reads, decodes = self.read_pool, self.decode_pool
-        starving = bool(reads.backlog) and decodes.running < decodes.max_running
-        if starving and reads.waiting_share > WAITING_SHARE:
-            reads.set_max_running(reads.max_running * 2)
-        elif decodes.backlog > decodes.max_threads and reads.max_running > 1:
-            self._surplus += 1
-            if self._surplus >= SURPLUS_LOOKS:
-                self._surplus = 0
-                reads.set_max_running(reads.max_running // 2)
-        asyncio.get_running_loop().call_later(LOOK_S if starving else HEARTBEAT_S, self._watch_reads)
 
     def _beat(self) -> None:
         if self._dropped:
             self._stop_signal.set()
         else:
-            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+            asyncio.get_running_loop().call_later(self._read_pool_sizer.resize(), self._beat)
+
+    async def _wind_down(self) -> None:
+        self._stop_requested = True
+        self.read_pool.drain()
+        self.decode_pool.drain()
+        await _cancel(set(self._tasks))
+        for cleanup in reversed(self._cleanups):
+            await _run_cleanup(cleanup)
+        # Tasks created by user code, such as a session's keep-alive; pending at close they would cause a warning.
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _log_unless_fatal(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio's handler, without its "exception was never retrieved" for exceptions that ended the loop."""
+    if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 async def _cancel(tasks: set[Any]) -> None:
@@ -264,12 +257,15 @@ async def _cancel(tasks: set[Any]) -> None:
     _, stuck = await asyncio.wait(tasks, timeout=CLEANUP_S)
     for task in stuck:
         log.warning("a coroutine did not end within %.0f s of being cancelled and is left behind: %r", CLEANUP_S, task)
-        # It can never finish, and the line above said so: asyncio need not say it again when it is collected.
+        # asyncio would log at collection that the task is still pending.
         task._log_destroy_pending = False
 
 
-async def _bounded(cleanup: Callable[[], Awaitable[None]]) -> None:
+async def _run_cleanup(cleanup: Callable[[], Awaitable[None]]) -> None:
     try:
         await asyncio.wait_for(cleanup(), CLEANUP_S)
-    except (Exception, asyncio.CancelledError):  # the user's coroutine may raise anything; nobody is left to hear it
+    except (
+        Exception,
+        asyncio.CancelledError,
+    ):  # user code may raise anything; no caller is left to receive it
         log.exception("a source's aclose() failed")

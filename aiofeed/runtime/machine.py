@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, by affinity and cgroup rather than by hardware."""
+"""Cores and memory available to this process, by affinity and cgroup instead of hardware."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _UNKNOWN_MEMORY = 8 << 30
 
 
 def cpus() -> int:
-    """Cores this process may keep busy: its affinity, cut by the cgroup's quota (v2, then v1)."""
+    """The number of cores available to this process: its affinity, limited by the cgroup's quota (v2, then v1)."""
     count = affinity()
     quota = cpu_quota()
     return max(1, min(count, int(quota + 0.5))) if quota is not None else count
 
 
 def affinity() -> int:
-    """Cores this process may run on; all of them where the system does not say."""
+    """The number of cores in this process's affinity; of all cores if the system has no affinity."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
@@ -25,7 +25,7 @@ def affinity() -> int:
 
 
 def queued_s() -> float:
-    """Seconds that the calling thread was ready to run and had to wait for a core; 0 where the system does not say."""
+    """Seconds that the calling thread was runnable and waited for a core; 0 if the system does not report it."""
     try:
         descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, AttributeError):  # not Linux, or a kernel without it
@@ -38,11 +38,11 @@ def queued_s() -> float:
 
 
 def free_memory() -> int:
-    """Bytes that can be taken without swapping, by the kernel's estimate and the cgroup's limit."""
+    """Bytes available without swapping, by the kernel's estimate and the cgroup's limit."""
     available = _meminfo_available()
     limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        # Files that were read count as used, but are given up as soon as somebody needs the room.
+        # The page cache counts as used, but the kernel reclaims it when memory is needed.
         available = min(available, max(limit - used + _unused_file_pages(), 0))
     return available
 
@@ -55,12 +55,12 @@ def _unused_file_pages() -> int:
 
 
 def memory_limit() -> int | None:
-    """Bytes that the cgroup allows; ``None`` where it sets no limit."""
+    """The cgroup's limit in bytes; ``None`` without a limit."""
     return _read_int(_CGROUP / "memory.max")
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of time that the cgroup allows (v2, then v1); ``None`` where it sets no limit."""
+    """The cgroup's CPU quota in cores (v2, then v1); ``None`` without a limit."""
     text = _read(_CGROUP / "cpu.max")
     if text:
         quota, _, period = text.partition(" ")

@@ -1,10 +1,11 @@
-"""The queue between the engine's thread and the consumer: a thread, or somebody else's event loop.
+"""The queue between the engine's thread and the consumer, which is a thread or a task of another event loop.
 
-It does not bound itself: the engine admits no more batches than may wait here. A thread waits in
-``SimpleQueue.get``, which a signal can break; a coroutine waits for a future of its own loop.
+The queue itself is unbounded: the engine admits no more batches than may wait here. A thread waits in
+``SimpleQueue.get``, which a signal interrupts; a task waits for a future of its own loop.
 
-An item that is looked at stays. The interpreter runs signal handlers after calls and at jumps, so what a call took
-from a queue can be lost on its way to a variable; what ``del handoff.items[0]`` takes cannot, because that is no call.
+``peek`` returns an item without removing it. The interpreter runs signal handlers after calls and at jumps, so an item
+that a call removes from a queue can be lost before it is assigned. ``del queue.items[0]`` is not a call and loses
+nothing.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from aiofeed.core.errors import SampleError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.runtime.threads import LOOK_S
+from aiofeed.runtime.threads import POLL_INTERVAL_S
 
 T = TypeVar("T")
 
 
 class BatchQueue(Generic[T]):
-    """Items in the order in which they were put, from any thread to one consumer.
+    """A first-in first-out queue from any thread to one consumer.
 
     Attributes:
-        items: those that wait; the consumer deletes the first when it has been dealt with.
+        items: The queued items. The consumer deletes the first one when it is done with it.
     """
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
-        # A thread that waits says so first, and then looks once more: whoever puts does it the other way round.
+        # The waiting thread sets this flag and then checks `items`; put() appends an item and then checks the flag.
         self._asleep = False
         self._arrivals: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -56,30 +57,32 @@ class BatchQueue(Generic[T]):
             try:
                 loop.call_soon_threadsafe(_wake, future)
             except RuntimeError:
-                pass  # the consumer's loop has been closed: nobody is left to wake
+                pass  # the consumer's loop is closed, so no task waits
 
     def get_nowait(self) -> T:
-        """The next item; ``queue.Empty`` where there is none."""
+        """Remove and return the next item; raise ``queue.Empty`` if there is none."""
         try:
             return self.items.popleft()
         except IndexError:
             raise Empty from None
 
     def get(self, timeout_s: float | None = None) -> T:
-        """The next item; blocks the calling thread until there is one. A signal handler can raise out of it.
+        """Remove and return the next item; block the calling thread until there is one.
+
+        A signal handler can raise out of this call.
 
         Raises:
-            queue.Empty: there was none within ``timeout_s``.
+            queue.Empty: No item arrived within ``timeout_s``.
         """
         item = self.peek(timeout_s)
         del self.items[0]
         return item
 
     def peek(self, timeout_s: float | None = None) -> T:
-        """The next item, which stays; blocks the calling thread until there is one. See ``get``."""
+        """Return the next item without removing it; otherwise like ``get``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.items:
-            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            left = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - time.monotonic())
             if left <= 0:
                 raise Empty
             self._wait(left)
@@ -95,27 +98,23 @@ class BatchQueue(Generic[T]):
         finally:
             self._asleep = False
 
-    async def get_async(self) -> T:
-        """The next item; suspends the calling task. Cancelling it loses nothing. See ``peek_async``."""
-        item = await self.peek_async()
-        del self.items[0]
-        return item
-
     async def peek_async(self) -> T:
-        """The next item, which stays; suspends the calling task. Cancelling it loses nothing.
+        """Return the next item without removing it; suspend the calling task until there is one.
+
+        Cancelling the task loses no item.
 
         Raises:
-            RuntimeError: another task waits.
+            RuntimeError: Another task is waiting.
         """
         loop = asyncio.get_running_loop()
         while not self.items:
             future = loop.create_future()
             with self._lock:
                 if self._waiter is not None and not self._waiter[0].is_closed() and not self._waiter[1].done():
-                    raise RuntimeError("another task waits at this iterator already: one at a time can")
+                    raise RuntimeError("another task is already waiting for this iterator; only one can")
                 self._waiter = (loop, future)
             try:
-                # An item that came before the waiter was seen woke nobody.
+                # An item put before the waiter was set has woken no task.
                 if not self.items:
                     await future
             finally:
@@ -135,20 +134,20 @@ class ReadyBatch:
     """A finished batch.
 
     Args:
-        number: its position among this rank's batches of the epoch.
-        samples: how many samples it has, 0 where nobody counted.
-        batch: a tree of ``ArrayLeaf``, tensors and whatever else; behind the copier, what the copier made of it.
-        lease: the memory to give back once it has been copied from.
-        reserved: bytes to release once it has left the queue.
-        release: called with the item then, on the engine's loop.
-        left_at: when it left the queue (``time.perf_counter`` seconds); the loop may hear of it later.
-        note: called with the item then, in the thread that takes it; whether that is word enough, and the loop need not
-            be woken for it.
-        counters: of its epoch.
-        failures: of samples that were skipped or replaced.
-        taken: whether the producer was told that the consumer takes it.
-        behind: from when to when its copy waited for the device, which had too many batches before it
-            (``time.perf_counter`` seconds); ``None``: it did not.
+        number: Its position among the batches of this rank in the epoch.
+        samples: Number of samples, 0 if unknown.
+        batch: A pytree of ``HostTensor``, tensors and other leaves; after the copy thread, the copier's result.
+        lease: The memory to give back after the copy to the device has completed.
+        reserved: Bytes to release from the memory budget after the batch has left the queue.
+        release: Called with the item on the engine's loop after the batch has left the queue.
+        taken_at: When the batch left the queue, in ``time.perf_counter`` seconds. The loop may learn of it later.
+        on_taken: Called with the item in the consumer's thread when the batch is taken. It returns True if the event
+            loop does not need to be woken.
+        counters: Statistics of its epoch.
+        failures: The samples that were skipped or replaced.
+        taken: Whether the producer was notified that the consumer takes the batch.
+        device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
+            waited because too many earlier batches were queued on the device. ``None``: it did not wait.
     """
 
     number: int
@@ -160,14 +159,14 @@ class ReadyBatch:
     counters: EpochStats = field(default_factory=EpochStats)
     failures: tuple[SampleError, ...] = ()
     taken: bool = False
-    left_at: float = 0.0
-    note: Callable[[ReadyBatch], bool] | None = None
-    behind: tuple[float, float] | None = None
+    taken_at: float = 0.0
+    on_taken: Callable[[ReadyBatch], bool] | None = None
+    device_backlog: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class FeedFailure:
-    """An error to raise at the consumer's line; nothing comes after it."""
+    """An error to raise in the consumer. It is the last item of a queue."""
 
     error: BaseException
     number: int | None = None
@@ -176,27 +175,27 @@ class FeedFailure:
 
 @dataclass(frozen=True, eq=False)
 class EndOfEpoch:
-    """There are no more batches of this epoch."""
+    """The epoch has no more batches."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stopped:
-    """The iterator was closed while somebody waited at it."""
+    """The iterator was closed while its consumer was waiting."""
 
 
 QueueItem: TypeAlias = ReadyBatch | FeedFailure | EndOfEpoch | Stopped
 
 
 def release(item: ReadyBatch) -> None:
-    """Say that a batch has left the queue; on the engine's loop, where no signal handler runs."""
-    # A take that was interrupted and is repeated says it twice.
-    said, item.release = item.release, None
-    if said is not None:
-        said(item)
+    """Call the item's ``release`` once; runs on the engine's loop, where no signal handler runs."""
+    # A take that was interrupted and repeated calls this twice.
+    function, item.release = item.release, None
+    if function is not None:
+        function(item)
 
 
 def drop_batches(queue: BatchQueue[QueueItem]) -> None:
-    """Let go of finished batches that nobody is going to take; what else is there stays."""
+    """Remove all finished batches from a queue; other items stay."""
     others = []
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Further attempts at something that blocks, made in the thread that it blocks."""
+"""Retries of blocking calls, in the calling thread."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.runtime.time_limits import StopFlag
 
-# How soon a pause between two attempts ends once nobody wants the result any more.
-_LOOK_S = 0.05
+# A pause between two attempts checks the stop flag this often.
+POLL_INTERVAL_S = 0.05
 
 _jitter = random.Random()
 
@@ -19,13 +19,13 @@ _jitter = random.Random()
 def retry_blocking(
     policy: FailurePolicy, failed: BaseException, attempt: Callable[[], Any], stop: StopFlag
 ) -> tuple[Any, int]:
-    """What a further ``attempt`` gave, or the error of the last one; and how many were made.
+    """Retry a call that failed; return its result or last error, and the number of further attempts.
 
     Args:
-        policy: how often, and for which errors.
-        failed: the error of the attempt that was made before.
-        attempt: tries again.
-        stop: ends it early, with the error.
+        policy: The maximum number of attempts and the errors to retry.
+        failed: The error of the first attempt.
+        attempt: The call.
+        stop: Ends the retries early, with the last error.
     """
     made = 0
     while made < policy.retries and policy.is_transient(failed):
@@ -34,7 +34,7 @@ def retry_blocking(
             break
         try:
             return attempt(), made
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it is raised again by name
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it with the name of the sample
             failed = error
     return failed, made
 
@@ -42,5 +42,5 @@ def retry_blocking(
 def _pause(seconds: float, stop: StopFlag) -> bool:
     until = time.perf_counter() + seconds
     while not stop.stopped and (left := until - time.perf_counter()) > 0:
-        time.sleep(min(left, _LOOK_S))
+        time.sleep(min(left, POLL_INTERVAL_S))
     return not stop.stopped

@@ -1,4 +1,4 @@
-"""Tensors over memory of ours, and memory of tensors: the seam between numpy's hands and torch's."""
+"""Conversions between tensors and numpy arrays that share memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# The integer dtype that has the size of a number of so many bytes. Not every dtype has every operation: a copy or a
-# gather reads the same bytes as integers.
+# Integer dtypes by size in bytes. Not every dtype supports every operation; copies and gathers can use integers.
 INTEGER_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The integer dtype of the same size; the dtype itself where there is no such integer."""
+    """The integer dtype of the same size; the dtype itself if there is none."""
     name = INTEGER_OF_SIZE.get(dtype.itemsize)
     return dtype if name is None else np.dtype(name)
 
 
 def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as integers of the same size; the tensor itself where there is no such integer."""
+    """The tensor reinterpreted as integers of the same size; the tensor itself if there is no such dtype."""
     import torch
 
     name = INTEGER_OF_SIZE.get(tensor.dtype.itemsize)
@@ -36,13 +35,13 @@ def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_order(strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes by falling stride, and the axes that lead back, for dense data in another order (channels_last)."""
+    """The axes by descending stride, and the inverse permutation, for dense data such as channels_last."""
     axes = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
     return axes, tuple(sorted(range(len(axes)), key=axes.__getitem__))
 
 
 def in_memory_order(memory: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...] | None]:
-    """A dense array in the order of its memory, and the axes that lead back; an array with gaps stays as it is."""
+    """A dense array in the order of its memory, and the axes that undo that; an array with gaps, and ``None``."""
     if memory.flags.c_contiguous:
         return memory, None
     axes, back = memory_order(memory.strides)
@@ -51,7 +50,7 @@ def in_memory_order(memory: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...]
 
 
 def as_tensor(leaf: HostTensor) -> torch.Tensor:
-    """The tensor over a leaf's memory, as the user sees it; nothing is copied."""
+    """The user's tensor over the memory of a leaf, without a copy."""
     import torch
 
     tensor = torch.from_numpy(leaf.memory)
@@ -61,12 +60,12 @@ def as_tensor(leaf: HostTensor) -> torch.Tensor:
 
 
 def as_tensors(batch: Any) -> Any:
-    """A batch with every leaf of ours turned into a tensor; containers keep their types."""
+    """A batch with a tensor in place of each ``HostTensor``; container types stay."""
     return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch)
 
 
 def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
-    """Memory of a plain host tensor or array, and the torch dtype where numpy has none; ``None`` for the rest."""
+    """The memory of a plain host tensor or array, and its torch dtype if numpy lacks it; else ``(None, None)``."""
     if isinstance(value, np.ndarray):
         plain = value.dtype.kind in "biufc" and value.dtype.isnative and type(value) is np.ndarray
         return (value, None) if plain else (None, None)
@@ -82,14 +81,14 @@ def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
         return value.view(torch.int16).numpy(), "bfloat16"
     try:
         return value.numpy(), None
-    except (TypeError, RuntimeError):  # a dtype that numpy lacks: torch collates it
+    except (TypeError, RuntimeError):  # a dtype that numpy lacks
         return None, None
 
 
 def stage(batch: Any, lease: BufferLease) -> tuple[Any, int]:
-    """A batch with its plain host tensors copied into the slot's memory, and the bytes that took.
+    """A batch with its plain host tensors copied into the lease's memory, and the number of bytes copied.
 
-    Tensors that are pinned already stay where they are: a copy can run from there.
+    Pinned tensors are not copied, because the device can copy from them.
     """
     total = 0
 
@@ -100,7 +99,7 @@ def stage(batch: Any, lease: BufferLease) -> tuple[Any, int]:
         memory, torch_dtype = as_array(value)
         if memory is None or value.is_pinned():
             return value
-        # A dense tensor in another order (channels_last) keeps its strides: the flat memory moves, not the view.
+        # Copies the memory, not the view, so that a dense tensor such as channels_last keeps its strides.
         flat, axes = in_memory_order(memory)
         rows = array(lease, flat.shape, flat.dtype)
         np.copyto(rows, flat)
@@ -108,3 +107,8 @@ def stage(batch: Any, lease: BufferLease) -> tuple[Any, int]:
         return HostTensor(rows, axes=axes, torch_dtype=torch_dtype, pinned=lease.pinned)
 
     return map_leaves(move, batch), total
+
+
+def tensor_row_bytes(tensor: Any) -> int:
+    """Bytes of one row of a tensor or an array."""
+    return int(np.prod(tensor.shape[1:], dtype=np.int64)) * int(tensor.dtype.itemsize)

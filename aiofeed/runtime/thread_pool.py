@@ -1,7 +1,7 @@
-"""Threads of our own: daemons that grow on demand, stop when told, and are never waited for without a bound.
+"""Thread pools of daemon threads, started on demand and joined with a bound.
 
-A ``ThreadPoolExecutor``'s threads are joined at interpreter exit, so that one stuck read holds up the exit for as
-long as it is stuck; these are not.
+The threads of ``concurrent.futures.ThreadPoolExecutor`` are joined at interpreter exit, so one stuck read delays the
+exit for as long as it is stuck. These are not.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ R = TypeVar("R")
 
 _Work = tuple["_Job", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-# Jobs that were abandoned and still run, each holding a thread. With more than these something is wrong with storage
-# or decoder altogether, and more threads would not help.
+# The most abandoned jobs that may still run, each in a thread of its own. With more, the storage or the decoder is
+# broken altogether, and more threads would not help.
 ABANDONED_MOST = 64
+
+# ReadPoolSizer runs this often; the first interval is used while decode threads wait for reads. Doubled each time, 64
+# reads run within 0.1 s. They are halved after so many runs in all that found a decode backlog.
+STARVING_INTERVAL_S = 0.005
+RESIZE_INTERVAL_S = 0.05
+BACKLOG_RUNS = 4
+# More concurrent reads help if a read spends more than this share of its time waiting. Reading from the page cache
+# beside busy decoders it is a half or less; on storage with a latency of a millisecond it is nearly 1.
+WAITING_SHARE = 0.9
 
 
 class _Job(Future[Any]):
-    """A job's future. Cancelling it while it runs cannot stop it, but gives its lane to another."""
+    """The future of a job. Cancelling a running job does not stop it, but lets another job run in its place."""
 
     def __init__(self, pool: ThreadPool) -> None:
         super().__init__()
         self._pool = pool
-        # The thread that it runs in.
+        # The identifier of the thread that runs it.
         self.ident = 0
 
     def cancel(self) -> bool:
-        """As ever: whether it will not run."""
+        """Cancel the job if it has not started, else abandon it; return whether it was cancelled."""
         if super().cancel():
             return True
         self._pool.abandon(self)
@@ -44,15 +53,15 @@ class _Job(Future[Any]):
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """An executor of daemon threads, started as work arrives.
+    """An executor of daemon threads that are started on demand.
 
-    It is a ``ThreadPoolExecutor`` in name only (a loop's default executor has to be one) and shares none of its
-    machinery. Jobs must not submit to their own pool and wait: reading and decoding have one each.
+    It derives from ``ThreadPoolExecutor`` because an event loop's default executor must, and uses none of its code.
+    Jobs must not submit to their own pool and wait: reading and decoding have one pool each.
 
     Args:
-        name: threads are called ``aiofeed-<name>-<number>``.
-        max_threads: the most there may be.
-        max_running: how many jobs may run at a time; others wait. It can be changed as the pool runs.
+        name: Threads are called ``aiofeed-<name>-<number>``.
+        max_threads: The maximum number of threads.
+        max_running: The maximum number of jobs that run at a time. It can be changed while the pool runs.
     """
 
     def __init__(self, name: str, max_threads: int, max_running: int | None = None) -> None:
@@ -68,50 +77,40 @@ class ThreadPool(ThreadPoolExecutor):
         self._abandoned: set[_Job] = set()
         self._stopped = False
         self._draining = False
-        # Wall-clock and CPU seconds of the jobs, the older ones fading.
+        # Wall-clock and CPU seconds of the jobs, exponentially weighted towards recent ones.
         self._wall_s = self._cpu_s = 0.0
 
     @property
-    def threads(self) -> tuple[threading.Thread, ...]:
-        """The threads that were started."""
-        return tuple(thread.thread for thread in self._own_threads)
-
-    @property
     def max_running(self) -> int:
-        """How many jobs may run at a time."""
+        """The maximum number of jobs that run at a time."""
         return self._max_running
 
     @property
     def running(self) -> int:
-        """Jobs that have a lane."""
+        """Number of jobs that run or are about to; abandoned ones do not count."""
         return self._running
 
     @property
     def backlog(self) -> int:
-        """Jobs that wait for a lane."""
+        """Number of jobs that wait because ``max_running`` jobs run."""
         return len(self._backlog)
 
     @property
-    def abandoned(self) -> int:
-        """Jobs that nobody waits for any more and that still run."""
-        return len(self._abandoned)
-
-    @property
     def waiting_share(self) -> float:
-        """The part of its time that a job spends off the processor: near 1 for slow storage."""
+        """Share of a job's wall-clock time without CPU time: near 1 for slow storage."""
         return 1.0 - self._cpu_s / self._wall_s if self._wall_s else 0.0
 
     def set_max_running(self, max_running: int) -> None:
-        """Let so many jobs run at a time, within ``max_threads``; takes effect at once, or as jobs end."""
+        """Change ``max_running``, at most to ``max_threads``. Fewer take effect as jobs end, more at once."""
         with self._lock:
             self._max_running = max(1, min(max_running, self.max_threads))
             self._dispatch()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Queue a call; its result or exception arrives in the future.
+        """Queue a call; the future receives its result or exception.
 
         Raises:
-            RuntimeError: the pool was stopped, or has no thread at work and the system gives it none.
+            RuntimeError: The pool was stopped, or it has no running job and the system refuses a new thread.
         """
         future = _Job(self)
         with self._lock:
@@ -126,9 +125,9 @@ class ThreadPool(ThreadPoolExecutor):
         return future
 
     def abandon(self, job: Future[Any]) -> bool:
-        """Nobody waits for a job any more: another may have its lane, if it runs still.
+        """Stop counting a running job, so that another can run; its result is not wanted any more.
 
-        False where that cannot be: there are too many such jobs, or no thread is to be had for another.
+        Returns False if too many abandoned jobs still run, or if the system refuses a thread for the next job.
         """
         with self._lock:
             if job not in self._active or self._draining:
@@ -146,7 +145,7 @@ class ThreadPool(ThreadPoolExecutor):
             return True
 
     def drain(self) -> None:
-        """From now on a job that is abandoned gives its lane to nobody: what waits is about to be cancelled too."""
+        """From now on start no job in place of an abandoned one, because queued jobs are about to be cancelled."""
         self._draining = True
 
     def _dispatch(self) -> None:
@@ -162,14 +161,18 @@ class ThreadPool(ThreadPoolExecutor):
         return work
 
     def _start_thread(self) -> bool:
-        """Whether there is one thread more; ``RuntimeError`` where the system gives none and none is at work."""
+        """Start another thread; return whether there is one.
+
+        Raises:
+            RuntimeError: The system refuses a thread and no job is running.
+        """
         thread = DaemonThread(self._run, f"aiofeed-{self.name}-{len(self._own_threads)}")
         try:
             thread.start()
         except RuntimeError:
             if not self._running:
                 raise
-            return False  # those there are do the work; each job that ends tries again
+            return False  # the existing threads do the work; the end of each job tries again
         self._own_threads.append(thread)
         return True
 
@@ -182,7 +185,7 @@ class ThreadPool(ThreadPoolExecutor):
                 wall, cpu = time.perf_counter(), time.thread_time()
                 try:
                     result = fn(*args, **kwargs)
-                except BaseException as error:  # noqa: BLE001 - whatever it was belongs to whoever awaits the future
+                except BaseException as error:  # noqa: BLE001 - the future delivers any exception to its awaiter
                     work = self._done(future, wall, cpu)
                     future.set_exception(error)
                 else:
@@ -194,7 +197,7 @@ class ThreadPool(ThreadPoolExecutor):
             del future, fn, args, kwargs
 
     def _done(self, job: _Job, wall: float, cpu: float) -> _Work | None:
-        """A job has ended; the next one that has a lane stays in this thread rather than wake another."""
+        """Count a job as ended; return the next one, which runs in the same thread so that no other is woken."""
         with self._lock:
             if job in self._abandoned:
                 self._abandoned.discard(job)
@@ -209,7 +212,7 @@ class ThreadPool(ThreadPoolExecutor):
             return work
 
     def stop(self) -> None:
-        """Cancel what has not started and let the threads go; never blocks."""
+        """Cancel the jobs that have not started and end the threads; never blocks."""
         with self._lock:
             if self._stopped:
                 return
@@ -227,13 +230,44 @@ class ThreadPool(ThreadPoolExecutor):
             self._ready.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end, up to ``timeout_s``; whether they all did, those with abandoned jobs aside."""
+        """Wait up to ``timeout_s`` for the threads, except those of abandoned jobs; return whether they have ended."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            left = {job.ident for job in self._abandoned}
-        waited = [thread for thread in self._own_threads if thread.thread.ident not in left]
-        return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in waited)
+            abandoned = {job.ident for job in self._abandoned}
+        joined = [thread for thread in self._own_threads if thread.thread.ident not in abandoned]
+        return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in joined)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """The executor protocol's name for ``stop``; a loop calls it when it closes. Never blocks."""
+        """``stop``, under the name that an event loop calls when it closes."""
         self.stop()
+
+
+class ReadPoolSizer:
+    """Changes the number of concurrent blocking reads to what the decode threads need.
+
+    One thread reads files from the page cache faster than they are decoded, and a second one only competes with the
+    decoders for the GIL. Storage with latency needs many concurrent reads. So ``max_running`` of the read pool is
+    doubled while reads wait for storage and decode threads wait for reads, and halved while decoding has a backlog.
+
+    Args:
+        reads: The pool to resize.
+        decodes: The pool that decodes.
+    """
+
+    def __init__(self, reads: ThreadPool, decodes: ThreadPool) -> None:
+        self._reads = reads
+        self._decodes = decodes
+        self._backlog_runs = 0
+
+    def resize(self) -> float:
+        """Resize the read pool if needed; return the seconds until the next call."""
+        reads, decodes = self._reads, self._decodes
+        starving = bool(reads.backlog) and decodes.running < decodes.max_running
+        if starving and reads.waiting_share > WAITING_SHARE:
+            reads.set_max_running(reads.max_running * 2)
+        elif decodes.backlog > decodes.max_threads and reads.max_running > 1:
+            self._backlog_runs += 1
+            if self._backlog_runs >= BACKLOG_RUNS:
+                self._backlog_runs = 0
+                reads.set_max_running(reads.max_running // 2)
+        return STARVING_INTERVAL_S if starving else RESIZE_INTERVAL_S

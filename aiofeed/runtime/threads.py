@@ -1,9 +1,9 @@
-"""Threads that can be told to end and waited for, interpreter exit, and forks.
+"""Daemon threads with bounded joins, and what happens to them at interpreter exit and after a fork.
 
-A signal handler runs in the main thread, between any two calls: Ctrl-C may come while a thread is being started, or
-while one waits for its end. Whatever is written here holds then, too. At exit threads are told to stop and waited for,
-with a bound. After a fork the child has none of them; it keeps the parent's objects alive and untouched, since closing
-its copy of an epoll descriptor takes descriptors out of the parent's.
+Python runs signal handlers in the main thread, between any two bytecodes: Ctrl-C can arrive while a thread is being
+started or joined, and everything here stays usable then. At interpreter exit all registered threads are signalled to
+stop and joined, within ``EXIT_S``. A forked child has none of these threads. It keeps the parent's objects alive and
+untouched, because closing its copy of an epoll descriptor would remove file descriptors from the parent's.
 """
 
 from __future__ import annotations
@@ -15,45 +15,40 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Protocol
 
-# An interpreter that ends waits this long for all feeders together.
+# The time that interpreter exit waits for the threads of all feeders together.
 EXIT_S = 1.0
-# close() waits this long for threads that are at a sample they cannot leave.
+# The time that close() waits for threads whose current sample cannot be interrupted.
 JOIN_S = 5.0
-# A signal that arrives just before the main thread blocks does not wake it: it looks this often whether there was one.
-LOOK_S = 0.1
-# A thread whose start was interrupted has begun by then, or was never made.
+# A signal that arrives just before the main thread blocks does not wake it, so blocking waits are cut into pieces.
+POLL_INTERVAL_S = 0.1
+# After an interrupted start(), a thread that has not begun within this time does not exist.
 BEGIN_S = 0.2
-# Of Linux's flags of a process, include/linux/sched.h.
-_PF_FORKNOEXEC = 0x40
+# The names of decode threads begin with this.
+DECODE_THREAD_NAME = "aiofeed-decode"
 
 
 class DaemonThread:
-    """A daemon thread that can be waited for, whatever interrupted its start or an earlier wait.
+    """A daemon thread whose ``start`` and ``join`` may be interrupted by Ctrl-C and repeated.
 
-    ``threading.Thread`` cannot: before Python 3.13, one whose ``join`` was interrupted counts as ended, and one whose
-    ``start`` was, as not started.
+    ``threading.Thread`` does not allow that before Python 3.13: after an interrupted ``join`` it counts as ended, and
+    after an interrupted ``start`` as not started.
 
     Args:
-        target: what it runs.
-        name: as debuggers show it.
+        target: Called in the thread.
+        name: Shown by debuggers.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target: Callable[[], object] | None = target
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # threading notes each thread in a WeakSet, whose callback is Python code: a Ctrl-C that came in it, as a thread
-        # of an earlier pass was dropped, was printed and lost. Whoever runs is noted elsewhere, too.
-        if (noted := getattr(threading, "_dangling", None)) is not None:
-            noted.discard(self.thread)
         self._begun = threading.Event()
         self._ended = threading.Event()
         self._interrupted = self._started = False
 
     def start(self) -> None:
-        """Start it; if this is interrupted, it may run nevertheless."""
+        """Start the thread. If an exception interrupts this call, the thread may run nevertheless."""
         self._started = True
         try:
             self.thread.start()
@@ -75,40 +70,37 @@ class DaemonThread:
 
     @property
     def current(self) -> bool:
-        """Whether it is the calling thread."""
+        """Whether this is the calling thread."""
         return threading.current_thread() is self.thread
 
     def is_alive(self) -> bool:
-        """Whether there is more for it to do."""
+        """Whether the target has begun and has not returned."""
         return self._begun.is_set() and not self._ended.is_set()
 
-    def interrupt(self) -> None:
-        """Let SystemExit be raised in it, once it is back in Python code."""
-        import ctypes
-
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(SystemExit))
-
     def absent(self, timeout_s: float = BEGIN_S) -> bool:
-        """Whether there is no such thread; where its start was interrupted, that is known after ``timeout_s``."""
+        """Whether the thread does not exist; after an interrupted ``start`` this takes up to ``timeout_s`` to know."""
         return not self._started or (self._interrupted and not self._begun.wait(timeout_s))
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end, up to ``timeout_s``; whether it has ended. A signal handler can raise out of it."""
+        """Wait up to ``timeout_s`` for the end of the thread; return whether it has ended.
+
+        A signal handler can raise out of this call.
+        """
         if self.current:
             return True
         if self.absent(min(timeout_s, BEGIN_S)):
             return True
         deadline = time.monotonic() + timeout_s
-        while not self._ended.wait(min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+        while not self._ended.wait(min(POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return False
-        # It has nothing more to do, but the operating system's thread may be there for another moment.
-        self.thread.join(LOOK_S)
+        # The target has returned, but the operating system's thread may exist for another moment.
+        self.thread.join(POLL_INTERVAL_S)
         return True
 
 
 class Stoppable(Protocol):
-    """Threads with an end."""
+    """An object with threads that can be stopped."""
 
     pid: int
 
@@ -117,26 +109,25 @@ class Stoppable(Protocol):
         ...
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for them, up to ``timeout_s``; whether they have ended."""
+        """Wait up to ``timeout_s`` for the threads; return whether they have ended."""
         ...
 
 
-# No WeakSet: its callback is Python code, and a Ctrl-C that came as the collector called it would be lost.
+# Not a WeakSet: its callback is Python code, and a KeyboardInterrupt raised in it during a collection would be lost.
 _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
-# Since this module was imported.
+_running: set[DaemonThread] = set()
 _forked = False
 _ending = False
-_running: set[DaemonThread] = set()
 
 
 def register(threads: Stoppable) -> None:
-    """Stop these threads when the interpreter ends, unless they have been collected before."""
+    """Stop these threads when the interpreter exits. Holds a weak reference."""
     _live.add(weakref.ref(threads, _live.discard))
 
 
-def forget(threads: Stoppable) -> None:
-    """They have been waited for in vain: the interpreter's end need not do so again."""
+def unregister(threads: Stoppable) -> None:
+    """Do not wait for these threads at interpreter exit, because an earlier join timed out."""
     _live.discard(weakref.ref(threads))
 
 
@@ -151,71 +142,59 @@ def _stop_all() -> None:
     ours = [threads for threads in _registered() if threads.pid == os.getpid()]
     for threads in ours:
         threads.stop()
-    _wait(ours, EXIT_S / 2)
-    # An interpreter that has ended unwinds the threads that come back to it, and C++ code does not survive that: a
-    # decoder that goes from one call of torch to the next would abort the process. Such a one is to end before.
-    late = list(_running)
-    if late:
-        _quiet_about(late)
-    for thread in late:
-        thread.interrupt()
-    _wait(late, EXIT_S / 2)
+    _join_all(ours, EXIT_S / 2)
+    if sys.version_info < (3, 14):
+        _interrupt_decode_threads()
+    _join_all(list(_running), EXIT_S / 2)
 
 
-def _quiet_about(late: Sequence[DaemonThread]) -> None:
-    """An interrupt that comes while a thread is in a finalizer is reported: let that not be a process's last word."""
-    report = sys.unraisablehook
-    threads = {thread.thread for thread in late}
+def _interrupt_decode_threads() -> None:
+    """Raise SystemExit in the decode threads that still run; it takes effect when they next run Python bytecode.
 
-    def unless_interrupted(what: sys.UnraisableHookArgs) -> None:
-        if what.exc_type is not SystemExit or threading.current_thread() not in threads:
-            report(what)
+    Before Python 3.14, an exited interpreter unwinds the stack of a daemon thread that returns from C++ to Python. C++
+    frames do not survive that: a decoder between two calls of torch would abort the process. From 3.14 on such a thread
+    hangs instead (CPython gh-87135), so this function can be deleted together with the support of 3.13.
+    """
+    decoding = [thread.thread for thread in list(_running) if thread.thread.name.startswith(DECODE_THREAD_NAME)]
+    if not decoding:
+        return
+    import ctypes
 
-    sys.unraisablehook = unless_interrupted
+    for thread in decoding:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
-def _wait(all_of: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:
+def _join_all(all_threads: Sequence[Stoppable | DaemonThread], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     try:
-        for threads in all_of:
+        for threads in all_threads:
             threads.join(max(0.0, deadline - time.monotonic()))
     except KeyboardInterrupt:
-        pass  # somebody is in a hurry, and the interpreter ends anyway
+        pass  # the user wants the process to end now, and it is about to
 
 
 def is_ending() -> bool:
-    """Whether the interpreter is about to end: daemon threads should begin no more C++ that comes back to it."""
+    """Whether the interpreter is exiting: daemon threads should not call C++ code that calls back into Python."""
     return _ending
 
 
 def may_be_fork() -> bool:
-    """Whether this process may have been forked from one with threads of native libraries, which a fork does not copy.
+    """Whether this process may be a fork of a process in which native libraries had threads.
 
-    OpenMP waits for them for ever.
+    A fork does not copy threads, and OpenMP waits for them without end. A fork by ``os.fork`` before this module was
+    imported is not noticed.
     """
     import multiprocessing
 
-    if _forked or _forked_by_the_kernel():
+    if _forked:
         return True
     if multiprocessing.parent_process() is None:
         return False
-    # A child of multiprocessing that was not forked has loaded its parent's main module anew, under this name.
+    # A child of multiprocessing that was spawned, not forked, has imported its parent's main module under this name.
     return getattr(sys.modules.get("__main__"), "__name__", None) != "__mp_main__"
 
 
-@cache
-def _forked_by_the_kernel() -> bool:
-    """Whether this process was forked and has begun no other program since; before this module was imported, say."""
-    try:
-        with open("/proc/self/stat", "rb") as file:
-            # The program's name, in parentheses, may have spaces. The flags are the ninth field, its the second.
-            flags = int(file.read().rpartition(b")")[2].split()[6])
-    except (OSError, IndexError, ValueError):  # not Linux's
-        return False
-    return bool(flags & _PF_FORKNOEXEC)
-
-
-def _keep_inherited() -> None:
+def _after_fork_in_child() -> None:
     global _forked
     _forked = True
     _inherited.extend(_registered())
@@ -224,4 +203,4 @@ def _keep_inherited() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_inherited)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

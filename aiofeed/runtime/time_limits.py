@@ -1,4 +1,8 @@
-""""""
+"""Time limits of samples in decode threads, and the flag that stops running jobs.
+
+A thread cannot be interrupted. A job whose sample exceeds the limit is abandoned: it keeps its thread until the sample
+returns, its results are discarded, and another thread continues with the next sample.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from typing import Any, TypeVar
 from aiofeed.runtime.thread_pool import ABANDONED_MOST, ThreadPool
 
 T = TypeVar("T")
-# A limit that has just passed is looked at again no sooner: the clock of the loop is coarser than the limit's.
-_LEAST_S = 0.001
+# The shortest wait for a deadline: the loop's clock is coarser than that of the limit.
+_MIN_WAIT_S = 0.001
 
 
 class StopFlag:
-    """Set once nobody wants the results any more: a running job then ends after the sample it is at."""
+    """Tells running jobs to end after their current sample, because their results are not wanted any more."""
 
     __slots__ = ("stopped",)
 
@@ -29,127 +33,132 @@ class StopFlag:
 
 
 class AbandonedError(Exception):
-    """Raised in the thread of a job whose result nobody wants any more."""
+    """Raised in the thread of an abandoned job."""
 
 
 class JobDeadline:
-    """Between a job in a decode thread and the loop that watches it.
+    """The time limit of the current sample of a job; shared by the job and the event loop that watches it.
 
-    The job says which sample it is at and when it began; what a sample came to is stored inside ``commit``. Abandoning
-    takes the same lock, so that a late result is either stored before, or never.
+    The job calls ``begin`` before each sample and stores its result inside ``commit``. ``abandon`` takes the same lock,
+    so a result is either stored before the job is abandoned, or never.
+
+    Args:
+        limit_s: The maximum number of seconds for one sample.
+
+    Attributes:
+        outcome: The results so far; changed inside ``commit`` only, so it is consistent when the job is abandoned.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._at: int | None = None
-        self._since = 0.0
-        self._over = False
-        # What has come of the job so far: changed inside ``commit`` alone, so that it is whole when abandoned.
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
         self.outcome: Any = None
+        self._lock = threading.Lock()
+        self._position: int | None = None
+        self._since = 0.0
+        self._finished = self._abandoned = False
 
     def begin(self, position: int) -> None:
-        """The sample at ``position`` is decoded from now on.
+        """Start the clock for the sample at ``position``.
 
         Raises:
-            AbandonedError: the job was.
+            AbandonedError: The job was abandoned.
         """
         with self._lock:
-            if self._over:
-                raise AbandonedError
-            self._at, self._since = position, time.perf_counter()
+            self._check()
+            self._position, self._since = position, time.perf_counter()
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Store what the sample came to, inside.
+        """A ``with`` block to store a sample's result in; stops the clock.
 
         Raises:
-            AbandonedError: the job was; nothing may be stored.
+            AbandonedError: The job was abandoned; store nothing.
         """
         with self._lock:
-            if self._over:
-                raise AbandonedError
+            self._check()
             yield
-            # What follows is bookkeeping, or a wait of our own between two attempts.
-            self._at = None
+            self._position = None
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise AbandonedError
 
     def pause(self) -> None:
-        """The time that passes until ``begin`` is nobody's."""
+        """Stop the clock until the next ``begin``."""
         with self._lock:
-            self._at = None
+            if not self._abandoned:
+                self._position = None
 
     def finish(self) -> bool:
-        """The job is over: from now on it cannot be abandoned. False where it was before."""
+        """End the job, so that it cannot be abandoned any more; return False if it was abandoned before."""
         with self._lock:
-            abandoned, self._over = self._over, True
-        return not abandoned
+            self._finished = True
+            return not self._abandoned
 
-    def left_s(self, limit_s: float) -> float:
-        """Seconds until the sample that is being decoded runs over; the whole limit where none is."""
+    def left_s(self) -> float:
+        """Seconds left for the current sample; the whole limit while the clock is stopped."""
         with self._lock:
-            if self._at is None:
-                return limit_s
-            return self._since + limit_s - time.perf_counter()
+            if self._position is None:
+                return self.limit_s
+            return self._since + self.limit_s - time.perf_counter()
 
-    def abandon(self, limit_s: float) -> int | None:
-        """Abandon the job if its sample runs over; the sample's position."""
+    def abandon(self) -> int | None:
+        """Abandon the job if its sample exceeds the limit; return the position of that sample. Idempotent."""
         with self._lock:
-            if self._over or self._at is None or self._since + limit_s > time.perf_counter():
-                return None
-            self._over = True
-            return self._at
+            if not self._abandoned and self._position is not None and not self._finished:
+                self._abandoned = self._since + self.limit_s <= time.perf_counter()
+            return self._position if self._abandoned else None
 
 
 @dataclass(frozen=True, eq=False)
 class JobControl:
-    """Who watches a job: ``stop`` ends it after its sample; ``guard``, where there is a time limit, may abandon it."""
+    """How a running job is ended: ``stop`` after its current sample, ``deadline`` (if there is a limit) during it."""
 
     stop: StopFlag
-    guard: JobDeadline | None = None
+    deadline: JobDeadline | None = None
 
 
 class JobStuckError(Exception):
-    """Too many jobs were abandoned and still run."""
+    """Too many abandoned jobs still run."""
 
 
 async def run_with_sample_timeout(
-    limit_s: float, executor: ThreadPool, work: Callable[[], T], guard: JobDeadline
+    executor: ThreadPool, work: Callable[[], T], deadline: JobDeadline
 ) -> tuple[T | None, int | None]:
-    """What ``work`` returned; or, where a sample ran over, the position of that sample.
+    """Run a job; return its result, or the position of the sample that exceeded the limit.
 
     Args:
-        limit_s: most seconds for one sample; waiting for a thread is not counted.
-        executor: where it runs; the lane of an abandoned job goes to another.
-        work: reports to ``guard``.
-        guard: of this job alone.
+        executor: The pool to run it in. Another job may take the place of an abandoned one.
+        work: The job; it reports its samples to ``deadline``.
+        deadline: The deadline of this job alone. The time that the job waits for a thread does not count.
 
     Raises:
-        StuckError: there are too many such jobs, or no thread is to be had for what waits.
+        JobStuckError: Too many abandoned jobs run, or the system refuses a thread for the next job.
     """
-    # No asyncio future around the job: an abandoned one may end when the loop is closed, and nobody asks what it
-    # raised.
-    over = asyncio.Event()
+    # An asyncio future would log the exception of an abandoned job, and that job may end after the loop is closed.
+    ended = asyncio.Event()
     job = executor.submit(work)
-    job.add_done_callback(partial(_tell, asyncio.get_running_loop(), over))
+    job.add_done_callback(partial(_set_threadsafe, asyncio.get_running_loop(), ended))
     try:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(guard.left_s(limit_s), _LEAST_S)):
-                    await over.wait()
+                async with asyncio.timeout(max(deadline.left_s(), _MIN_WAIT_S)):
+                    await ended.wait()
             if job.done():
                 return job.result(), None
-            if (at := guard.abandon(limit_s)) is not None:
+            if (position := deadline.abandon()) is not None:
                 break
     except asyncio.CancelledError:
         job.cancel()
         raise
     if not executor.abandon(job):
         raise JobStuckError(
-            f"{ABANDONED_MOST} samples took longer than {limit_s:g} s to decode and still run: the decoder hangs, "
-            f"or the limit is too low for it"
+            f"{ABANDONED_MOST} samples exceeded the limit of {deadline.limit_s:g} s and are still being decoded: the "
+            f"decoder hangs, or the limit is too low for it"
         )
-    return None, at
+    return None, position
 
 
-def _tell(loop: asyncio.AbstractEventLoop, over: asyncio.Event, job: Future[T]) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(over.set)
+def _set_threadsafe(loop: asyncio.AbstractEventLoop, event: asyncio.Event, _: Future[T]) -> None:
+    with suppress(RuntimeError):  # the loop is closed, so no task waits
+        loop.call_soon_threadsafe(event.set)

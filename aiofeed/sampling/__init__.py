@@ -1,1 +1,1 @@
-"""Which sample comes when: order, shards, resume. No I/O."""
+"""The order of samples: permutations, shards, resume. No I/O."""

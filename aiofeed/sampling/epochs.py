@@ -1,4 +1,4 @@
-"""The batches of one epoch after another, as the engine asks for them: no bubble where epochs meet."""
+"""The batch plans of successive epochs, as the engine requests them: the next epoch starts without a gap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiofeed.sampling.schedule import Position, Schedule
 
 @dataclass(frozen=True, eq=False)
 class EpochBegins:
-    """What follows belongs to another epoch, and is counted there."""
+    """The batches that follow belong to another epoch; ``counters`` are its statistics."""
 
     counters: EpochStats
 
@@ -30,9 +30,9 @@ class EpochStart:
     """An epoch of a stream.
 
     Args:
-        position: where it begins.
-        permutation: what a sampler gave for it.
-        counters: of what is done for it.
+        position: Where it starts.
+        permutation: The sampler's indices; ``None`` without a sampler.
+        counters: The statistics of the epoch.
     """
 
     position: Position
@@ -44,17 +44,17 @@ Step: TypeAlias = BatchPlan | EpochBegins | EpochEnds
 
 
 class EpochStream:
-    """The steps of an engine: an epoch, and those after it that were allowed or claimed by then.
+    """The steps of an engine: one epoch, and the following ones that were permitted or taken over in time.
 
-    The engine's thread iterates; the consumer's thread allows and claims. Whether another epoch follows is decided
-    under a lock when the one before has been planned: an epoch that was claimed before is planned for certain, one
-    claimed after must begin a stream of its own.
+    The engine's thread iterates. The consumer's thread permits epochs to be planned ahead, and takes over the next
+    epoch when its ``iter()`` is called. When an epoch has been planned, a decision under a lock says whether another
+    one follows: an epoch taken over before it is planned, and an epoch taken over later needs a new stream.
 
     Args:
-        schedule: the order.
-        start: where it begins.
-        counters: of the first epoch.
-        permutation: the first epoch's, where a sampler gave it.
+        schedule: The order of samples.
+        start: Where the first epoch starts.
+        counters: The statistics of the first epoch.
+        permutation: The sampler's indices of the first epoch; ``None`` without a sampler.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class EpochStream:
         self._permutation = permutation
         self._lock = threading.Lock()
         self._counters = {start.epoch: counters}
-        self._claimed = self._allowed = start.epoch
-        self._begun = start.epoch
+        # The last epochs that the consumer has taken over, that may be planned, and that are being planned.
+        self._taken = self._permitted = self._planned = start.epoch
         self._over = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -76,7 +76,7 @@ class EpochStream:
             yield EpochEnds()
 
     def epochs(self) -> Iterator[EpochStart]:
-        """Where each epoch begins; asked for the next, one is planned."""
+        """The epochs; request the next one after the one before has been planned."""
         start: EpochStart | None = self.first
         while start is not None:
             yield start
@@ -84,20 +84,20 @@ class EpochStream:
 
     @property
     def first(self) -> EpochStart:
-        """Where it begins."""
+        """The first epoch."""
         return EpochStart(self._start, self._permutation, self._counters_of(self._start.epoch))
 
     def after(self, start: EpochStart) -> EpochStart | None:
-        """The epoch after one that was planned, which is planned next; ``None`` where that is the last.
+        """The epoch after one that has been planned; ``None`` if no further epoch is permitted.
 
-        Asked again it says the same, unless an epoch was allowed meanwhile.
+        Another call returns the same, unless an epoch was permitted in between.
         """
         position = Position(start.position.epoch + 1)
         with self._lock:
-            if position.epoch > self._allowed:
+            if position.epoch > self._permitted:
                 self._over = True
                 return None
-            self._begun = max(self._begun, position.epoch)
+            self._planned = max(self._planned, position.epoch)
         return EpochStart(position, None, self._counters_of(position.epoch))
 
     def _counters_of(self, epoch: int) -> EpochStats:
@@ -106,22 +106,22 @@ class EpochStream:
         return counters
 
     def permit_until(self, epoch: int) -> None:
-        """Epochs up to this one may be begun before they are claimed."""
+        """Permit epochs up to this one to be planned before they are taken over."""
         with self._lock:
-            self._allowed = max(self._allowed, epoch)
+            self._permitted = max(self._permitted, epoch)
 
     def take_over(self, schedule: Schedule, position: Position) -> EpochStats | None:
-        """Take the next epoch of this stream, if it is the one that is wanted; its counters."""
+        """Take over the next epoch and return its statistics; ``None`` if this stream does not have that epoch."""
         with self._lock:
-            follows = position.fresh and position.epoch == self._claimed + 1 and schedule == self.schedule
-            if not follows or (self._over and self._begun < position.epoch):
+            is_next = position.at_start and position.epoch == self._taken + 1 and schedule == self.schedule
+            if not is_next or (self._over and self._planned < position.epoch):
                 return None
-            self._claimed = position.epoch
-            self._allowed = max(self._allowed, position.epoch)
+            self._taken = position.epoch
+            self._permitted = max(self._permitted, position.epoch)
             self._counters.pop(position.epoch - 1, None)
             return self._counters.setdefault(position.epoch, EpochStats())
 
     def drained(self) -> bool:
-        """Whether all that it gave was claimed, and no more comes."""
+        """Whether no further epoch follows and every planned one was taken over."""
         with self._lock:
-            return self._over and self._begun == self._claimed
+            return self._over and self._planned == self._taken

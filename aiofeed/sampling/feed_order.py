@@ -1,4 +1,4 @@
-"""A feeder's order as its user asked for it: shuffled, sampled, sharded; settled when it is first needed."""
+"""The order of a feeder as its arguments specify it: shuffled, sampled, sharded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aiofeed.sampling.sharding import check_shard, find_shard
 
 log = logging.getLogger("aiofeed.sampling")
 
-# From here on the list of a shuffled epoch takes 80 MB, and a tenth of a second to make.
-LISTED_MOST = 10_000_000
+# The index list of a shuffled epoch of this length takes 80 MB and 0.1 s to make.
+LARGE_EPOCH = 10_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +23,9 @@ class EpochPlan:
     """An epoch about to be iterated.
 
     Args:
-        schedule: the order it follows.
-        start: where it begins.
-        permutation: what the sampler gave for it; ``None`` without a sampler.
+        schedule: The order of samples.
+        start: Where the epoch starts; in the middle of it after a resume.
+        permutation: The sampler's indices; ``None`` without a sampler.
     """
 
     schedule: Schedule
@@ -34,11 +34,14 @@ class EpochPlan:
 
 
 class FeedOrder:
-    """Arguments about order, checked, and what becomes of them.
+    """The order of a feeder. Finds rank and world size when they are first needed.
+
+    Args:
+        length, batch_size, shuffle, seed, drop_last, pad, sampler, shard: See ``Feeder``.
 
     Raises:
-        TypeError: a sampler or a shard that is none.
-        ValueError: a sampler together with shuffle, or a rank outside its world.
+        TypeError: The sampler or the shard has the wrong type.
+        ValueError: A sampler was given together with shuffle, or the rank is not below the world size.
     """
 
     def __init__(
@@ -54,90 +57,90 @@ class FeedOrder:
         shard: tuple[int, int] | Literal["auto"] | None,
     ) -> None:
         if sampler is not None and shuffle:
-            raise ValueError(f"sampler= decides the order, so shuffle={shuffle!r} makes no sense beside it")
+            raise ValueError(f"sampler= decides the order, so shuffle={shuffle!r} has no effect; leave it out")
         self._base = Schedule(
             length=length, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, pad=pad
         )
-        self._sampling = None if sampler is None else SamplerAdapter(sampler, length)
+        self._sampler = None if sampler is None else SamplerAdapter(sampler, length)
         self._shard: tuple[int, int] | None = None
         if sampler is not None or shard is None:
             self._shard = (0, 1)
         elif shard != "auto":
             self._shard = check_shard(shard)
-        # Whether the epoch listed last has handed out a batch.
-        self._began = True
+        # Whether the epoch planned last has handed out a batch.
+        self._epoch_used = True
         self._suggested = False
         self._warned = False
 
     def schedule(self, length: int | None = None) -> Schedule:
-        """The order of an epoch of ``length`` samples; settles rank and world size.
+        """The schedule of an epoch of ``length`` samples, by default the sampler's or the source's length.
 
         Raises:
-            TypeError: no ``length`` was given, and the sampler has none.
+            TypeError: ``length`` is ``None`` and the sampler has no length.
         """
         if self._shard is None:
             self._shard = find_shard()
         if length is None:
-            length = self._base.length if self._sampling is None else len(self._sampling)
+            length = self._base.length if self._sampler is None else len(self._sampler)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])
 
-    def begin(self, position: Position) -> EpochPlan:
-        """What the next ``iter()`` goes through, from ``position``, or the next epoch where nothing is left there."""
-        if self._sampling is None:
+    def plan_epoch(self, position: Position) -> EpochPlan:
+        """The epoch that the next ``iter()`` iterates from ``position``; the next one if none of it is left."""
+        if self._sampler is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
-            self._warn_of_nothing(schedule)
-            return EpochPlan(schedule, schedule.begin(position))
-        if not self._began:
-            self._sampling.again()
+            self._warn_if_empty(schedule)
+            return EpochPlan(schedule, schedule.normalize(position))
+        if not self._epoch_used:
+            self._sampler.repeat_last_epoch()
         while True:
-            permutation = self._sampling.list_epoch(position.epoch, resumed=not position.fresh)
+            permutation = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
             schedule = replace(self._base, length=len(permutation.indices))
-            start = schedule.begin(position)
+            start = schedule.normalize(position)
             if start.epoch == position.epoch:
-                self._began = False
-                self._warn_of_nothing(schedule)
+                self._epoch_used = False
+                self._warn_if_empty(schedule)
                 return EpochPlan(schedule, start, permutation)
             position = start
 
-    def settle(self, position: Position) -> Position:
-        """The position itself, or the next epoch where nothing is left there, by the sampler's own length."""
-        if position.fresh or not (self._sampling is None or self._sampling.sized):
+    def normalize(self, position: Position) -> Position:
+        """The position, or the start of the next epoch if none of this one is left; never lists the sampler."""
+        if position.at_start or not (self._sampler is None or self._sampler.sized):
             return position
-        return self.schedule().begin(position)
+        return self.schedule().normalize(position)
 
     def _suggest_keyed(self, schedule: Schedule) -> None:
-        if schedule.shuffle is True and schedule.length > LISTED_MOST and not self._suggested:
+        if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
             self._suggested = True
             log.info(
-                "shuffle=True keeps a list of %d indices, %d MiB, made anew each epoch; shuffle='keyed' stores nothing",
+                "shuffle=True makes a list of %d indices (%d MiB) per epoch; shuffle='keyed' computes them instead",
                 schedule.length,
                 schedule.length * 8 >> 20,
             )
 
-    def _warn_of_nothing(self, schedule: Schedule) -> None:
-        """Say once that an epoch has no batch: a loop over it does nothing, and looks like one that is done."""
+    def _warn_if_empty(self, schedule: Schedule) -> None:
+        """Warn once about an epoch without batches, which looks like one that has ended."""
         if self._warned or schedule.shard().batches:
             return
         self._warned = True
         ranks = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
         log.warning(
             "an epoch has no batches: %s",
-            f"{schedule.length} samples do not fill one of {schedule.batch_size}{ranks}, and drop_last=True"
+            f"{schedule.length} samples do not fill a batch of {schedule.batch_size}{ranks}, and drop_last=True"
             if schedule.length
             else "there are no samples",
         )
 
-    def began(self) -> None:
-        """The epoch that was begun last has handed out a batch."""
-        self._began = True
+    def on_first_batch(self) -> None:
+        """The epoch planned last has handed out a batch, so the next plan does not repeat its list."""
+        self._epoch_used = True
 
-    def saved_sampler(self, epoch: int) -> str:
-        """What restores the sampler for an epoch; empty without one."""
-        return "" if self._sampling is None else self._sampling.saved(epoch)
+    def sampler_state(self, epoch: int) -> str:
+        """The state that restores the sampler for an epoch, as JSON; empty without a sampler."""
+        return "" if self._sampler is None else self._sampler.state(epoch)
 
-    def restore_sampler(self, saved: str) -> None:
-        """Take up what ``saved_sampler`` gave."""
-        assert self._sampling is not None
-        self._sampling.restore(saved)
-        self._began = True
+    def load_sampler_state(self, state: str) -> None:
+        """Restore the sampler from ``sampler_state``."""
+        assert self._sampler is not None
+        self._sampler.load_state(state)
+        self._epoch_used = True

@@ -1,8 +1,8 @@
-"""Which sample comes when: a pure function of (seed, epoch, rank, world size), index in, position out.
+"""The order of samples as a pure function of (seed, epoch, rank, world size).
 
-An epoch is one list of positions, 0 to n - 1, followed by as much of its own head as makes it even (padding). Rank r
-of R takes positions r, r + R, r + 2R, ... as torch's ``DistributedSampler`` does, and cuts them into batches. A
-permutation says which index stands at a position. After a resume the same formula is applied to what is left.
+An epoch is the list of positions 0 to n - 1, padded with its own head to a multiple of the world size. Rank r of R
+takes positions r, r + R, r + 2R, ... as torch's ``DistributedSampler`` does, and splits them into batches. A
+permutation maps positions to indices. After a resume the same formula applies to the remaining positions.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 Int64: TypeAlias = "NDArray[np.int64]"
 UInt64: TypeAlias = "NDArray[np.uint64]"
 
-# Samples whose order is computed at once: for batches that are planned one by one, and for stretches of them.
-PLANNED = 1024
-STRETCHED = 1 << 14
+# The number of samples whose order is computed at once, for single batches and for batch ranges. Six numpy operations
+# on 64 numbers take ten times as long as the numbers themselves.
+PLAN_BLOCK = 1024
+RANGE_BLOCK = 1 << 14
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """What (seed, epoch) come to: 64 bits that the samples' own numbers derive from."""
+    """The 64-bit seed of an epoch, from which the seeds of its samples derive."""
     return mix64(mix64(seed & MASK64) ^ (epoch & MASK64))
 
 
-def sample_seed(of_epoch: int, position: int) -> int:
-    """A sample's own 63-bit number, from its epoch's and its position in the epoch's global order."""
-    return mix64(of_epoch ^ mix64(position)) >> 1
+def sample_seed(epoch_seed: int, position: int) -> int:
+    """The 63-bit seed of a sample, from the seed of its epoch and its position in the global order."""
+    return mix64(epoch_seed ^ mix64(position)) >> 1
 
 
 class Permutation(Protocol):
-    """Which index stands at a position of the epoch."""
+    """Maps positions of an epoch to indices of the source."""
 
     def __call__(self, positions: Int64) -> Int64:
         """The indices at ``positions``, each from 0 to n - 1."""
@@ -46,7 +47,7 @@ class Permutation(Protocol):
 
 
 class Sequential:
-    """Unshuffled: the index is the position."""
+    """The identity, for an unshuffled epoch."""
 
     def __call__(self, positions: Int64) -> Int64:
         """The positions themselves."""
@@ -54,18 +55,18 @@ class Sequential:
 
 
 class ListPermutation:
-    """A stored list of indices: a shuffled epoch, or what a sampler gave."""
+    """A list of indices: of a shuffled epoch, or of a sampler."""
 
     def __init__(self, indices: Int64) -> None:
         self.indices = indices
 
     def __call__(self, positions: Int64) -> Int64:
-        """Look the positions up."""
+        """The indices at ``positions``."""
         return self.indices[positions]
 
 
 def shuffled(n: int, seed: int, epoch: int) -> ListPermutation:
-    """``torch.randperm(n)`` from a generator seeded with ``seed + epoch``, as ``DistributedSampler`` shuffles."""
+    """``torch.randperm(n)`` with a generator seeded with ``seed + epoch``, as in ``DistributedSampler``."""
     import torch
 
     generator = torch.Generator()
@@ -74,10 +75,10 @@ def shuffled(n: int, seed: int, epoch: int) -> ListPermutation:
 
 
 class FeistelPermutation:
-    """A permutation computed per position, nothing stored: a Feistel network, walked until it lands below n.
+    """A pseudo-random permutation computed per position, without a list: a Feistel network with cycle walking.
 
-    Six rounds over the smallest even number of bits that holds n - 1; cycle walking (Black and Rogaway 2002) needs
-    under four steps on average, since the domain is below 4 n.
+    Six rounds over the smallest even number of bits that holds n - 1, repeated until the result is below n (cycle
+    walking, Black and Rogaway 2002): under four times on average, because the domain is smaller than 4 n.
     """
 
     _ROUNDS = 6
@@ -113,16 +114,17 @@ def _mix_array(value: UInt64) -> UInt64:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """One rank's part of what is left of an epoch, in batches.
+    """The remaining batches of one rank in an epoch.
 
     Args:
-        length: samples of the epoch, n.
-        batch_size: samples per batch and rank.
-        rank: which part, 0 to ``world_size - 1``.
-        world_size: how many parts.
-        consumed: positions that were handed out before, over all ranks; 0 at the start of an epoch.
-        drop_last: leave out what does not fill a batch on every rank.
-        pad: make the ranks even by repeating the head of the list (or, with ``drop_last``, by cutting).
+        length: The number of samples of the epoch, n.
+        batch_size: Samples per batch and rank.
+        rank: 0 to ``world_size - 1``.
+        world_size: The number of ranks.
+        consumed: The number of positions handed out before, by all ranks; 0 at the start of an epoch.
+        drop_last: Drop the samples that do not fill a batch on every rank.
+        pad: Give each rank the same number of samples by repeating the head of the list, or by cutting the list with
+            ``drop_last``.
     """
 
     length: int
@@ -135,7 +137,7 @@ class Shard:
 
     @property
     def samples(self) -> int:
-        """Samples left for this rank, those of a last batch that is dropped not counted."""
+        """The remaining samples of this rank, without a last batch that is dropped."""
         left = max(self.length - self.consumed, 0)
         if not self.pad:
             mine = max(-(-(left - self.rank) // self.world_size), 0)
@@ -147,16 +149,16 @@ class Shard:
 
     @property
     def batches(self) -> int:
-        """Batches left for this rank."""
+        """The remaining batches of this rank."""
         return -(-self.samples // self.batch_size)
 
     def positions(self, batch: int, count: int = 1) -> Int64:
-        """Positions of the samples of ``count`` batches in the epoch's list; from ``length`` on they are padding."""
+        """The positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
         first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples)
         return self.consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
 
     def consumed_after(self, batches: int) -> int:
-        """Positions handed out, over all ranks, once each rank has had ``batches`` more."""
+        """The positions handed out by all ranks, after ``batches`` more on each rank."""
         return min(self.consumed + min(batches * self.batch_size, self.samples) * self.world_size, self._end)
 
     @property
@@ -166,11 +168,11 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class PermutedOrder:
-    """The order of one epoch: a permutation, begun anew behind its end.
+    """The order of one epoch; positions from ``length`` on start again at 0.
 
     Args:
-        length: samples of the epoch.
-        permutation: which index stands where.
+        length: The number of samples of the epoch.
+        permutation: Maps positions to indices.
     """
 
     length: int
@@ -182,38 +184,37 @@ class PermutedOrder:
 
 
 def plans(
-    shard: Shard, permute: Callable[[], Permutation], of_epoch: int, skip: frozenset[int] = frozenset()
+    shard: Shard, permute: Callable[[], Permutation], epoch_seed: int, skip: frozenset[int] = frozenset()
 ) -> Iterator[BatchPlan]:
-    """The batches of a stripe, in order, computed as they are asked for; those numbered in ``skip`` are left out.
+    """The batches of a shard in order, computed on demand, without those whose numbers are in ``skip``.
 
-    ``permute`` is called once, with the first batch, by whoever asks for it: a list of a hundred million indices
-    takes a second to shuffle, and the caller of ``iter()`` should not wait for it.
+    ``permute`` is called once, for the first batch, in the engine's thread: shuffling a list of 100 million indices
+    takes a second, which the caller of ``iter()`` should not wait.
     """
     if not shard.batches:
         return
     permutation = permute()
     order = PermutedOrder(shard.length, permutation)
     size, batches = shard.batch_size, shard.batches
-    # Some batches at a time: six steps of numpy's on 64 numbers cost ten times what the numbers do.
-    several = max(PLANNED // size, 1)
+    several = max(PLAN_BLOCK // size, 1)
     for first in range(0, batches, several):
         found = shard.positions(first, several)
         indices, positions = _as_list(permutation(found % shard.length)), _as_list(found)
         for number in range(first, min(first + several, batches)):
             if number not in skip:
                 piece = slice((number - first) * size, (number - first + 1) * size)
-                yield BatchPlan(number, indices[piece], positions[piece], of_epoch, order)
+                yield BatchPlan(number, indices[piece], positions[piece], epoch_seed, order)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchRange:
-    """Some batches at once.
+    """Several batches.
 
     Args:
-        numbers: which ones, ascending.
-        indices: of all their samples, in order; each batch has ``batch_size`` of them, an epoch's last may have fewer.
-        batch_size: samples per batch.
-        run: whether the indices count up one by one.
+        numbers: The numbers of the batches, ascending.
+        indices: The indices of all their samples, ``batch_size`` per batch; the last batch of an epoch may have fewer.
+        batch_size: Samples per batch.
+        run: Whether the indices are consecutive.
     """
 
     numbers: Sequence[int]
@@ -222,32 +223,32 @@ class BatchRange:
     run: bool
 
     def head(self, batches: int) -> BatchRange:
-        """The first of them, so many at most."""
+        """The first batches, at most so many."""
         indices = self.indices[: batches * self.batch_size]
         return BatchRange(self.numbers[:batches], indices, self.batch_size, self.run)
 
 
 class BatchRanges:
-    """The batches of a stripe as ``plans`` gives them, but several at once, from wherever they are asked for.
+    """The same batches as from ``plans``, several at once and from any number on.
 
     Args:
-        shard: the rank's part.
-        permute: called once, when the first are asked for.
-        skip: numbers that are left out.
+        shard: The remaining batches of the rank.
+        permute: Called once, when the first batches are requested.
+        skip: The numbers of batches to leave out.
     """
 
     def __init__(self, shard: Shard, permute: Callable[[], Permutation], skip: frozenset[int] = frozenset()) -> None:
-        self._stripe = shard
+        self._shard = shard
         self._permute = permute
         self._permutation: Permutation | None = None
         self._skip = skip
-        # Indices of some batches, of which stretches are slices, and which batches those are.
+        # The indices of a block of batches, of which ranges are slices, and the numbers of those batches.
         self._block: Int64 = np.empty(0, np.int64)
-        self._of = range(0)
+        self._block_numbers = range(0)
 
     def at(self, first: int, most: int) -> BatchRange | None:
-        """Up to ``most`` batches, the first of them number ``first`` or the next that is not left out."""
-        shard, skip = self._stripe, self._skip
+        """Up to ``most`` batches from number ``first`` on; ``None`` if none is left."""
+        shard, skip = self._shard, self._skip
         while first in skip:
             first += 1
         count = min(most, shard.batches - first)
@@ -259,23 +260,23 @@ class BatchRanges:
             indices = np.concatenate([self._indices(number, 1) for number in numbers])
         else:
             indices = self._indices(first, count)
-        # With one rank there is no padding, so that positions that follow one another are a run.
+        # With one rank there is no padding, so the positions are consecutive.
         run = isinstance(self._permutation, Sequential) and shard.world_size == 1 and isinstance(numbers, range)
         return BatchRange(numbers, indices, shard.batch_size, run)
 
     def _indices(self, first: int, count: int) -> Int64:
-        """Of ``count`` batches from ``first`` on. A view of memory that is not written to again."""
-        shard = self._stripe
-        if first not in self._of or first + count > self._of.stop:
+        """The indices of ``count`` batches from ``first`` on, as a view of memory that is never written again."""
+        shard = self._shard
+        if first not in self._block_numbers or first + count > self._block_numbers.stop:
             if self._permutation is None:
                 self._permutation = self._permute()
-            several = max(count, STRETCHED // shard.batch_size)
+            several = max(count, RANGE_BLOCK // shard.batch_size)
             block = self._permutation(shard.positions(first, several) % shard.length)
-            self._block, self._of = block, range(first, first + several)
-        at = (first - self._of.start) * shard.batch_size
+            self._block, self._block_numbers = block, range(first, first + several)
+        at = (first - self._block_numbers.start) * shard.batch_size
         return self._block[at : at + count * shard.batch_size]
 
 
 def _as_list(values: Int64) -> Sequence[int]:
-    listed: list[int] = values.tolist()
-    return listed
+    result: list[int] = values.tolist()
+    return result

@@ -1,4 +1,4 @@
-"""A user's sampler: listed once per epoch, respected as it is, and restored where it can be."""
+"""A user's sampler: listed once per epoch, not sharded, and restored if it can be."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from typing import Any
 
 from aiofeed.core.errors import StateError
 from aiofeed.sampling.order import ListPermutation
-from aiofeed.sampling.schedule import digest, listed
+from aiofeed.sampling.schedule import digest, index_list
 
 
 class SamplerAdapter:
-    """A sampler, and what is needed to list the same epoch again.
+    """A sampler, and the state that makes it list the same epoch again.
 
-    What decides an epoch's list is its ``set_epoch``, its ``state_dict`` or its ``generator``, whichever it has; what
-    it was before the list was made is remembered, with a digest of the list. After a resume the list must be the same.
+    The list of an epoch depends on the sampler's ``set_epoch``, ``state_dict`` or ``generator``, whichever it has. The
+    state before the list was made is saved with a digest of the list. A resumed epoch must have the same digest.
 
     Args:
-        sampler: a ``torch.utils.data.Sampler``, or any iterable of indices that can be iterated more than once.
-        length: samples of the source.
+        sampler: A ``torch.utils.data.Sampler``, or any iterable of indices that can be iterated more than once.
+        length: The number of samples of the source.
 
     Raises:
-        TypeError: it is not iterable, or an iterator, which gives one epoch only.
+        TypeError: The sampler is not iterable, or is an iterator, which gives one epoch only.
     """
 
     def __init__(self, sampler: Iterable[int], length: int) -> None:
         if not isinstance(sampler, Iterable) and not hasattr(sampler, "__getitem__"):
             raise TypeError(f"sampler must be an iterable of indices, got {sampler!r}")
-        # Not by iter(): a sampler may draw its epoch there.
+        # Does not call iter(): a sampler may draw its epoch there.
         if isinstance(sampler, Iterator):
             raise TypeError("sampler is an iterator, which gives one epoch only; pass a list or a Sampler")
         self._sampler = sampler
         self._length = length
-        self._restored: tuple[int, dict[str, Any]] | None = None
+        # An epoch and the state before its list was made: of a loaded state, and of the epoch listed last.
+        self._loaded: tuple[int, dict[str, Any]] | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
 
     @property
     def sized(self) -> bool:
-        """Whether the sampler says how long an epoch is."""
+        """Whether the sampler has a length."""
         return hasattr(self._sampler, "__len__")
 
     def __len__(self) -> int:
-        """Samples per epoch, by the sampler's own word."""
+        """Samples per epoch, by the sampler's length."""
         try:
             return len(self._sampler)  # type: ignore[arg-type]
         except TypeError:
@@ -52,63 +53,73 @@ class SamplerAdapter:
         """The indices of an epoch, in order.
 
         Args:
-            epoch: given to the sampler's ``set_epoch`` where it has one.
-            resumed: the rest of this epoch is wanted: the list must be the one that was begun.
+            epoch: Passed to the sampler's ``set_epoch`` if it has one.
+            resumed: Whether the rest of this epoch is wanted, so that the list must be the same as before.
 
         Raises:
-            StateError: the sampler gives another list than it did, and so cannot be resumed.
+            StateError: The epoch is resumed and the sampler gives another list.
         """
         settable = hasattr(self._sampler, "set_epoch")
         if settable:
             self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        restored, self._restored = self._restored, None
-        saved = restored[1] if restored is not None and restored[0] == epoch else {}
+        loaded, self._loaded = self._loaded, None
+        saved = loaded[1] if loaded is not None and loaded[0] == epoch else {}
         wanted = saved.get("digest")
-        # Beside set_epoch, a state is how far into its list the sampler was (torchdata's StatefulDistributedSampler).
+        # With set_epoch, a state may be a position within the list (torchdata's StatefulDistributedSampler).
         if not (settable and "state" in saved):
-            self._put_back(saved)
+            self._apply(saved)
         indices, before = self._list()
         if settable and "state" in saved and wanted not in (None, before["digest"]):
-            self._put_back(saved)
+            self._apply(saved)
             indices, before = self._list()
         if resumed and wanted != before["digest"]:
             raise StateError(
                 f"epoch {epoch} cannot be resumed: {type(self._sampler).__name__} gives other indices than when the "
-                f"epoch was begun. It needs set_epoch, state_dict and load_state_dict, or a generator of its own "
+                f"epoch was started. It needs set_epoch, state_dict and load_state_dict, or a generator of its own "
                 f"(generator=torch.Generator().manual_seed(...))"
             )
         self._last = (epoch, before)
         return indices
 
     def _list(self) -> tuple[ListPermutation, dict[str, Any]]:
-        before = self._before()
-        indices = listed(list(self._sampler), self._length)
+        before = self._capture()
+        indices = index_list(list(self._sampler), self._length)
         return indices, before | {"digest": digest(indices)}
 
-    def again(self) -> None:
-        """The epoch listed last handed out nothing: list it again from where the sampler stood then."""
-        if self._restored is None:
-            self._restored = self._last
+    def repeat_last_epoch(self) -> None:
+        """List the last epoch again from the same state, because it handed out no batch."""
+        if self._loaded is None:
+            self._loaded = self._last
 
-    def saved(self, epoch: int) -> str:
-        """What restores the sampler for ``epoch``, as JSON."""
-        known = self._restored or self._last
-        state = known[1] if known is not None and known[0] == epoch else self._before()
+    def state(self, epoch: int) -> str:
+        """The state that restores the sampler for ``epoch``, as JSON.
+
+        Raises:
+            StateError: The sampler's state is not JSON.
+        """
+        known = self._loaded or self._last
+        state = known[1] if known is not None and known[0] == epoch else self._capture()
         try:
             return json.dumps({"epoch": epoch, **state})
         except TypeError as error:
-            raise StateError(f"the state of {type(self._sampler).__name__} is not plain: {error}") from error
+            raise StateError(
+                f"the state of {type(self._sampler).__name__} must be plain values that JSON has: {error}"
+            ) from error
 
-    def restore(self, saved: str) -> None:
-        """Take up what ``saved`` gave; counts when the epoch is listed."""
+    def load_state(self, text: str) -> None:
+        """Restore a state when its epoch is listed.
+
+        Raises:
+            StateError: The text is not a state.
+        """
         try:
-            state = json.loads(saved)
+            state = json.loads(text)
             epoch = int(state.pop("epoch"))
         except (ValueError, KeyError, AttributeError) as error:
             raise StateError(f"the sampler's part of the state is damaged: {error}") from error
-        self._restored = (epoch, state)
+        self._loaded = (epoch, state)
 
-    def _before(self) -> dict[str, Any]:
+    def _capture(self) -> dict[str, Any]:
         sampler = self._sampler
         if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
             return {"state": sampler.state_dict()}
@@ -117,11 +128,10 @@ class SamplerAdapter:
             return {"generator": bytes(generator.get_state().tolist()).hex()}
         return {}
 
-    def _put_back(self, before: dict[str, Any]) -> None:
-        if "state" in before:
-            self._sampler.load_state_dict(before["state"])  # type: ignore[attr-defined]
-        elif "generator" in before and (generator := getattr(self._sampler, "generator", None)) is not None:
+    def _apply(self, state: dict[str, Any]) -> None:
+        if "state" in state:
+            self._sampler.load_state_dict(state["state"])  # type: ignore[attr-defined]
+        elif "generator" in state and (generator := getattr(self._sampler, "generator", None)) is not None:
             import torch
 
-            state = torch.frombuffer(bytearray(bytes.fromhex(before["generator"])), dtype=torch.uint8)
-            generator.set_state(state)
+            generator.set_state(torch.frombuffer(bytearray(bytes.fromhex(state["generator"])), dtype=torch.uint8))

@@ -1,7 +1,7 @@
-"""Epochs, one after another: where a feeder stands, what comes next, and how that is written down. Pure.
+"""Positions within epochs, the schedule of batches from a position on, and fingerprints. Pure functions.
 
-A position is an epoch and how much of its list has been handed out, over all ranks. It says nothing of batch size,
-ranks or concurrency, so it can be continued with others of each.
+A position is an epoch and the number of its samples that all ranks have handed out. It does not depend on batch size,
+world size or concurrency, so an epoch can be resumed with other values of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aiofeed.sampling.order import (
     shuffled,
 )
 
-# Enough to tell data sets apart, few enough to be asked for in a millisecond.
+# Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
 
 Shuffle: TypeAlias = bool | Literal["keyed"]
@@ -36,13 +36,13 @@ Shuffle: TypeAlias = bool | Literal["keyed"]
 
 @dataclass(frozen=True)
 class Position:
-    """Where an epoch stands.
+    """A position within an epoch.
 
     Args:
-        epoch: which one.
-        consumed: positions of its list that were handed out, over all ranks, in order and without a gap.
-        ahead: numbers of batches beyond those that were handed out too, counted from ``consumed`` on; only where
-            batches are not handed out in order.
+        epoch: The number of the epoch.
+        consumed: The number of samples that all ranks have handed out, in order and without a gap.
+        ahead: The numbers of further batches that were handed out, counted from ``consumed`` on; with
+            ``in_order=False`` only.
     """
 
     epoch: int = 0
@@ -50,24 +50,24 @@ class Position:
     ahead: frozenset[int] = frozenset()
 
     @property
-    def fresh(self) -> bool:
-        """Whether it is the start of an epoch."""
+    def at_start(self) -> bool:
+        """Whether this is the start of an epoch."""
         return self.consumed == 0 and not self.ahead
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Everything the order of samples depends on, but for the sampler.
+    """Everything that the order of samples depends on, except the sampler.
 
     Args:
-        length: samples of the source, or of the sampler.
-        batch_size: samples per batch and rank.
-        seed: of order and samples.
-        shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation that stores nothing.
-        drop_last: leave out what does not fill a batch on every rank.
-        pad: make ranks even.
-        rank: which part.
-        world_size: how many parts.
+        length: The number of samples of the source, or of the sampler.
+        batch_size: Samples per batch and rank.
+        seed: Seeds shuffling and each sample's random numbers.
+        shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation computed per position.
+        drop_last: Drop the samples that do not fill a batch on every rank.
+        pad: Give each rank the same number of samples.
+        rank: The rank of this process.
+        world_size: The number of ranks.
     """
 
     length: int
@@ -80,7 +80,7 @@ class Schedule:
     world_size: int = 1
 
     def shard(self, consumed: int = 0) -> Shard:
-        """What is left for this rank after ``consumed`` positions."""
+        """The batches of this rank after ``consumed`` positions."""
         return Shard(
             length=self.length,
             batch_size=self.batch_size,
@@ -91,33 +91,33 @@ class Schedule:
             pad=self.pad,
         )
 
-    def plans(self, start: Position, listed: Permutation | None = None) -> Iterator[BatchPlan]:
-        """The batches from a position to the end of its epoch; ``listed`` is what a sampler gave for it."""
-        permute = self._permute(start, listed)
+    def plans(self, start: Position, sampled: Permutation | None = None) -> Iterator[BatchPlan]:
+        """The batches from a position to the end of its epoch; ``sampled`` are the indices of a sampler."""
+        permute = self._permute(start, sampled)
         return plans(self.shard(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
 
-    def batch_ranges(self, start: Position, listed: Permutation | None = None) -> BatchRanges:
-        """The same batches, to be had several at once."""
-        return BatchRanges(self.shard(start.consumed), self._permute(start, listed), start.ahead)
+    def batch_ranges(self, start: Position, sampled: Permutation | None = None) -> BatchRanges:
+        """The same batches, several at once."""
+        return BatchRanges(self.shard(start.consumed), self._permute(start, sampled), start.ahead)
 
-    def _permute(self, start: Position, listed: Permutation | None) -> Callable[[], Permutation]:
-        return partial(self._permutation, start.epoch) if listed is None else partial(_given, listed)
+    def _permute(self, start: Position, sampled: Permutation | None) -> Callable[[], Permutation]:
+        return partial(self._permutation, start.epoch) if sampled is None else lambda: sampled
 
     def _permutation(self, epoch: int) -> Permutation:
         if self.shuffle == "keyed":
             return FeistelPermutation(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else Sequential()
 
-    def after(self, start: Position, number: int, others: Set[int] | None = None) -> Position:
-        """Where the epoch stands once batch ``number`` of a pass from ``start`` has been handed out.
+    def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
+        """The position after batch ``number`` of an iterator that began at ``start``.
 
         Args:
-            start: where the pass began.
-            number: the batch, counted from ``start``.
-            others: the numbers handed out before it; ``None`` where the pass is in order and that goes without saying.
+            start: Where the iterator began.
+            number: The number of the batch, counted from ``start``.
+            earlier: The numbers of the batches handed out before it; ``None`` if batches are handed out in order.
         """
-        done = start.ahead if others is None else start.ahead | others | {number}
-        prefix = number + 1 if others is None else 0
+        done = start.ahead if earlier is None else start.ahead | earlier | {number}
+        prefix = number + 1 if earlier is None else 0
         while prefix in done:
             prefix += 1
         shard = self.shard(start.consumed)
@@ -126,23 +126,24 @@ class Schedule:
         ahead = frozenset(batch - prefix for batch in done if batch > prefix)
         return Position(start.epoch, shard.consumed_after(prefix), ahead)
 
-    def begin(self, position: Position) -> Position:
-        """The position itself, or the next epoch where nothing is left of this one."""
-        if position.fresh or self.shard(position.consumed).batches > len(position.ahead):
+    def normalize(self, position: Position) -> Position:
+        """The position, or the start of the next epoch if no batch of this one is left."""
+        if position.at_start or self.shard(position.consumed).batches > len(position.ahead):
             return position
         return Position(position.epoch + 1)
 
 
-def _given(permutation: Permutation) -> Permutation:
-    return permutation
+def index_list(indices: Sequence[int], length: int) -> ListPermutation:
+    """The indices of a sampler for a source of ``length`` samples.
 
-
-def listed(indices: Sequence[int], length: int) -> ListPermutation:
-    """A sampler's indices; ``ValueError`` where one is outside the source, ``TypeError`` where one is no index."""
+    Raises:
+        TypeError: One of them is not an int.
+        ValueError: One of them is outside the source.
+    """
     try:
         array = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
     except TypeError as error:
-        raise TypeError(f"a sampler gives one int per sample (batches are made by batch_size=): {error}") from None
+        raise TypeError(f"a sampler must give one int per sample (batch_size= makes the batches): {error}") from None
     if array.size and (array.min() < 0 or array.max() >= length):
         wrong = int(array[(array < 0) | (array >= length)][0])
         raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} samples")
@@ -150,19 +151,19 @@ def listed(indices: Sequence[int], length: int) -> ListPermutation:
 
 
 def digest(permutation: ListPermutation) -> str:
-    """What identifies a sampler's list."""
+    """Identifies the index list of a sampler."""
     return hashlib.sha256(permutation.indices.tobytes()).hexdigest()[:32]
 
 
 def fingerprint(kind: str, length: int, key: Callable[[int], str]) -> str:
-    """What identifies a source: its type, its length and up to 1,024 evenly spaced keys.
+    """Identifies a source by its type, its length and up to 1,024 evenly spaced keys.
 
-    The folder that all of them have in common is left out, so that data may move to another place.
+    Their common folder is left out, so that the data may be moved.
     """
     count = min(length, FINGERPRINT_KEYS)
     keys = [key(number * length // count) for number in range(count)]
     first, last = (min(keys), max(keys)) if keys else ("", "")
-    shared = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    root = max(first.rfind("/", 0, shared), first.rfind("\\", 0, shared), 0)
+    common = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    root = max(first.rfind("/", 0, common), first.rfind("\\", 0, common), 0)
     lines = [kind, str(length), *[name[root:] for name in keys]]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:32]

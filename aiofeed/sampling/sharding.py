@@ -1,4 +1,4 @@
-"""Which part of the data is this process's: from ``torch.distributed``, else from the launcher's environment."""
+"""Rank and world size of this process, from ``torch.distributed`` or the environment of the launcher."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ log = logging.getLogger("aiofeed.sampling")
 
 
 def find_shard() -> tuple[int, int]:
-    """(rank, world size) of this process; (0, 1) where nobody launched several.
+    """(rank, world size) of this process; (0, 1) without a launcher.
 
-    ``torch.distributed`` where it has been initialised, else ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
+    Uses ``torch.distributed`` if it is initialised, else ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
 
     Raises:
-        ValueError: the environment's values are no rank of a world.
+        ValueError: The environment's values are no rank and world size.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -34,7 +34,7 @@ def find_shard() -> tuple[int, int]:
 
 
 def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
-    """A shard that was given; ``ValueError`` or ``TypeError`` where it is none."""
+    """The shard as a tuple; ``TypeError`` or ``ValueError`` if it is not (rank, world size)."""
     if (
         not isinstance(shard, tuple | list)
         or len(shard) != 2

@@ -1,4 +1,9 @@
-"""Where a feeder stands, and how that is written down and read again. Pure."""
+"""The position of a feeder, and its saved state.
+
+How a resumed epoch knows where to go on: ``SavedState`` has a ``Position``, ``Checkpoint.load`` stores it, the next
+``iter()`` starts at ``Checkpoint.next_position``, and ``Schedule`` computes the remaining batches from it. From the
+first batch on, ``EpochProgress`` counts the batches that the user gets; ``Checkpoint.position`` is computed from it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class SavedState:
-    """A feeder's state, as it is written down: plain numbers and strings.
+    """The state of a feeder.
 
     Args:
-        schedule: the order it belongs to.
-        position: where it stands.
-        fingerprint: of the source.
-        in_order: whether batches are handed out in order.
-        sampler: what restores the sampler, as JSON; empty without one.
+        schedule: The order of samples.
+        position: The position of the user.
+        fingerprint: Identifies the source.
+        in_order: Whether batches are handed out in order.
+        sampler: The state of the sampler as JSON; empty without one.
     """
 
     schedule: Schedule
@@ -31,7 +36,7 @@ class SavedState:
     sampler: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same keys always; survives JSON and ``torch.load(weights_only=True)``."""
+        """The state as plain values, for JSON and ``torch.load(weights_only=True)``; always with the same keys."""
         schedule, position = self.schedule, self.position
         return {
             "version": VERSION,
@@ -53,11 +58,15 @@ class SavedState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SavedState:
-        """Read a state; ``StateError`` where it is none."""
+        """The state from a dict of ``to_dict``.
+
+        Raises:
+            StateError: The dict is not a state, or is damaged.
+        """
         if not isinstance(state, Mapping):
             raise StateError(f"a feeder's state is a dict, got {type(state).__name__}")
         if "version" not in state:
-            raise StateError(f"this is no state of a feeder: it has the keys {sorted(map(str, state))}")
+            raise StateError(f"the dict is no state of a feeder: it has the keys {sorted(map(str, state))}")
         if state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
         try:
@@ -83,9 +92,13 @@ class SavedState:
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is damaged: {type(error).__name__}: {error}") from error
 
-    def check(self, mine: SavedState) -> None:
-        """``StateError``, saying exactly what differs, where a feeder like ``mine`` cannot continue this state."""
-        differ = [
+    def check_compatible(self, mine: SavedState) -> None:
+        """Raise if a feeder with the state ``mine`` cannot resume from this state.
+
+        Raises:
+            StateError: It cannot; the message lists all differences.
+        """
+        differences = [
             f"{name}: {saved!r} in the state, {own!r} here"
             for name, saved, own in (
                 ("seed", self.schedule.seed, mine.schedule.seed),
@@ -98,32 +111,33 @@ class SavedState:
             if saved != own
         ]
         if bool(self.sampler) != bool(mine.sampler):
-            differ.append(f"sampler: {'one' if self.sampler else 'none'} in the state, the contrary here")
-        differ += self._cannot_restripe(mine)
-        if differ:
-            raise StateError("the state belongs to another feed: " + "; ".join(differ))
+            names = ("one", "none") if self.sampler else ("none", "one")
+            differences.append("sampler: {} in the state, {} here".format(*names))
+        differences += self._differences_of_shards(mine)
+        if differences:
+            raise StateError("the state does not match this feeder: " + "; ".join(differences))
         end = -(-self.schedule.length // self.schedule.world_size) * self.schedule.world_size
         if not self.sampler and self.position.consumed > end:
             raise StateError(f"the state is damaged: position {self.position.consumed}, but its epoch ends at {end}")
 
-    def _cannot_restripe(self, mine: SavedState) -> list[str]:
-        """What differs where the rest of the epoch cannot be spread anew over other batches or ranks."""
+    def _differences_of_shards(self, mine: SavedState) -> list[str]:
+        """The differences of batch size, world size and rank, if the rest of the epoch cannot be sharded again."""
         fixed: tuple[str, ...]
-        if self.position.fresh:
+        if self.position.at_start:
             return []
         if self.position.ahead or not (self.in_order and mine.in_order):
-            # Batches out of order are known by number, and a number means nothing to other batches.
-            # Nor is one rank's part of them another's, once it has handed them out as they came.
+            # The state has the numbers of batches, which mean other samples with another batch size. And each rank has
+            # handed out other numbers.
             why = "in_order=False"
             fixed = ("batch_size", "world_size") if self.in_order else ("batch_size", "world_size", "rank")
         elif not self.schedule.pad:
-            # Ranks end unevenly, so near the end of an epoch one rank's state is not another's.
+            # Ranks have different numbers of batches, so near the end of an epoch their states differ.
             why, fixed = "pad=False", ("batch_size", "world_size", "rank")
         else:
             return []
         return [
             f"{name}: {getattr(self.schedule, name)} in the state, {getattr(mine.schedule, name)} here "
-            f"(with {why} the rest of an epoch cannot be striped anew)"
+            f"(with {why} the rest of an epoch cannot be sharded again)"
             for name in fixed
             if getattr(self.schedule, name) != getattr(mine.schedule, name)
         ]
@@ -136,15 +150,15 @@ def _shuffle(value: Any) -> Shuffle:
 
 
 class EpochProgress:
-    """What one pass has handed out. Told of every batch, so it only takes note; where it stands is worked out if asked.
+    """The batches that one iterator has handed out. Computes the position only when asked for it.
 
     Args:
-        schedule: the order of the pass.
-        start: where it began.
-        in_order: whether batches come in order.
+        schedule: The order of samples.
+        start: Where the iterator began.
+        in_order: Whether batches are handed out in order.
 
     Attributes:
-        ended: whether the end was seen, behind the last batch.
+        ended: Whether the consumer has seen the end of the epoch, after the last batch.
     """
 
     def __init__(self, schedule: Schedule, start: Position, in_order: bool) -> None:
@@ -153,108 +167,108 @@ class EpochProgress:
         self._last = -1
         self._left = schedule.shard(start.consumed).batches - len(start.ahead)
         self.ended = False
-        # A dict, because to put something into a set is a call, and a signal handler may run after it.
+        # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
 
     @property
-    def began(self) -> bool:
-        """Whether it has handed out a batch."""
+    def started(self) -> bool:
+        """Whether a batch was handed out."""
         return self._last >= 0
 
-    def handed_out(self, number: int) -> None:
-        """Note a batch. No call: Ctrl-C comes before or after this, never in the middle."""
+    def record(self, number: int) -> None:
+        """Count a batch. Makes no call, so that Ctrl-C arrives before or after it and never in the middle."""
         self._last = number
         self._left -= 1
         if self._numbers is not None:
             self._numbers[number] = None
 
     @property
-    def last_to_come(self) -> bool:
-        """Whether all but the last batch were handed out."""
+    def one_left(self) -> bool:
+        """Whether all batches but one were handed out."""
         return self._left == 1
 
     @property
     def complete(self) -> bool:
-        """Whether the last batch was handed out."""
+        """Whether all batches were handed out."""
         return self._left == 0
 
     def position(self) -> Position:
-        """Where the epoch stands now."""
-        if not self.began:
+        """The position after the batches that were handed out."""
+        if not self.started:
             return self.start
         numbers = None if self._numbers is None else self._numbers.keys()
-        return self._schedule.after(self.start, self._last, numbers)
+        return self._schedule.position_after(self.start, self._last, numbers)
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """Where a feeder stands, what the next ``iter()`` begins with, and what a state says meanwhile.
+    """The position that ``state_dict`` saves, and the position where the next ``iter()`` starts.
 
     Args:
-        start: what ``state_dict`` says, unless a pass has handed out batches since.
-        account: of the pass that has.
-        loaded: a loaded position, until it has handed out a batch or was discarded.
-        coming: the epoch that begins next where nothing was loaded.
-        current: the epoch that is being iterated, or was last.
-        chosen: whether what comes next was chosen, by a load or by ``set_epoch``, after the last pass was begun.
+        start: The position while ``progress`` is ``None``.
+        progress: The progress of the last iterator that has handed out a batch.
+        loaded: A loaded position, until its iterator has handed out a batch or ``set_epoch`` discards it.
+        next_epoch: The epoch that the next ``iter()`` starts if no position is loaded.
+        current_epoch: The epoch that is being iterated, or was iterated last.
+        chosen: Whether the next epoch was chosen, by ``load`` or ``set_epoch``, after the last ``iter()``.
     """
 
     start: Position = field(default_factory=Position)
-    account: EpochProgress | None = None
+    progress: EpochProgress | None = None
     loaded: Position | None = None
-    coming: int = 0
-    current: int = 0
+    next_epoch: int = 0
+    current_epoch: int = 0
     chosen: bool = False
 
     @property
-    def reported(self) -> Position:
-        """What ``state_dict`` says."""
-        return self.start if self.account is None else self.account.position()
+    def position(self) -> Position:
+        """The position that ``state_dict`` saves."""
+        return self.start if self.progress is None else self.progress.position()
 
-    def _report(self, position: Position) -> None:
-        self.start, self.account = position, None
+    def _reset(self, position: Position) -> None:
+        self.start, self.progress = position, None
 
     def next_position(self) -> Position:
-        """Where the next ``iter()`` begins."""
-        return self.loaded if self.loaded is not None else Position(self.coming)
-
-    def begin(self, epoch: int) -> None:
-        """A pass through ``epoch`` begins."""
-        self.current = epoch
-        self.chosen = False
+        """Where the next ``iter()`` starts."""
+        return self.loaded if self.loaded is not None else Position(self.next_epoch)
 
     def load(self, position: Position) -> None:
-        """The next pass begins at ``position``."""
+        """Let the next ``iter()`` start at ``position``."""
         self.loaded = position
         self.chosen = True
-        self._report(position)
-        self.coming = self.current = position.epoch
+        self._reset(position)
+        self.next_epoch = self.current_epoch = position.epoch
 
     def set_epoch(self, epoch: int, live: bool) -> None:
-        """The next pass begins ``epoch``; a loaded position of the same epoch stays, any other is discarded."""
+        """Let the next ``iter()`` start ``epoch``. A loaded position in the same epoch stays, another is discarded."""
         if self.loaded is not None and self.loaded.epoch == epoch:
             return
         discarded, self.loaded = self.loaded is not None, None
-        self.coming = epoch
+        self.next_epoch = epoch
         if live:
-            self.chosen = epoch != self.current
+            self.chosen = epoch != self.current_epoch
         else:
-            self.current = epoch
-            if discarded or self.reported.fresh:
-                self._report(Position(epoch))
+            self.current_epoch = epoch
+            if discarded or self.position.at_start:
+                self._reset(Position(epoch))
 
-    def follow(self, account: EpochProgress) -> None:
-        """A pass hands out its first batch: from now on it says where the feeder stands.
+    def on_iter(self, epoch: int) -> None:
+        """An iterator of ``epoch`` was created."""
+        self.current_epoch = epoch
+        self.chosen = False
 
-        A position that was loaded, or an epoch that was chosen, after the pass was begun counts at the next one.
+    def on_first_batch(self, progress: EpochProgress) -> None:
+        """An iterator hands out its first batch: from now on ``progress`` gives the position.
+
+        A position loaded, or an epoch chosen, after the iterator was created stays for the next iterator.
         """
         if not self.chosen:
             self.loaded = None
-            self.coming = account.start.epoch + 1
+            self.next_epoch = progress.start.epoch + 1
         if self.loaded is None:
-            self.account = account
+            self.progress = progress
 
-    def failed(self, account: EpochProgress) -> None:
-        """A pass ends with an error: it stands at the batch that failed, be it the first."""
-        if not account.began and not self.chosen:
-            self._report(account.start)
+    def on_failure(self, progress: EpochProgress) -> None:
+        """An iterator ends with an error; if it failed before its first batch, the position is its start."""
+        if not progress.started and not self.chosen:
+            self._reset(progress.start)

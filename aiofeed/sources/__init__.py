@@ -1,1 +1,1 @@
-"""Where samples come from."""
+"""Sources of samples: files, datasets and in-memory data."""

@@ -1,4 +1,4 @@
-"""A folder of images, one sub-folder per class, as torchvision's ``ImageFolder`` has it."""
+"""A folder of images with one sub-folder per class, like torchvision's ``ImageFolder``."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from aiofeed.core.types import public
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
 
-# torchvision's list, so that both give a sample the same index.
+# The list of torchvision, so that samples have the same indices.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 @public
 class ImageFolder(Files):
-    """``root/class_name/.../image.jpg``: one sample per image, its class's number as target.
+    """One sample per image in ``root/class_name/.../image.jpg``; its target is the number of its class.
 
-    Classes are the sorted names of the sub-folders, files are sorted within each, sub-folders included: the order
-    of ``torchvision.datasets.ImageFolder``. As there, an image is a file whose name ends in .jpg, .jpeg, .png, .ppm,
-    .bmp, .pgm, .tif, .tiff or .webp, in any case; others (.gif, .jp2, .avif, ...) are passed over. ``Files`` takes any.
+    Classes are the sorted names of the sub-folders. Within a class, files are sorted, including those of nested
+    folders, in the order of ``torchvision.datasets.ImageFolder``. As there, images are files whose names end in .jpg,
+    .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff or .webp, in any case; other files (.gif, .jp2, .avif, ...) are ignored.
+    ``Files`` reads any.
 
     Args:
-        root: the folder.
-        follow_symlinks: whether linked files and folders count, wherever they lead. A folder that links to one of its
-            parents is entered once. If not, a link that takes a file's or a folder's place later is not followed
-            either: reading the file is then an error.
-        max_bytes: of one file; a larger one is an error before any of it is read.
+        root: The folder.
+        follow_symlinks: Whether to include linked files and folders. A link to a parent folder is entered once. If
+            False, links that replace files or folders later are refused when the file is read.
+        max_bytes: The maximum size of a file; a larger one is an error before any of it is read.
 
     Attributes:
-        classes: the class names, sorted.
-        class_to_idx: the number of each class.
-        targets: the class number of each sample.
+        classes: The sorted class names.
+        class_to_idx: The number of each class.
+        targets: The class number of each sample.
 
     Raises:
-        FileNotFoundError: there is no such folder, or no image in it, or a class without images.
+        FileNotFoundError: The folder does not exist or has no class, or a class has no images.
         NotADirectoryError: ``root`` is a file.
-        OSError: a folder below it cannot be listed.
+        OSError: A folder cannot be listed.
     """
 
     root: str
@@ -49,7 +49,7 @@ class ImageFolder(Files):
         if not os.path.isdir(root):
             if os.path.exists(root):
                 raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
-            raise FileNotFoundError(f"ImageFolder: there is no folder {root!r}{_as_far(root)}")
+            raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{_missing_part(root)}")
         with os.scandir(root) as entries:
             self.classes = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks))
         if not self.classes:
@@ -61,12 +61,12 @@ class ImageFolder(Files):
             found = _images(os.path.join(root, name), follow_symlinks)
             if not found:
                 raise FileNotFoundError(
-                    f"ImageFolder: class {name!r} of {root!r} has no image ({', '.join(EXTENSIONS)})"
+                    f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)})"
                 )
             paths += found
             targets += [number] * len(found)
         super().__init__(paths, targets, follow_symlinks=follow_symlinks, max_bytes=max_bytes)
-        # The paths were found below the root: there is nothing to join, nor to look at twice.
+        # The paths are below the root already, and links were checked while listing.
         self.root = root
         self._rules = ReadRules(max_bytes, follow_symlinks, root)
 
@@ -76,7 +76,7 @@ class ImageFolder(Files):
 
 def _images(folder: str, follow_symlinks: bool) -> list[str]:
     found: list[tuple[str, list[str]]] = []
-    # For each folder on the way down, the real paths above it: a link back to one of them would never end.
+    # The real paths above each folder: following a link to one of them would not end.
     above: dict[str, frozenset[str]] = {folder: frozenset((os.path.realpath(folder),))}
     for parent, folders, names in os.walk(folder, followlinks=follow_symlinks, onerror=_refuse):
         parents = above.pop(parent)
@@ -92,12 +92,12 @@ def _images(folder: str, follow_symlinks: bool) -> list[str]:
 
 
 def _refuse(error: OSError) -> None:
-    # os.walk would pass over a folder that cannot be listed, and its images would be missing without a word.
+    # By default, os.walk silently skips a folder that cannot be listed.
     raise error
 
 
-def _as_far(root: str) -> str:
-    """How much of a path is there; so it shows from where a relative one is looked for, too."""
+def _missing_part(root: str) -> str:
+    """The existing parent folder and the missing part; shows the base of a relative path, too."""
     absolute = os.path.abspath(root)
     parent = os.path.dirname(absolute)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
@@ -105,14 +105,14 @@ def _as_far(root: str) -> str:
     if not os.path.isdir(parent) or os.path.exists(absolute):
         return ""
     missing = os.path.relpath(absolute, parent).split(os.sep)[0]
-    return f"; {parent!r} is there, and has no {missing!r}"
+    return f"; {parent!r} exists and has no {missing!r}"
 
 
 def _no_classes(root: str) -> str:
     loose = sum(1 for path in Path(root).iterdir() if path.suffix.lower() in EXTENSIONS)
     if loose:
         return (
-            f"ImageFolder: {root!r} has {loose} images but no sub-folders, one per class; "
+            f"ImageFolder: {root!r} has {loose} images but no sub-folders, which are the classes; "
             f"for images without labels pass their paths to aiofeed.Files"
         )
     return f"ImageFolder: {root!r} has no sub-folders with images ({', '.join(EXTENSIONS)})"

@@ -1,7 +1,7 @@
-/* Small files, a group of them in one call, without Python and so without its lock.
+/* Reads a group of small files in one call, without the GIL.
  *
- * What is given is what sources/reading.py would have given. Whatever is out of the ordinary (a file that is missing,
- * large, empty, no file at all, or changes meanwhile) is left to it, which finds out what it is and says so.
+ * The results are those of sources/file_io.py, which also handles every other case (a file that is missing, large, empty,
+ * not regular, or that changes while it is read) and reports the errors.
  */
 
 #define _GNU_SOURCE
@@ -24,7 +24,7 @@ enum { RELEASE = 1, LEFT = -1 };
 #define MODIFIED(seen) ((seen)->st_mtim)
 #endif
 
-/* Raised whenever the call below changes. */
+/* Increase it when the signature of aiofeed_read_group changes. */
 EXPORT int32_t aiofeed_groups_release(void) { return RELEASE; }
 
 static int same(const struct stat *one, const struct stat *other)
@@ -33,9 +33,9 @@ static int same(const struct stat *one, const struct stat *other)
            MODIFIED(one).tv_nsec == MODIFIED(other).tv_nsec;
 }
 
-/* Read `count` files, whose names follow each other in `names`, each with a NUL at its end, one behind the other into
- * `out`. `sizes[i]` is what file `i` took, or LEFT. Returns how many files were looked at: fewer than `count` where the
- * next one finds no room any more; it does in an empty `out`, which has more than `most` bytes. */
+/* Reads `count` files, whose NUL-terminated names are in `names`, into `out`, one after another. `sizes[i]` is the number
+ * of bytes of file `i`, or LEFT. Returns the number of files processed, which is less than `count` if the next file does
+ * not fit into `out`. Any file fits into an empty `out`, which has more than `most` bytes. */
 EXPORT int32_t aiofeed_read_group(const char *names, int32_t count, int32_t flags, uint64_t most, uint8_t *out,
                                   uint64_t room, int64_t *sizes)
 {
@@ -48,7 +48,7 @@ EXPORT int32_t aiofeed_read_group(const char *names, int32_t count, int32_t flag
             continue;
         if (fstat(file, &before) == 0 && S_ISREG(before.st_mode) && before.st_size > 0 &&
             (uint64_t)before.st_size <= most) {
-            /* One byte more shows whether the file has grown. */
+            /* One more byte detects a file that has grown. */
             uint64_t wanted = (uint64_t)before.st_size + 1;
 
             if (wanted > room) {

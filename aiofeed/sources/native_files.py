@@ -1,7 +1,7 @@
-"""Small files, a group in one call that does not hold the GIL: ``native_files.c``, built where it can be.
+"""Reads a group of small files in one call without the GIL, by ``native_files.c`` if it was built.
 
-Read by Python, a file takes and gives back the GIL five times, and threads that read or decode, and the training loop,
-wait for it in between.
+Reading a file in Python releases and takes the GIL five times, and each time it competes with decode threads and the
+training loop.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _log = logging.getLogger("aiofeed.sources")
 LIBRARY = Path(__file__).with_name("_native_files.so")
 _RELEASE = 1
 
-# What is read is copied once more: of larger files that takes longer than handing the GIL to and fro.
+# The largest file that is read: its bytes are copied once more, which for larger files takes longer than the GIL does.
 SMALL = 32 * 1024
-# What a call reads at a time: it stays in a core's own cache until it is copied.
+# The buffer of a call, small enough to stay in the cache of a core until its contents are copied.
 CAPACITY = 8 * SMALL
-# Buffers that are kept for the next call. Slow storage is read by hundreds of threads, a file each, and needs none.
+# The number of buffers kept for later calls. Slow storage is read by hundreds of threads, one file each, without them.
 SPARE = 32
 
 
 class GroupReader:
-    """The library, loaded. May be used by several threads.
+    """The loaded library. Thread-safe.
 
     Raises:
-        OSError: it cannot be used.
+        OSError: The library cannot be loaded.
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:
         library = ctypes.CDLL(str(path))
         if library.aiofeed_groups_release() != _RELEASE:
-            raise OSError("it was built for another release of aiofeed; install aiofeed again")
+            raise OSError("it was built for another release of aiofeed; reinstall aiofeed")
         self._read = library.aiofeed_read_group
         self._read.argtypes = [
             ctypes.c_char_p,
@@ -54,33 +54,33 @@ class GroupReader:
         self._spare: deque[memoryview] = deque(maxlen=SPARE)
 
     def read(self, paths: Sequence[str], flags: int, max_bytes: int) -> list[bytes | None]:
-        """The contents of regular files; ``None`` for each that is to be read otherwise, for whatever reason.
+        """The contents of small regular files; ``None`` for each file that must be read in another way.
 
         Args:
-            paths: of the files.
-            flags: to open them with.
-            max_bytes: of one file; never more than ``SMALL`` are read.
+            paths: The paths of the files.
+            flags: The flags of ``open``.
+            max_bytes: The maximum size of a file, at most ``SMALL``.
         """
         try:
             memory = self._spare.pop()
         except IndexError:
             memory = memoryview(np.empty(CAPACITY, np.uint8))  # type: ignore[arg-type]
         try:
-            return self._fill(memory, paths, flags, min(max_bytes, SMALL))
+            return self._read_into(memory, paths, flags, min(max_bytes, SMALL))
         finally:
             self._spare.append(memory)
 
-    def _fill(self, memory: memoryview, paths: Sequence[str], flags: int, most: int) -> list[bytes | None]:
+    def _read_into(self, memory: memoryview, paths: Sequence[str], flags: int, most: int) -> list[bytes | None]:
         found: list[bytes | None] = []
         address = np.frombuffer(memory, np.uint8).ctypes.data
         while len(found) < len(paths):
             rest = paths[len(found) :]
             try:
                 names = os.fsencode("\0".join(rest))
-            except (TypeError, ValueError):  # no text, or none that is a name here: whoever opens it says so
+            except (TypeError, ValueError):  # not a path; Python's open() raises the error
                 return [*found, *[None] * len(rest)]
             sizes = np.empty(len(rest), np.int64)
-            # A name with a NUL in it would be two.
+            # A path with a NUL in it would be read as two.
             if names.count(0) != len(rest) - 1:
                 return [*found, *[None] * len(rest)]
             read = self._read(names, len(rest), flags, most, address, len(memory), sizes.ctypes.data)
@@ -96,11 +96,11 @@ class GroupReader:
 
 @functools.cache
 def group_reader() -> GroupReader | None:
-    """The library; ``None`` where it was not built, or is of no use."""
+    """The library; ``None`` if it was not built or cannot be loaded."""
     if not LIBRARY.exists():
         return None
     try:
         return GroupReader()
     except (OSError, AttributeError) as error:
-        _log.warning("%s cannot be used, files are read without it: %s", LIBRARY, error)
+        _log.warning("%s cannot be used, so files are read without it: %s", LIBRARY, error)
         return None

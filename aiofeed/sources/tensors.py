@@ -1,4 +1,4 @@
-"""Data that is in memory already: tensors and arrays, a sample per row."""
+"""In-memory data: tensors and arrays with one sample per row."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_bool
+from aiofeed.runtime.tensors import tensor_row_bytes
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Enough to tell data sets apart, and hashed in a few milliseconds.
+# Enough to distinguish datasets, and hashed in a few milliseconds.
 FINGERPRINT_ROWS = 1024
 FINGERPRINT_BYTES = 1 << 20
 
 
 @public
 class Tensors:
-    """Tensors or arrays of one length, sample ``i`` being row ``i`` of each; they are held, not copied.
+    """Tensors or arrays of the same length; sample ``i`` is row ``i`` of each. They are referenced, not copied.
 
-    A batch is a list with as many tensors, of the dtypes given; ``Tensors(x)`` gives ``[x]``. A feeder uploads the
-    whole once, on every rank, and hands out views of a buffer into which it permutes rows; without a device the buffer
-    is host memory. Leave the data as they are while they are fed.
+    A batch is a list of as many tensors with the same dtypes; ``Tensors(x)`` gives ``[x]``. Each rank copies all data
+    to its device once. Batches are views of a buffer into which rows are permuted, in device or host memory. Do not
+    change the data while they are fed.
 
     Args:
-        tensors: each [N, ...]: host tensors, tensors on a device, or numpy arrays of numbers.
-        alias: unshuffled batches are views of the data themselves rather than copies, where one rank has them all:
-            who writes into a batch then writes into the data.
+        tensors: Host tensors, device tensors or numpy arrays of numbers, each [N, ...].
+        alias: Make unshuffled batches views of the data, if there is one rank. Writing into a batch then changes the
+            data.
 
     Raises:
-        TypeError: no tensors, or something that is no dense tensor or array of numbers, or one that requires grad.
-        ValueError: a tensor without dimensions, or lengths that differ; with ``alias=True``, an array that is read-only
+        TypeError: No tensors, an argument that is no dense tensor or array of numbers, or a tensor that requires grad.
+        ValueError: A tensor without dimensions, or different lengths; with ``alias=True``, an array that is read-only
             or not contiguous.
     """
 
     def __init__(self, *tensors: torch.Tensor | NDArray[Any], alias: bool = False) -> None:
         if not tensors:
-            raise TypeError("Tensors takes one tensor or array at least: Tensors(x, y)")
-        if not isinstance(alias, bool):
-            raise TypeError(f"Tensors(alias=...) must be True or False, got {alias!r}")
+            raise TypeError("Tensors needs at least one tensor or array: Tensors(x, y)")
+        check_bool("Tensors(alias=...)", alias)
         for number, tensor in enumerate(tensors):
             _check(tensor, f"argument {number} of Tensors", alias)
         lengths = [len(tensor) for tensor in tensors]
@@ -59,11 +60,11 @@ class Tensors:
         return f"Tensors({found}{', alias=True' if self.alias else ''})"
 
     def key(self, index: int, /) -> str:
-        """The index: rows have no names of their own."""
+        """The index, because rows have no names."""
         return f"Tensors[{index}]"
 
     def fingerprint(self) -> str:
-        """Dtypes, shapes, and the contents of up to 1,024 evenly spaced rows, 1 MiB at most."""
+        """A digest of dtypes, shapes and up to 1,024 evenly spaced rows, at most 1 MiB of each tensor."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(f"{_name(tensor)} {list(tensor.shape)};".encode())
@@ -77,18 +78,18 @@ def _check(tensor: Any, what: str, alias: bool) -> None:
     if isinstance(tensor, np.ndarray):
         known = tensor.dtype.kind in "biu" or tensor.dtype.name in ("float16", "float32", "float64", "complex64")
         if type(tensor) not in (np.ndarray, np.memmap) or not (known or tensor.dtype == np.complex128):
-            raise TypeError(f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which no tensor can hold")
+            raise TypeError(f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which torch cannot convert")
         if not tensor.dtype.isnative:
-            raise TypeError(f"{what} has bytes in foreign order ({tensor.dtype.str}): convert it with .astype")
+            raise TypeError(f"{what} is not in native byte order ({tensor.dtype.str}): convert it with .astype")
         if alias and not tensor.flags.writeable:
-            raise ValueError(f"{what} is read-only, and with alias=True its batches could be written into")
+            raise ValueError(f"{what} is read-only, but with alias=True its batches would be writable")
     elif hasattr(tensor, "__torch_function__") and hasattr(tensor, "layout"):
         import torch
 
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise TypeError(f"{what} is a tensor of layout {tensor.layout}; only dense ones have rows: .to_dense()")
+            raise TypeError(f"{what} has the layout {tensor.layout}, but must be dense: pass .to_dense()")
         if tensor.requires_grad:
-            raise TypeError(f"{what} requires grad, but data are fed, not trained: pass .detach()")
+            raise TypeError(f"{what} requires grad: pass .detach()")
     else:
         raise TypeError(
             f"{what} must be a tensor or a numpy array, got {type(tensor).__name__}; torch.tensor makes one"
@@ -96,7 +97,7 @@ def _check(tensor: Any, what: str, alias: bool) -> None:
     if tensor.ndim == 0:
         raise ValueError(f"{what} has no dimensions, so it has no rows")
     if alias and not _is_contiguous(tensor):
-        raise ValueError(f"{what} is not contiguous, so that batches would be no views of it: pass .contiguous()")
+        raise ValueError(f"{what} is not contiguous, so batches cannot be views of it: pass .contiguous()")
 
 
 def _is_contiguous(tensor: Any) -> bool:
@@ -107,17 +108,12 @@ def _name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def tensor_row_bytes(tensor: Any) -> int:
-    """Bytes of one row of a tensor or an array."""
-    return int(np.prod(tensor.shape[1:], dtype=np.int64)) * int(tensor.dtype.itemsize)
-
-
 def _row(tensor: Any, index: int) -> bytes:
     if isinstance(tensor, np.ndarray):
         return tensor[index : index + 1].tobytes()
     import torch
 
     row = tensor[index : index + 1].cpu().resolve_conj().resolve_neg()
-    # A single number counts as contiguous with any stride, and a view as bytes wants a stride of 1.
+    # A single number is contiguous with any stride, but a view as bytes needs a stride of 1.
     row = row.clone(memory_format=torch.contiguous_format)
     return bytes(row.view(torch.uint8).numpy().tobytes())

@@ -456,7 +456,7 @@ def test_identities_tell_datasets_apart() -> None:
 
 @pytest.mark.parametrize("bad", [3, "", b"x"])
 def test_a_fingerprint_that_is_no_text_is_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match="must be a text"):
+    with pytest.raises(TypeError, match="must be a non-empty str"):
         FromDataset(Items(), fingerprint=bad)
 
 

@@ -1,4 +1,4 @@
-"""`FailurePolicy`: what may be passed, which errors can pass, how long to wait."""
+"""`FailurePolicy`: its arguments, transient errors and pauses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aiofeed.core.failure_policy import BACKOFF_MOST_S, BACKOFF_S, as_policy, ba
 
 
 @pytest.mark.parametrize("word", ["raise", "skip", "replace"])
-def test_a_word_is_a_policy(word: str) -> None:
-    """`on_error` takes the three actions by name, and a policy as it is."""
+def test_an_action_is_a_policy(word: str) -> None:
+    """`on_error` takes an action by name, or a policy."""
     policy = as_policy(word)
     assert policy.action == word
     assert as_policy(policy) is policy
@@ -39,14 +39,14 @@ def test_a_word_is_a_policy(word: str) -> None:
         ({"retry_on": KeyboardInterrupt}, TypeError, "retry_on must be a tuple of exception types"),
     ],
 )
-def test_nonsense_is_refused(arguments: dict[str, object], error: type[Exception], message: str) -> None:
-    """The error says what was given and what is allowed."""
+def test_wrong_arguments_are_refused(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    """The error states the received value and what is allowed."""
     with pytest.raises(error, match=message):
         FailurePolicy(**arguments)  # type: ignore[arg-type]
 
 
 def test_on_error_of_another_kind_is_refused() -> None:
-    """Neither a word nor a policy."""
+    """`on_error` must be an action or a policy."""
     with pytest.raises(TypeError, match="on_error must be"):
         as_policy(None)
 
@@ -55,13 +55,13 @@ def test_on_error_of_another_kind_is_refused() -> None:
     ("most", "length", "allowed"),
     [(0, 100, 0), (7, 100, 7), (0.01, 100, 1), (0.01, 50, 1), (0.01, 150, 2), (0.0, 100, 0), (1.0, 10, 10)],
 )
-def test_max_failures_is_a_count_or_a_part(most: float, length: int, allowed: int) -> None:
-    """A part is rounded up: one bad file among fifty is within a hundredth."""
+def test_max_failures_is_a_number_or_a_fraction(most: float, length: int, allowed: int) -> None:
+    """A fraction is rounded up: 0.01 allows one bad file among fifty."""
     assert FailurePolicy("skip", max_failures=most).allowed(length) == allowed
 
 
 @pytest.mark.parametrize(
-    ("error", "passes"),
+    ("error", "transient"),
     [
         (OSError(errno.EIO, "input/output error"), True),
         (OSError(errno.ESTALE, "stale file handle"), True),
@@ -78,13 +78,13 @@ def test_max_failures_is_a_count_or_a_part(most: float, length: int, allowed: in
         (KeyError("named"), True),
     ],
 )
-def test_what_can_pass(error: BaseException, passes: bool) -> None:
-    """Input/output and network errors may be gone in a moment; a missing file and a broken image may not."""
-    assert FailurePolicy(retries=1, retry_on=(KeyError,)).is_transient(error) is passes
+def test_transient_errors(error: BaseException, transient: bool) -> None:
+    """I/O and network errors are transient; a missing file and a broken image are not."""
+    assert FailurePolicy(retries=1, retry_on=(KeyError,)).is_transient(error) is transient
 
 
 def test_pauses_double_up_to_a_limit_with_jitter() -> None:
-    """The pause before attempt n is that of the one before twice over, a quarter more or less."""
+    """Each pause is double the one before, with 25 % jitter."""
     jitter = random.Random(1)
     for attempt in range(1, 40):
         middle = min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_MOST_S)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""`format_bytes`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from aiofeed.core.formatting import format_bytes
     ("nbytes", "text"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (2 << 40, "2048.0 GiB")],
 )
-def test_bytes_are_in_the_largest_unit_that_they_fill(nbytes: int, text: str) -> None:
-    """One decimal, in the largest binary unit that is not above the number."""
+def test_bytes_are_in_the_largest_unit(nbytes: int, text: str) -> None:
+    """Numbers have one decimal and the largest binary unit that is not above them."""
     assert format_bytes(nbytes) == text

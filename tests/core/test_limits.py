@@ -1,4 +1,4 @@
-"""Limits: what is refused, and what is chosen."""
+"""`Limits`: validation and defaults."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from aiofeed.core.limits import MIB, Limits, resolve_limits
 @pytest.mark.parametrize("name", ["read_concurrency", "decode_threads", "prefetch_batches", "memory_bytes"])
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_a_limit_is_a_positive_int(name: str, value: object, error: type[Exception]) -> None:
-    """The message names the limit and what was given."""
+    """The error names the limit and the received value."""
     with pytest.raises(error, match=rf"{name}.*{value}"):
         Limits(**{name: value})
 
 
 def test_numpys_ints_are_ints() -> None:
-    """They become Python's; a tensor or a float, however whole, is none."""
+    """They become Python ints; tensors, arrays, bools and floats are refused."""
     limit = Limits(decode_threads=np.int64(3)).decode_threads  # type: ignore[arg-type]
     assert (limit, type(limit)) == (3, int)
     for other in (np.float64(3), np.array(3), torch.tensor(3), np.bool_(True)):
@@ -26,31 +26,31 @@ def test_numpys_ints_are_ints() -> None:
             Limits(decode_threads=other)  # type: ignore[arg-type]
 
 
-def test_what_is_left_open_is_chosen() -> None:
-    """Threads by cores, reads by batch, memory by what is free."""
+def test_unspecified_limits_are_chosen() -> None:
+    """Threads follow cores, reads follow the batch size, memory follows free memory."""
     chosen = resolve_limits(Limits(), batch_size=128, cpus=6, free_memory=1024 * MIB)
     assert (chosen.decode_threads, chosen.read_concurrency, chosen.memory_bytes) == (6, 128, 256 * MIB)
 
 
-def test_what_is_said_is_kept() -> None:
-    """A limit of the user's is never changed."""
-    said = Limits(read_concurrency=3, decode_threads=5, prefetch_batches=7, memory_bytes=11, device_batches=13)
-    chosen = resolve_limits(said, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
-    assert vars(chosen) == {**vars(said), "decode_threads": 5}
+def test_specified_limits_stay() -> None:
+    """Only a source that allows fewer threads changes a user-specified limit."""
+    given = Limits(read_concurrency=3, decode_threads=5, prefetch_batches=7, memory_bytes=11, device_batches=13)
+    chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
+    assert vars(chosen) == {**vars(given), "decode_threads": 5}
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 256, 1000])
-def test_defaults_stay_within_five_slots(batch_size: int) -> None:
-    """Two wait, one is read, one more; with the user's that is five, however large the batch is."""
+def test_defaults_hold_at_most_five_batches(batch_size: int) -> None:
+    """With the one that the user has, at most five large batches exist at a time."""
     chosen = resolve_limits(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30)
     if batch_size >= 64:
         assert chosen.batches_in_flight(batch_size) + 1 <= 5
-    # Slots are taken by batches that may be decoded, which are those that may wait.
+    # Only batches that may be decoded have memory, and those are the ones that may wait.
     assert chosen.prefetch_batches + 1 <= 5
 
 
 def test_a_dataset_gets_the_threads_it_allows() -> None:
-    """One thread unless the dataset says more, and never more than it says."""
+    """A dataset gets one thread unless it allows more, and never more than it allows."""
     assert resolve_limits(Limits(), batch_size=1, cpus=8, free_memory=1, most_threads=1).decode_threads == 1
     assert resolve_limits(Limits(), batch_size=1, cpus=2, free_memory=1, most_threads=4).decode_threads == 4
     limits = Limits(decode_threads=8)

@@ -568,11 +568,11 @@ def test_a_read_that_is_no_coroutine_is_told() -> None:
     ("n", "options", "told"),
     [
         (0, {}, "there are no samples"),
-        (3, {"drop_last": True}, "3 samples do not fill one of 4, and drop_last=True"),
+        (3, {"drop_last": True}, "3 samples do not fill a batch of 4, and drop_last=True"),
         (
             7,
             {"drop_last": True, "shard": (1, 2)},
-            "7 samples do not fill one of 4 on each of 2 ranks, and drop_last=True",
+            "7 samples do not fill a batch of 4 on each of 2 ranks, and drop_last=True",
         ),
     ],
 )

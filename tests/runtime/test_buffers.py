@@ -1,9 +1,10 @@
-"""Slots: memory that is used again, and never while somebody still looks at it."""
+"""Buffer pools: memory is reused, and never while anything refers to it."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import os
 import weakref
 from collections.abc import Callable
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from aiofeed.runtime import buffers
 from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool, PinnedBufferPool, array
 
 LARGE = 4 * SMALL_BYTES
 
 
 def test_dropped_memory_is_used_again() -> None:
-    """Once nothing refers to a block, the next batch gets the same one."""
+    """The next batch gets the block of a batch that was dropped."""
     memory = HostBufferPool(keep=2)
     first = memory.take(LARGE)
     address = first.ctypes.data
@@ -39,10 +41,11 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("derive", DERIVED)
 def test_memory_with_any_derived_object_alive_is_left_alone(derive: str) -> None:
-    """A tensor, a view of one, an array of one: whatever is alive keeps the block."""
+    """A block is not reused while a tensor, view or array derived from it is alive, and is reused afterwards."""
     memory = HostBufferPool(keep=2)
     owner = memory.take(LARGE)
     owner[:] = 7
+    address = owner.ctypes.data
     kept = DERIVED[derive](owner)
     del owner
     for _ in range(4):
@@ -51,31 +54,42 @@ def test_memory_with_any_derived_object_alive_is_left_alone(derive: str) -> None
         del other
     assert set(np.asarray(kept).view(np.uint8).ravel().tolist()) == {7}
     del kept
-    assert memory.lent == 0
+    assert address in {block.ctypes.data for block in [memory.take(LARGE) for _ in range(2)]}
 
 
 def test_small_memory_does_not_keep_a_block() -> None:
-    """Labels are memory of their own, so that keeping them keeps nothing else."""
+    """Labels have memory of their own, so keeping them keeps no block."""
     memory = HostBufferPool(keep=2)
+    block = memory.take(LARGE)
+    address = block.ctypes.data
+    del block
     labels = array(memory, (64,), np.dtype(np.int64))
-    assert memory.lent == 0
     assert labels.shape == (64,)
+    assert memory.take(LARGE).ctypes.data == address
 
 
-def test_free_blocks_are_bounded() -> None:
-    """What comes back beyond `keep` goes to the system."""
+def test_free_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the blocks that come back, `keep` are reused and the others go back to the system."""
+    mapped: list[int] = []
+    real = buffers._anonymous
+
+    def anonymous(size: int) -> mmap.mmap:
+        mapped.append(size)
+        return real(size)
+
+    monkeypatch.setattr(buffers, "_anonymous", anonymous)
     memory = HostBufferPool(keep=2)
-    blocks = [memory.take(LARGE) for _ in range(5)]
-    assert memory.lent == 5
-    del blocks
-    assert memory.lent == 0
-    assert len(memory._free) == 2
+    for most in (5, 5 + 3):
+        blocks = [memory.take(LARGE) for _ in range(5)]
+        assert len(mapped) == most
+        del blocks
     memory.clear()
-    assert len(memory._free) == 0
+    assert memory.take(LARGE).nbytes == LARGE
+    assert len(mapped) == 5 + 3 + 1
 
 
 def test_a_much_larger_block_is_not_spent_on_a_small_request() -> None:
-    """A block is used again for requests of at least half its size."""
+    """A block is reused for requests of at least half its size."""
     memory = HostBufferPool(keep=4)
     large = memory.take(10 * LARGE)
     address = large.ctypes.data
@@ -84,7 +98,7 @@ def test_a_much_larger_block_is_not_spent_on_a_small_request() -> None:
 
 
 def test_pinned_memory_comes_back_when_given_back() -> None:
-    """A lease's blocks are reused after give_back, and only then; twice is once."""
+    """The blocks of a lease are reused after give_back, and only then; a second give_back does nothing."""
     pinned: list[np.ndarray] = []
 
     def pin(nbytes: int) -> np.ndarray:
@@ -96,18 +110,19 @@ def test_pinned_memory_comes_back_when_given_back() -> None:
     lease.take(1000)
     other = memory.lease()
     other.take(1000)
-    assert len(pinned) == memory.lent == 2
+    assert len(pinned) == 2
     lease.give_back()
     lease.give_back()
-    assert memory.lent == 1
     again = memory.lease()
     assert again.take(900).nbytes == 900
     assert len(pinned) == 2
+    assert again.take(900).nbytes == 900
+    assert len(pinned) == 3
     assert memory.pinned
 
 
 def test_memory_that_cannot_be_pinned_falls_back_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal to pin is logged once, and pageable memory serves."""
+    """A refusal to pin is logged once, and pageable memory is used."""
 
     def refuse(nbytes: int) -> np.ndarray:
         raise RuntimeError("no locked memory left")
@@ -122,7 +137,7 @@ def test_memory_that_cannot_be_pinned_falls_back_with_one_warning(caplog: pytest
 
 
 def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: pytest.LogCaptureFixture) -> None:
-    """A log record that somebody keeps has the error's text, not its traceback and the frames behind that."""
+    """The log record has the error's text and no reference to its traceback."""
 
     class Batch:
         pass
@@ -144,20 +159,20 @@ def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: py
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_keeps_its_batches() -> None:
-    """What the parent writes into a block afterwards is not seen by a child that was forked while it was lent."""
+    """A child that was forked while a block was in use does not see later writes of its parent."""
     memory = HostBufferPool(keep=2)
     block = memory.take(200_000)
     block[:] = 1
-    told, tell = os.pipe()
+    answer, write_answer = os.pipe()
     go, wait = os.pipe()
     child = os.fork()
     if child == 0:
         os.read(go, 1)
-        os.write(tell, b"%d" % int(block.max()))
+        os.write(write_answer, b"%d" % int(block.max()))
         os._exit(0)
     block[:] = 2
     os.write(wait, b".")
     os.waitpid(child, 0)
-    assert os.read(told, 8) == b"1"
-    for descriptor in (told, tell, go, wait):
+    assert os.read(answer, 8) == b"1"
+    for descriptor in (answer, write_answer, go, wait):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Processes that are sent signals or end in other ways: promptly, with the right code and report, leaving nothing."""
+"""Processes that get signals or end in other ways do so promptly, with the right exit code, output and clean-up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.signal_cases import (
     FRESH_SPREAD_S,
     GRACE_S,
     PROMISE_S,
+    WITHOUT_TORCH,
     Child,
     End,
     ForkServer,
@@ -37,9 +39,10 @@ def start() -> Iterator[ForkServer]:
 
 
 def begun(child: Child) -> Child:
+    """The child, after its first line."""
     if (first := child.line()) != "ready":
-        child.send(signal.SIGKILL)  # else it would run for ever
-        raise AssertionError(f"it began with {first!r}: {child.end()}")
+        child.send(signal.SIGKILL)  # it would not end
+        raise AssertionError(f"the first line is {first!r}: {child.end()}")
     return child
 
 
@@ -48,8 +51,8 @@ def right(end: End, returncode: int = 0, error: str | None = None, out: str = ""
     assert end.out == out
 
 
-def test_a_child_that_nobody_waits_for_does_not_mix_with_the_next(start: ForkServer) -> None:
-    """What the fork server says of one is not taken for another's, whenever it is read."""
+def test_the_fork_server_distinguishes_its_children(start: ForkServer) -> None:
+    """The end of a child is not taken for that of another, whenever it is read."""
     endless = begun(start("slow"))
     ended = start("no such script")
     assert ended.line() == "ready"
@@ -61,14 +64,14 @@ def test_a_child_that_nobody_waits_for_does_not_mix_with_the_next(start: ForkSer
 
 
 def test_ctrl_c_at_random_moments() -> None:
-    """Whatever the script is doing: one KeyboardInterrupt, and the process ends within the promise."""
+    """At any moment SIGINT causes one KeyboardInterrupt, and the process ends in time."""
     totals = run_signal_cases(20, seed=random.randrange(2**32))
     totals.check()
     assert totals.signals == 20
 
 
 def test_sigterm_at_random_moments() -> None:
-    """The process dies of it at once and in silence, and leaves nothing behind."""
+    """At any moment SIGTERM ends the process at once, without output and with nothing left behind."""
     totals = run_signal_cases(5, seed=random.randrange(2**32), number=signal.SIGTERM, servers=1)
     totals.check()
     assert totals.signals == 5
@@ -76,7 +79,7 @@ def test_sigterm_at_random_moments() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "device", "asynchronous_closing"])
 def test_ctrl_c_in_a_fresh_interpreter(name: str) -> None:
-    """From the first import of aiofeed on."""
+    """SIGINT from the import of aiofeed on causes one KeyboardInterrupt."""
     after_s = random.uniform(0, FRESH_SPREAD_S)
     child = begun(fresh(name))
     time.sleep(after_s)
@@ -85,8 +88,39 @@ def test_ctrl_c_in_a_fresh_interpreter(name: str) -> None:
     assert not interrupted(end, name), (after_s, end)
 
 
+def interrupt_without_torch(after_s: float) -> list[str]:
+    """The problems of a process that gets SIGINT so many seconds after it begins to import aiofeed."""
+    child = begun(fresh("endless", WITHOUT_TORCH))
+    time.sleep(after_s)
+    child.send(signal.SIGINT)
+    end = child.end()
+    if end.returncode == -signal.SIGABRT and "pybind11::error_already_set" in end.err:
+        return []  # the signal arrived in one of torch's C++ initialisers, which abort then
+    return [f"after {after_s:.2f} s: {wrong}\n{end.err}" for wrong in interrupted(end, "endless")]
+
+
+def test_ctrl_c_while_torch_is_imported() -> None:
+    """A process that is importing torch for its first batch dies of SIGINT with one traceback."""
+    # The import begins after 0.2 s and takes a second or more.
+    for after_s in (0.1, 0.5, 1.0):
+        assert not interrupt_without_torch(after_s + random.uniform(0, 0.2))
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_each_moment_of_the_first_two_seconds() -> None:
+    """SIGINT at any moment, in steps of 20 ms, ends a process that imports torch with one traceback."""
+    with ThreadPoolExecutor(2) as pool:
+        wrong = list(pool.map(interrupt_without_torch, [moment * 0.02 for moment in range(101)]))
+    assert not sum(wrong, [])
+
+
+def test_the_end_of_main_while_torch_is_imported() -> None:
+    """A script that ends while its feeder imports torch exits with 0 and prints nothing."""
+    right(begun(fresh("end", WITHOUT_TORCH)).end())
+
+
 def test_sigterm_in_a_fresh_interpreter() -> None:
-    """As in any other."""
+    """SIGTERM from the import of aiofeed on ends the process at once."""
     child = begun(fresh("images"))
     time.sleep(random.uniform(0, FRESH_SPREAD_S))
     child.send(signal.SIGTERM)
@@ -94,7 +128,7 @@ def test_sigterm_in_a_fresh_interpreter() -> None:
 
 
 def test_two_signals_at_once(start: ForkServer) -> None:
-    """The second may come in the middle of the report of the first; nothing of aiofeed's complains of it."""
+    """A second SIGINT may interrupt the report of the first; aiofeed reports nothing."""
     child = begun(start("stuck"))
     time.sleep(0.2)
     child.send(signal.SIGINT)
@@ -110,8 +144,8 @@ def test_two_signals_at_once(start: ForkServer) -> None:
         assert "/aiofeed/" not in ignored, end.err
 
 
-def test_ctrl_c_with_a_handler_of_the_users(start: ForkServer) -> None:
-    """It runs, and the script goes on to its own end."""
+def test_ctrl_c_with_a_handler_of_the_user(start: ForkServer) -> None:
+    """The handler runs, and the script goes on to its own end."""
     child = begun(start("own_handler"))
     assert child.line() == "listening"
     time.sleep(random.uniform(0, 0.1))
@@ -120,7 +154,7 @@ def test_ctrl_c_with_a_handler_of_the_users(start: ForkServer) -> None:
 
 
 def test_ctrl_c_with_a_handler_that_raises(start: ForkServer) -> None:
-    """The loop is left by the user's own exception, and the feeder works again."""
+    """The handler's exception leaves the loop, and the feeder works again."""
     child = begun(start("own_exception"))
     assert child.line() == "listening"
     time.sleep(random.uniform(0, 0.1))
@@ -129,7 +163,7 @@ def test_ctrl_c_with_a_handler_that_raises(start: ForkServer) -> None:
 
 
 def test_ctrl_c_while_closing(start: ForkServer) -> None:
-    """close() that waits for a decoder is left at once, and the exit waits for it no longer than ever."""
+    """SIGINT interrupts a close() that waits for a decoder, and the exit takes no longer than otherwise."""
     child = begun(start("close_of_a_stuck_feeder"))
     assert child.line() == "closing"
     time.sleep(random.uniform(0, 0.1))
@@ -138,7 +172,7 @@ def test_ctrl_c_while_closing(start: ForkServer) -> None:
 
 
 def test_ctrl_c_while_the_interpreter_ends(start: ForkServer) -> None:
-    """It waits no longer, and the exit code is what it would have been."""
+    """SIGINT ends the wait at interpreter exit and does not change the exit code."""
     right(begun(start("ctrl_c_at_the_exit_of_a_stuck_feeder")).end())
 
 
@@ -155,30 +189,30 @@ def test_ctrl_c_while_the_interpreter_ends(start: ForkServer) -> None:
     ],
 )
 def test_the_end_of_main(start: ForkServer, name: str) -> None:
-    """A script that ends with a feeder at work exits with 0, promptly and in silence."""
+    """A script that ends with a running feeder exits with 0, promptly and without output."""
     right(begun(start(name)).end())
 
 
 def test_sys_exit_in_the_loop(start: ForkServer) -> None:
-    """Its exit code, and silence."""
+    """The process has that exit code and no output."""
     right(begun(start("end_by_sys_exit")).end(), 3)
 
 
 def test_os_exit_in_the_loop(start: ForkServer) -> None:
-    """Its exit code, and silence."""
+    """The process has that exit code and no output."""
     right(begun(start("end_by_os_exit")).end(), 4)
 
 
 def test_an_error_in_the_loop(start: ForkServer) -> None:
-    """Exactly its traceback."""
+    """The process prints exactly the traceback of the error."""
     right(begun(start("end_by_an_error")).end(), 1, "ZeroDivisionError: in the loop")
 
 
 def test_an_error_of_a_decoder(start: ForkServer) -> None:
-    """DecodeError, with its cause and nothing else."""
+    """The process prints DecodeError and its cause, and nothing else."""
     end = begun(start("end_by_a_decoder")).end()
     assert (end.returncode, end.left) == (1, ())
-    assert end.err.count("Traceback") == 2  # the cause's, and its own
+    assert end.err.count("Traceback") == 2  # of the cause, and of the error
     assert "direct cause" in end.err
     assert "aiofeed.DecodeError" in end.err.splitlines()[-1]
     assert "Exception ignored" not in end.err

@@ -1,4 +1,4 @@
-"""`memory_bytes`: what is in flight, by the test's own accounting of every byte that is alive, and by the system's."""
+"""`memory_bytes` limits the bytes in flight, measured by a ledger of all live bytes and by the system."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Ledger:
-    """Bytes that are alive now, and the most there were at a time."""
+    """Counts the live bytes and their peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = self.added = 0
         self._lock = threading.Lock()
 
     def array(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory that is counted until nothing refers to it."""
+        """An array that is counted until nothing refers to it."""
         made = np.ones(nbytes, np.uint8)
         self._add(nbytes)
         weakref.finalize(made, self._add, -nbytes)
@@ -45,7 +45,7 @@ class Ledger:
 
 
 class Sized:
-    """Samples of given sizes, as large decoded as encoded, or so many times as large."""
+    """Samples of given encoded sizes; the decoded size is ``growth`` times as large."""
 
     def __init__(self, sizes: list[int], growth: int = 1) -> None:
         self.sizes = sizes
@@ -65,7 +65,7 @@ class Sized:
         return self.ledger.array(data.nbytes * self.growth)
 
     def feeder(self, batch_size: int, **limits: int) -> Feeder[Any]:
-        # A batch is the list of its samples, so that every byte of it is in the ledger.
+        # A batch is the list of its samples, so the ledger has all of its bytes.
         return Feeder(
             self,
             decode=self.decode,
@@ -77,18 +77,18 @@ class Sized:
         )
 
     def epoch(self, feeder: Feeder[Any]) -> int:
-        """The most bytes alive in one epoch, of which every sample came; what was handed out is dropped at once."""
+        """Iterate an epoch, dropping each batch at once, and check its samples; return the peak of live bytes."""
         self.ledger.forget_peak()
-        came = []
+        sizes = []
         for batch in feeder:
-            came += [sample.nbytes for sample in batch]
+            sizes += [sample.nbytes for sample in batch]
             del batch
-        assert sorted(came) == sorted(size * self.growth for size in self.sizes)
+        assert sorted(sizes) == sorted(size * self.growth for size in self.sizes)
         return self.ledger.peak
 
 
 def settled(feeder: Feeder[Any], source: Sized) -> None:
-    """Let the engine do all that it may: its loop has gone round a few times with nothing new to count."""
+    """Wait until the engine adds no more memory: a few iterations of its loop have not changed the ledger."""
     loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
     seen, same = -1, 0
     while same < 5:
@@ -101,7 +101,7 @@ def settled(feeder: Feeder[Any], source: Sized) -> None:
 
 
 def mixed(seed: int) -> list[int]:
-    """Mostly a KiB, now and then up to 40 MiB."""
+    """Mostly 1 KiB, sometimes up to 40 MiB."""
     sizes = [40 * MIB, 20 * MIB, 10 * MIB, 5 * MIB] * 4 + [KIB] * 104
     random.Random(seed).shuffle(sizes)
     return sizes
@@ -110,7 +110,7 @@ def mixed(seed: int) -> list[int]:
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("decode_threads", [1, 3])
 def test_samples_of_one_size_stay_within_memory_bytes(batch_size: int, decode_threads: int) -> None:
-    """Encoded plus decoded, at any moment: no more than that, beside the batch that was handed out."""
+    """Encoded plus decoded bytes never exceed memory_bytes and the batch that was handed out."""
     source = Sized([MIB] * 60)
     most = 16 * MIB
     with source.feeder(batch_size, memory_bytes=most, prefetch_batches=8, decode_threads=decode_threads) as feeder:
@@ -118,49 +118,49 @@ def test_samples_of_one_size_stay_within_memory_bytes(batch_size: int, decode_th
             assert source.epoch(feeder) <= most + batch_size * MIB
 
 
-def test_a_sample_larger_than_memory_bytes_goes_alone() -> None:
-    """One batch may always proceed, and while it does no other does."""
+def test_a_sample_larger_than_memory_bytes_proceeds_alone() -> None:
+    """One batch may always proceed; one above the limit does so alone."""
     source = Sized([40 * MIB] * 8)
     with source.feeder(1, memory_bytes=8 * MIB, prefetch_batches=4) as feeder:
         for _ in range(2):
-            # Encoded and decoded, and the one handed out before.
+            # Encoded, decoded, and the one handed out before.
             assert source.epoch(feeder) <= 3 * 40 * MIB
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("memory_bytes", [8 * MIB, 64 * MIB])
 def test_a_mix_of_tiny_and_huge_samples_is_bounded(memory_bytes: int, seed: int) -> None:
-    """Sizes are learned by reading: beyond memory_bytes there is at most what was being read when a huge one came."""
+    """Sizes are known after reading, so memory_bytes is exceeded by the concurrent reads of huge samples at most."""
     source = Sized(mixed(seed))
     reads, largest = 2, max(source.sizes)
     with source.feeder(1, memory_bytes=memory_bytes, read_concurrency=reads, prefetch_batches=2) as feeder:
         peaks = [source.epoch(feeder) for _ in range(3)]
-    # The one decoded is there twice, encoded and decoded, and one was handed out.
+    # One sample is both encoded and decoded, and one was handed out.
     assert max(peaks) <= memory_bytes + (reads + 2) * largest
-    # Encoded and decoded, all of it would be several times that.
+    # All samples, encoded and decoded, would be several times as large.
     assert 2 * sum(source.sizes) > 2.5 * (memory_bytes + (reads + 2) * largest)
     gc.collect()
     assert source.ledger.now == 0
 
 
-def test_what_collate_fn_made_counts() -> None:
-    """With a collate_fn as without: the finished batches that wait are within memory_bytes."""
+def test_the_result_of_collate_fn_counts() -> None:
+    """Finished batches made by a collate_fn stay within memory_bytes."""
     source = Sized([256 * KIB] * 48, growth=8)
     with source.feeder(1, memory_bytes=10 * MIB, prefetch_batches=16) as feeder:
         iterator = iter(feeder)
         held = next(iterator)
-        # The consumer takes its time: as much is read ahead as may be.
+        # The consumer waits, so the engine reads ahead as far as it may.
         settled(feeder, source)
         assert held[0].nbytes < source.ledger.peak <= 10 * MIB + 2 * MIB
         del held, iterator
 
 
 def test_resident_memory_is_flat_over_epochs() -> None:
-    """The peak of later epochs is that of the first ones, give or take what malloc keeps."""
+    """Later epochs have the peak of the first ones, apart from memory that malloc retains."""
     sizes = [2 * MIB] * 40
     resident: list[int] = []
     process = psutil.Process()
-    # default_collate's rules: the feeder's own memory for batches, used again.
+    # Batches of default_collate use the feeder's own buffers.
     source = Sized(sizes)
     with Feeder(source, decode=source.decode, batch_size=4, limits=Limits(memory_bytes=64 * MIB), shard=None) as feeder:
         for _ in range(6):
@@ -174,7 +174,7 @@ def test_resident_memory_is_flat_over_epochs() -> None:
 
 
 def test_dropped_batches_cost_no_page_faults() -> None:
-    """Once the first batches have come back, memory of the next is mapped already, however large; a kept one stays."""
+    """Large batches reuse the mapped memory of dropped ones, and never that of a batch that is referenced."""
     resource: Any = pytest.importorskip("resource", reason="counts page faults")
     pages = 16 * MIB // resource.getpagesize()
     sample = np.ones(4 * MIB, np.uint8)

@@ -1,4 +1,4 @@
-"""The queue between the engine's thread and a consumer that is a thread or a coroutine."""
+"""`BatchQueue`: from the engine's thread to a consumer that is a thread or a task."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import asyncio
 import signal
 import threading
 from queue import Empty
+from typing import TypeVar
 
 import pytest
 
 from aiofeed.runtime.queue import BatchQueue
+
+T = TypeVar("T")
+
+
+async def take(queue: BatchQueue[T]) -> T:
+    """The next item, taken the way `FeedIterator.__anext__` takes it."""
+    item = await queue.peek_async()
+    del queue.items[0]
+    return item
 
 
 def test_items_come_out_in_order() -> None:
@@ -24,30 +34,30 @@ def test_items_come_out_in_order() -> None:
 
 
 async def test_a_coroutine_is_woken_from_another_thread() -> None:
-    """Every item put by a thread reaches the awaiting task, in order."""
+    """Every item that a thread puts reaches the waiting task, in order."""
     queue: BatchQueue[int] = BatchQueue()
     thread = threading.Thread(target=lambda: [queue.put(number) for number in range(2000)])
     thread.start()
-    assert [await queue.get_async() for _ in range(2000)] == list(range(2000))
+    assert [await take(queue) for _ in range(2000)] == list(range(2000))
     thread.join()
 
 
 async def test_cancelling_a_waiting_coroutine_loses_nothing() -> None:
-    """An item that arrives after a cancelled get is there for the next."""
+    """An item that arrives after a cancelled wait stays for the next one."""
     queue: BatchQueue[str] = BatchQueue()
-    waiting = asyncio.create_task(queue.get_async())
+    waiting = asyncio.create_task(take(queue))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     queue.put("kept")
-    assert await queue.get_async() == "kept"
+    assert await take(queue) == "kept"
 
 
-async def test_an_item_put_while_the_get_is_cancelled_is_kept() -> None:
-    """Put and cancel in the same turn of the loop: the item stays in the queue."""
+async def test_an_item_put_while_the_wait_is_cancelled_is_kept() -> None:
+    """After a put and a cancellation in the same iteration of the loop, the item stays in the queue."""
     queue: BatchQueue[str] = BatchQueue()
-    waiting = asyncio.create_task(queue.get_async())
+    waiting = asyncio.create_task(take(queue))
     await asyncio.sleep(0)
     queue.put("kept")
     waiting.cancel()
@@ -57,11 +67,11 @@ async def test_an_item_put_while_the_get_is_cancelled_is_kept() -> None:
 
 
 def test_put_survives_a_consumer_whose_loop_is_closed() -> None:
-    """A consumer that is gone does not make the producer fail."""
+    """put() does not fail when the loop of the waiting task is closed."""
     queue: BatchQueue[int] = BatchQueue()
 
     async def abandoned() -> None:
-        task = asyncio.ensure_future(queue.get_async())
+        task = asyncio.ensure_future(take(queue))
         await asyncio.sleep(0)
         queue._waiter_kept = queue._waiter  # type: ignore[attr-defined]
         task.cancel()
@@ -73,8 +83,8 @@ def test_put_survives_a_consumer_whose_loop_is_closed() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
-def test_a_signal_breaks_a_blocked_get() -> None:
-    """A signal handler that raises ends the wait of the main thread."""
+def test_a_signal_interrupts_a_blocked_get() -> None:
+    """A signal handler that raises interrupts get() in the main thread."""
 
     class Rung(Exception):
         pass
@@ -92,13 +102,13 @@ def test_a_signal_breaks_a_blocked_get() -> None:
 
 
 async def test_a_second_task_that_waits_is_refused() -> None:
-    """One task at a time may wait; the first goes on undisturbed."""
+    """One task at a time may wait; the refusal does not disturb it."""
     queue: BatchQueue[str] = BatchQueue()
-    waiting = asyncio.create_task(queue.get_async())
+    waiting = asyncio.create_task(take(queue))
     await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="another task waits"):
-        await queue.get_async()
+    with pytest.raises(RuntimeError, match="another task is already waiting"):
+        await take(queue)
     queue.put("item")
     assert await waiting == "item"
     queue.put("next")
-    assert await queue.get_async() == "next"
+    assert await take(queue) == "next"

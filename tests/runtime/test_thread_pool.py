@@ -1,4 +1,4 @@
-"""Threads of our own."""
+"""`ThreadPool`: threads on demand, bounded jobs, bounded joins."""
 
 from __future__ import annotations
 
@@ -8,34 +8,40 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.thread_pool import BACKLOG_RUNS, RESIZE_INTERVAL_S, STARVING_INTERVAL_S, ReadPoolSizer, ThreadPool
 
 
-def test_threads_start_on_demand_and_end_when_told() -> None:
-    """A pool has no thread before work, no more than its bound under load, none after stop."""
+def threads_of(pool: ThreadPool) -> list[threading.Thread]:
+    """The running threads of a pool."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"aiofeed-{pool.name}-")]
+
+
+def test_threads_start_on_demand_and_end_with_stop() -> None:
+    """A pool has no thread before the first job, at most `max_threads` under load, and none after stop."""
     pool = ThreadPool("test", 3)
-    assert pool.threads == ()
+    assert threads_of(pool) == []
     release = threading.Event()
     futures = [pool.submit(release.wait) for _ in range(8)]
-    assert len(pool.threads) == 3
+    assert len(threads_of(pool)) == 3
     release.set()
     assert all(future.result(5) for future in futures)
     pool.stop()
     assert pool.join(5)
+    assert threads_of(pool) == []
 
 
 def test_a_single_stream_of_jobs_uses_a_single_thread() -> None:
-    """Jobs that follow one another do not start a second thread."""
+    """Jobs submitted one after another do not start a second thread."""
     pool = ThreadPool("test", 8)
     for number in range(50):
         assert pool.submit(lambda number=number: number).result(5) == number
-    assert len(pool.threads) == 1
+    assert len(threads_of(pool)) == 1
     pool.stop()
     assert pool.join(5)
 
 
-def test_a_job_that_waits_goes_on_in_the_thread_that_is_done() -> None:
-    """With one lane and two threads, what has queued up behind a job runs where that ran: nobody is woken for it."""
+def test_a_queued_job_runs_in_the_thread_of_the_job_before() -> None:
+    """With two threads and `max_running=1`, queued jobs wake no other thread."""
     pool = ThreadPool("queue", 2)
     barrier = threading.Barrier(3, timeout=10)
     both = [pool.submit(barrier.wait) for _ in range(2)]
@@ -55,7 +61,7 @@ def test_a_job_that_waits_goes_on_in_the_thread_that_is_done() -> None:
 
 
 def test_errors_reach_the_future_and_the_thread_lives_on() -> None:
-    """An exception, SystemExit included, belongs to the future."""
+    """The future gets any exception, SystemExit included."""
     pool = ThreadPool("test", 1)
     for error in (ValueError("v"), SystemExit(3)):
 
@@ -69,8 +75,8 @@ def test_errors_reach_the_future_and_the_thread_lives_on() -> None:
     assert pool.join(5)
 
 
-def test_stop_cancels_what_has_not_started_and_does_not_wait() -> None:
-    """stop() returns while a job is stuck; queued jobs are cancelled; join is bounded."""
+def test_stop_cancels_queued_jobs_and_does_not_wait() -> None:
+    """stop() returns while a job is stuck and cancels queued jobs; join() keeps to its timeout."""
     pool = ThreadPool("test", 1)
     started, release = threading.Event(), threading.Event()
 
@@ -91,22 +97,23 @@ def test_stop_cancels_what_has_not_started_and_does_not_wait() -> None:
 
 
 def test_threads_are_daemons() -> None:
-    """The interpreter does not wait for them."""
+    """Interpreter exit does not wait for them."""
     pool = ThreadPool("test", 1)
     pool.submit(int).result(5)
-    assert all(thread.daemon for thread in pool.threads)
+    assert threads_of(pool)
+    assert all(thread.daemon for thread in threads_of(pool))
     pool.shutdown()
     assert pool.join(5)
 
 
-def test_lanes_bound_what_runs_and_can_be_changed() -> None:
-    """Jobs beyond the lanes wait, and start when lanes are added."""
+def test_max_running_bounds_the_running_jobs_and_can_be_changed() -> None:
+    """Further jobs wait, and start when the bound is raised."""
     pool = ThreadPool("test", 4, max_running=1)
     release = threading.Event()
     futures = [pool.submit(release.wait) for _ in range(6)]
-    assert (pool.running, pool.backlog, len(pool.threads)) == (1, 5, 1)
+    assert (pool.running, pool.backlog, len(threads_of(pool))) == (1, 5, 1)
     pool.set_max_running(3)
-    assert (pool.running, pool.backlog, len(pool.threads)) == (3, 3, 3)
+    assert (pool.running, pool.backlog, len(threads_of(pool))) == (3, 3, 3)
     pool.set_max_running(100)
     assert pool.max_running == 4
     pool.set_max_running(1)
@@ -116,7 +123,7 @@ def test_lanes_bound_what_runs_and_can_be_changed() -> None:
     assert pool.join(5)
 
 
-def test_waiting_share_tells_waiting_from_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near 1 for jobs that wait, low for jobs that compute."""
     wall = cpu = 100.0
 
@@ -134,3 +141,53 @@ def test_waiting_share_tells_waiting_from_work(monkeypatch: pytest.MonkeyPatch) 
     assert pool.waiting_share < 0.3
     pool.stop()
     assert pool.join(5)
+
+
+class PoolState:
+    """What `ReadPoolSizer` reads from a pool, and the size that it sets."""
+
+    def __init__(self, *, max_running: int, running: int = 0, backlog: int = 0, waiting_share: float = 0.0) -> None:
+        self.max_threads = self.max_running = max_running
+        self.running = running
+        self.backlog = backlog
+        self.waiting_share = waiting_share
+
+    def set_max_running(self, max_running: int) -> None:
+        self.max_running = max_running
+
+
+def sizer(reads: PoolState, decodes: PoolState) -> ReadPoolSizer:
+    return ReadPoolSizer(reads, decodes)  # type: ignore[arg-type]
+
+
+def test_reads_that_wait_for_storage_get_more_threads() -> None:
+    """While decode threads wait for them, the number of concurrent reads doubles, in short intervals."""
+    reads = PoolState(max_running=1, backlog=9, waiting_share=0.95)
+    resize = sizer(reads, PoolState(max_running=4, running=3)).resize
+    assert [(resize(), reads.max_running) for _ in range(3)] == [(STARVING_INTERVAL_S, n) for n in (2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("reads", "decodes"),
+    [
+        (PoolState(max_running=2, backlog=9, waiting_share=0.5), PoolState(max_running=4, running=3)),
+        (PoolState(max_running=2, backlog=9, waiting_share=0.95), PoolState(max_running=4, running=4)),
+        (PoolState(max_running=2, waiting_share=0.95), PoolState(max_running=4, running=3)),
+    ],
+    ids=["reads that compute", "busy decoders", "no read that waits"],
+)
+def test_other_reads_get_no_more_threads(reads: PoolState, decodes: PoolState) -> None:
+    """One thread reads the page cache faster than it is decoded; a second would compete for the GIL."""
+    sizer(reads, decodes).resize()
+    assert reads.max_running == 2
+
+
+def test_reads_get_fewer_threads_while_decoding_has_a_backlog() -> None:
+    """The number of concurrent reads is halved each time that some runs have found a backlog, down to 1."""
+    reads = PoolState(max_running=4)
+    resize = sizer(reads, PoolState(max_running=2, running=2, backlog=3)).resize
+    found = []
+    for _ in range(3 * BACKLOG_RUNS):
+        assert resize() == RESIZE_INTERVAL_S
+        found.append(reads.max_running)
+    assert found == [4] * (BACKLOG_RUNS - 1) + [2] * BACKLOG_RUNS + [1] * (BACKLOG_RUNS + 1)

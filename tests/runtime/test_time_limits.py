@@ -1,4 +1,4 @@
-"""`read_timeout_s` and `decode_timeout_s`: what runs over is named, and its late result reaches nobody."""
+"""`read_timeout_s` and `decode_timeout_s`: errors name the sample, and late results are discarded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_S = 0.1
 
 
 class Numbers:
-    """A source of n numbers; those in `slow` are not read before `gate` is set, in the way that `how` says."""
+    """A source of n numbers. Reads of those in `slow` do not end before `gate` is set; `how` is the way they wait."""
 
     def __init__(self, n: int = 12, slow: tuple[int, ...] = (), how: str = "await") -> None:
         self.n = n
@@ -49,7 +49,7 @@ class Numbers:
         await asyncio.get_running_loop().create_future()
 
     async def _resist(self) -> None:
-        """Swallow the first cancellation, as badly written clients do."""
+        """Swallow the first cancellation, like badly written clients."""
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -64,7 +64,7 @@ def number(data: bytes) -> torch.Tensor:
 
 
 class Stuck:
-    """A decoder that is stuck at some numbers until it is let go."""
+    """A decoder that is stuck at some numbers until `gate` is set."""
 
     def __init__(self, *stuck: int) -> None:
         self.stuck = stuck
@@ -80,7 +80,7 @@ class Stuck:
 
 
 class StuckInPlace(Stuck):
-    """The same, filling rows in place."""
+    """The same, decoding in place."""
 
     row = Row((4, 8), "float32")
     takes_seed = False
@@ -93,7 +93,7 @@ class StuckInPlace(Stuck):
 
 @pytest.fixture
 def stuck() -> Iterator[list[Stuck]]:
-    """Decoders that are let go at the end of the test, so that their threads can end."""
+    """Decoders whose gates are set at the end of the test, so that their threads end."""
     decoders: list[Stuck] = []
     yield decoders
     for decoder in decoders:
@@ -104,8 +104,8 @@ def stuck() -> Iterator[list[Stuck]]:
 
 
 @pytest.mark.parametrize("how", ["await", "resist", "block"])
-def test_a_read_that_runs_over_is_an_error_with_its_key(how: str) -> None:
-    """Whether it awaits, resists being cancelled or blocks a thread; the others come through."""
+def test_a_read_that_exceeds_the_limit_is_an_error_with_its_key(how: str) -> None:
+    """The read may await, resist cancellation or block a thread; other samples are not affected."""
     source = Numbers(slow=(5,), how=how)
     feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(read_timeout_s=LIMIT_S))
     iterator = iter(feeder)
@@ -118,8 +118,8 @@ def test_a_read_that_runs_over_is_an_error_with_its_key(how: str) -> None:
     feeder.close()
 
 
-def test_reads_that_block_threads_leave_the_others_theirs() -> None:
-    """More reads hang in threads than there are lanes, one after the other: each gives its lane back."""
+def test_reads_that_block_threads_do_not_delay_others() -> None:
+    """More reads hang than may run at a time; each is abandoned, and the next one runs."""
     source = Numbers(n=160, slow=tuple(range(0, 160, 2)), how="block")
     on_error = FailurePolicy("skip", read_timeout_s=0.05, max_failures=80)
     feeder = Feeder(source, decode=number, batch_size=40, on_error=on_error)
@@ -130,8 +130,8 @@ def test_reads_that_block_threads_leave_the_others_theirs() -> None:
     feeder.close()
 
 
-def test_a_read_that_ran_over_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time-out is what can pass."""
+def test_a_read_that_exceeds_the_limit_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout is a transient error."""
     monkeypatch.setattr("aiofeed.core.failure_policy.BACKOFF_S", 0.001)
 
     class Once(Numbers):
@@ -147,21 +147,21 @@ def test_a_read_that_ran_over_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Many(Numbers):
-    """Reads several in one go, which hangs as long as one of them."""
+    """Reads several samples in one call, which hangs if one of them does."""
 
     async def read_many(self, indices: list[int]) -> list[bytes]:
         return [await self.read(index) for index in indices]
 
 
-def test_many_reads_in_one_go_have_the_limit_together() -> None:
-    """If they run over they are read one by one, and the one that hangs is named."""
+def test_read_many_has_the_limit_of_one_read() -> None:
+    """If read_many exceeds the limit, samples are read one by one, and the one that hangs fails."""
     on_error = FailurePolicy("skip", read_timeout_s=LIMIT_S)
     feeder = Feeder(Many(slow=(5,)), decode=number, batch_size=4, on_error=on_error)
     assert [batch.tolist() for batch in feeder] == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
 
 
-def test_without_a_limit_nothing_runs_over() -> None:
-    """The default sets none: a read takes as long as it takes."""
+def test_without_a_limit_a_read_takes_any_time() -> None:
+    """By default there is no limit."""
     source = Numbers(slow=(1,), how="block")
     feeder = Feeder(source, decode=number, batch_size=4)
     threading.Timer(3 * LIMIT_S, source.gate.set).start()
@@ -173,8 +173,8 @@ def test_without_a_limit_nothing_runs_over() -> None:
 
 @pytest.mark.parametrize("kind", [Stuck, StuckInPlace])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_decode_that_runs_over_is_an_error_with_its_key(stuck: list[Stuck], kind: type[Stuck], threads: int) -> None:
-    """Raised at its batch's turn, while the decoder is still at it."""
+def test_a_decode_that_exceeds_the_limit_is_an_error(stuck: list[Stuck], kind: type[Stuck], threads: int) -> None:
+    """The error is raised in the order of batches, while the decoder is still running."""
     decoder = kind(5)
     stuck.append(decoder)
     on_error = FailurePolicy(decode_timeout_s=LIMIT_S)
@@ -193,7 +193,7 @@ def test_a_decode_that_runs_over_is_an_error_with_its_key(stuck: list[Stuck], ki
 @pytest.mark.parametrize("action", ["skip", "replace"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_late_result_never_reaches_a_batch(stuck: list[Stuck], kind: type[Stuck], action: Any, threads: int) -> None:
-    """Batches that were handed out stay as they were when the decoder returns at last, and so do later ones."""
+    """When the stuck decoder returns, no batch changes."""
     decoder = kind(1, 5, 6)
     stuck.append(decoder)
     on_error = FailurePolicy(action, decode_timeout_s=LIMIT_S, max_failures=3)
@@ -214,8 +214,8 @@ def test_a_late_result_never_reaches_a_batch(stuck: list[Stuck], kind: type[Stuc
 
 
 @pytest.mark.parametrize("kind", [Stuck, StuckInPlace])
-def test_on_a_device_too(stuck: list[Stuck], kind: type[Stuck]) -> None:
-    """A slot that goes back to the pool while a decoder is stuck is not written by it."""
+def test_a_late_result_is_not_copied_to_a_device(stuck: list[Stuck], kind: type[Stuck]) -> None:
+    """A stuck decoder does not write into a buffer that has gone back to the pool."""
     decoder = kind(1)
     stuck.append(decoder)
     on_error = FailurePolicy("skip", decode_timeout_s=LIMIT_S, max_failures=40)
@@ -230,20 +230,20 @@ def test_on_a_device_too(stuck: list[Stuck], kind: type[Stuck]) -> None:
 
 
 def test_an_epoch_of_stuck_decodes_ends_with_an_error(stuck: list[Stuck]) -> None:
-    """Each costs a thread; where more hang than can be sensible, that is the error, and not an endless wait."""
+    """Each stuck decode holds a thread; too many of them are an error instead of an endless wait."""
     n = ABANDONED_MOST + 20
     decoder = Stuck(*range(n))
     stuck.append(decoder)
     on_error = FailurePolicy("skip", decode_timeout_s=0.01, max_failures=n)
     feeder = Feeder(Numbers(n=n), decode=decoder, batch_size=n, on_error=on_error)
-    with pytest.raises(FeedError, match=f"{ABANDONED_MOST} samples took longer than 0.01 s"):
+    with pytest.raises(FeedError, match=f"{ABANDONED_MOST} samples exceeded the limit of 0.01 s"):
         list(feeder)
     decoder.gate.set()
     feeder.close()
 
 
 class StuckItems(Dataset[int]):
-    """A Dataset that is stuck at some of its items."""
+    """A Dataset that is stuck at some items until `gate` is set."""
 
     def __init__(self, *stuck: int) -> None:
         self.stuck = stuck
@@ -262,8 +262,8 @@ class StuckItems(Dataset[int]):
 
 
 @pytest.mark.parametrize("limits", [{"read_timeout_s": LIMIT_S}, {"decode_timeout_s": LIMIT_S}])
-def test_an_item_of_a_dataset_has_a_limit_too(limits: dict[str, float]) -> None:
-    """A Dataset reads and decodes in one; either limit counts."""
+def test_an_item_of_a_dataset_has_a_limit(limits: dict[str, float]) -> None:
+    """Either limit applies to a Dataset, which reads and decodes in one call."""
     dataset = StuckItems(5)
     feeder = Feeder(dataset, batch_size=4, on_error=FailurePolicy("skip", **limits))
     assert [batch.tolist() for batch in feeder] == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
@@ -272,8 +272,8 @@ def test_an_item_of_a_dataset_has_a_limit_too(limits: dict[str, float]) -> None:
     assert feeder.failures[0].error.args == ("cannot read 'StuckItems[5]': TimeoutError: no item within 0.1 s",)
 
 
-def test_a_limit_that_is_kept_changes_nothing(jpeg_folder: Path) -> None:
-    """With a limit samples take another way into the batch, and come to the same bytes."""
+def test_a_limit_does_not_change_the_samples(jpeg_folder: Path) -> None:
+    """With a limit samples are decoded one by one, into the same bytes."""
     from aiofeed import DecodeImage, ImageFolder
 
     arguments: dict[str, Any] = {
@@ -291,7 +291,7 @@ def test_a_limit_that_is_kept_changes_nothing(jpeg_folder: Path) -> None:
 
 
 async def test_leaving_while_a_decode_is_stuck_is_prompt(stuck: list[Stuck]) -> None:
-    """`aclose` of a feeder whose decoder hangs waits its bound, says so, and leaves the thread behind."""
+    """`aclose` of a feeder whose decoder hangs returns within its limit and leaves the thread behind."""
     decoder = Stuck(0)
     stuck.append(decoder)
     feeder = Feeder(Numbers(), decode=decoder, batch_size=4, on_error=FailurePolicy("skip", decode_timeout_s=LIMIT_S))

@@ -1,4 +1,4 @@
-"""Orders over more samples than fit in memory."""
+"""Orders of more samples than an index list in memory allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Many:
-    """A source that claims to be large."""
+    """A source with a large length."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -36,8 +36,8 @@ def number(data: bytes) -> torch.Tensor:
     return torch.tensor(int(data))
 
 
-def test_a_keyed_order_of_a_billion_stores_nothing() -> None:
-    """The first batch of 1,000,000,000 samples comes at once, and memory stays under 50 MB above the import."""
+def test_a_keyed_order_of_a_billion_samples_needs_no_list() -> None:
+    """The first batch of 1,000,000,000 samples takes no time to plan, and the feeder adds less than 50 MB of memory."""
     code = """
         import resource, sys
         import torch, numpy
@@ -50,7 +50,7 @@ def test_a_keyed_order_of_a_billion_stores_nothing() -> None:
         def peak_kib():
             if sys.platform != "linux":
                 return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            # A new program's ru_maxrss begins with that of the one that started it.
+            # ru_maxrss includes the peak of the process that started this one.
             with open("/proc/self/status") as status:
                 return int(status.read().split("VmHWM:")[1].split()[0])
         before = peak_kib()
@@ -73,13 +73,13 @@ def test_a_keyed_order_of_a_billion_stores_nothing() -> None:
     )
     first_s, added_mb = map(float, ended.stdout.split())
     assert added_mb < 50
-    # The target is 50 ms; the bound shows that nothing of the size of the data is made.
+    # The target is 50 ms. The bound detects work in proportion to the length.
     assert first_s < 10
 
 
-def test_a_large_list_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above ten million samples shuffle=True suggests shuffle="keyed" in a log line."""
-    monkeypatch.setattr("aiofeed.sampling.feed_order.LISTED_MOST", 100)
+def test_a_large_index_list_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above ten million samples, shuffle=True logs that shuffle="keyed" needs no list."""
+    monkeypatch.setattr("aiofeed.sampling.feed_order.LARGE_EPOCH", 100)
     with caplog.at_level(logging.INFO, "aiofeed"):
         for shuffle in (True, "keyed", False):
             feeder = Feeder(Many(101), decode=number, batch_size=50, shuffle=shuffle)  # type: ignore[arg-type]
@@ -87,5 +87,5 @@ def test_a_large_list_is_mentioned_once(caplog: pytest.LogCaptureFixture, monkey
             list(feeder)
             feeder.close()
     assert [record.message for record in caplog.records if "keyed" in record.message] == [
-        "shuffle=True keeps a list of 101 indices, 0 MiB, made anew each epoch; shuffle='keyed' stores nothing"
+        "shuffle=True makes a list of 101 indices (0 MiB) per epoch; shuffle='keyed' computes them instead"
     ]

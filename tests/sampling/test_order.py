@@ -1,4 +1,4 @@
-"""The order of an epoch, against torch's own samplers and by its properties."""
+"""The order of an epoch, compared with torch's samplers and by its properties."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from aiofeed.sampling.order import (
 )
 
 
-def indices_of(shard: Shard, permutation: object, of_epoch: int = 0) -> list[int]:
-    return [index for plan in plans(shard, lambda: permutation, of_epoch) for index in plan.indices]
+def indices_of(shard: Shard, permutation: object, seed: int = 0) -> list[int]:
+    return [index for plan in plans(shard, lambda: permutation, seed) for index in plan.indices]
 
 
 @given(
@@ -33,20 +33,20 @@ def indices_of(shard: Shard, permutation: object, of_epoch: int = 0) -> list[int
     drop=st.booleans(),
     shuffle=st.booleans(),
 )
-def test_every_rank_gets_what_distributed_sampler_gives_it(n, world, seed, epoch, drop, shuffle) -> None:
-    """With batches of one, each rank's indices are those of torch's DistributedSampler."""
+def test_every_rank_has_the_indices_of_distributed_sampler(n, world, seed, epoch, drop, shuffle) -> None:
+    """With a batch size of 1, the indices of each rank are those of torch's DistributedSampler."""
     for rank in range(world):
         sampler = DistributedSampler(range(n), world, rank, shuffle=shuffle, seed=seed, drop_last=drop)
         sampler.set_epoch(epoch)
         shard = Shard(length=n, batch_size=1, rank=rank, world_size=world, drop_last=drop)
         permutation = shuffled(n, seed, epoch) if shuffle else Sequential()
-        # With fewer samples than ranks, DistributedSampler(drop_last=True) is empty, as here.
+        # With fewer samples than ranks, both are empty with drop_last=True.
         assert indices_of(shard, permutation) == list(sampler)
 
 
 @given(n=st.integers(0, 300), world=st.integers(1, 7), batch=st.integers(1, 40), drop=st.booleans(), pad=st.booleans())
 def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
-    """Batches are full but for the last, and all ranks together see each sample, unless something is dropped."""
+    """All batches but the last are full, and the ranks together see every sample unless drop_last drops some."""
     seen: list[int] = []
     for rank in range(world):
         shard = Shard(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
@@ -63,20 +63,20 @@ def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
 
 
 def test_without_padding_lengths_differ_by_one_at_most() -> None:
-    """pad=False gives each sample once; the ranks' lengths are uneven."""
+    """pad=False gives each sample once, so ranks have different lengths."""
     lengths = [Shard(length=10, batch_size=1, rank=r, world_size=4, pad=False).samples for r in range(4)]
     assert lengths == [3, 3, 2, 2]
 
 
 @given(n=st.integers(1, 5000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 3))
 def test_keyed_is_a_permutation(n, seed, epoch) -> None:
-    """The keyed order visits every index once."""
+    """The keyed order has every index once."""
     found = FeistelPermutation(n, seed, epoch)(np.arange(n, dtype=np.int64))
     assert sorted(found.tolist()) == list(range(n))
 
 
 def test_keyed_differs_by_epoch_and_seed_and_from_the_identity() -> None:
-    """Another seed or epoch is another order."""
+    """Each seed and epoch has its own order, and none is sequential."""
     positions = np.arange(1000, dtype=np.int64)
     orders = {tuple(FeistelPermutation(1000, seed, epoch)(positions).tolist()) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
@@ -84,7 +84,7 @@ def test_keyed_differs_by_epoch_and_seed_and_from_the_identity() -> None:
 
 
 def test_keyed_spreads_like_a_random_permutation() -> None:
-    """Where each index lands does not depend on it: rank correlation with the identity and neighbours' distance."""
+    """The order has no correlation with the identity, and neighbours are as far apart as in a random permutation."""
     n = 20_000
     order = FeistelPermutation(n, 3, 0)(np.arange(n, dtype=np.int64))
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.03
@@ -92,7 +92,7 @@ def test_keyed_spreads_like_a_random_permutation() -> None:
 
 
 def test_shuffled_is_torch_randperm() -> None:
-    """shuffle=True is torch.randperm from a generator seeded with seed + epoch, nothing drawn from the global one."""
+    """shuffle=True is torch.randperm with a generator seeded with seed + epoch; the global generator is not used."""
     state = torch.get_rng_state()
     order = shuffled(50, 7, 2)
     assert isinstance(order, ListPermutation)
@@ -101,7 +101,7 @@ def test_shuffled_is_torch_randperm() -> None:
 
 
 def test_sample_seeds_are_distinct_and_of_63_bits() -> None:
-    """Each (epoch, position) has a number of its own that a torch.Generator accepts."""
+    """Each (epoch, position) has its own seed that a torch.Generator accepts."""
     seeds = {sample_seed(epoch_seed(0, epoch), position) for epoch in range(20) for position in range(500)}
     assert len(seeds) == 10_000
     assert all(0 <= seed < 1 << 63 for seed in seeds)
@@ -116,8 +116,8 @@ def test_sample_seeds_are_distinct_and_of_63_bits() -> None:
     new_world=st.integers(1, 5),
     new_batch=st.integers(1, 12),
 )
-def test_restriped_rest_is_exact(n, world, batch, done, new_world, new_batch) -> None:
-    """After a resume with other ranks and batches, what was consumed is not seen again and the rest is, once."""
+def test_the_rest_is_exact_with_other_shards(n, world, batch, done, new_world, new_batch) -> None:
+    """After a resume with another world size and batch size, only the remaining samples are seen, each once."""
     first = [Shard(length=n, batch_size=batch, rank=r, world_size=world) for r in range(world)]
     done = min(done, first[0].batches)
     before = [i for s in first for plan in list(plans(s, Sequential, 0))[:done] for i in plan.indices]
@@ -131,8 +131,8 @@ def test_restriped_rest_is_exact(n, world, batch, done, new_world, new_batch) ->
     assert sorted(after) == list(range(min(consumed, n), n))
 
 
-def test_batches_are_planned_alike_wherever_blocks_of_them_meet() -> None:
-    """Plans are computed in blocks; each is what its own positions say, left-out ones and a short last one included."""
+def test_blocks_of_plans_do_not_change_the_batches() -> None:
+    """Each batch has the indices of its own positions, also with skipped batches and a short last one."""
     order = shuffled(5000, seed=1, epoch=2)
     for batch_size in (1, 7, 64, 1024, 3000):
         shard = Shard(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)

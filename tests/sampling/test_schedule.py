@@ -1,4 +1,4 @@
-"""For any data, ranks, limits and breaks: every epoch is DistributedSampler's, and a resume changes nothing."""
+"""For any data, ranks, limits and breaks: epochs equal those of DistributedSampler, and a resume changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Numbers:
 
 
 def augmented(data: bytes, *, rng: torch.Generator) -> tuple[int, torch.Tensor]:
-    """The number, and noise of its own."""
+    """The number and two random numbers of the sample."""
     return int(data), torch.rand(2, generator=rng)
 
 
@@ -100,7 +100,7 @@ def indices_of(batches: list[Batch]) -> list[int]:
 def test_interrupted_and_resumed_equals_uninterrupted(
     case: Case, one: Limits, other: Limits, cut: int, rank: int
 ) -> None:
-    """Stopped after any batch and resumed with any limits, an epoch and the next are what they would have been."""
+    """An epoch stopped after any batch and resumed with any limits, and the next one, equal uninterrupted ones."""
     rank %= case.world_size
     whole = case.feeder(rank, one)
     whole.set_epoch(case.epoch)
@@ -129,7 +129,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert second.state_dict() == state
     after = epoch_of(second)
     if len(before) == len(wanted[0]) and before:
-        assert (before, after) == wanted  # the state was the start of the next epoch
+        assert (before, after) == wanted  # the state is the start of the next epoch
     else:
         assert before + after == wanted[0]
         if wanted[0]:
@@ -146,10 +146,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     new_world=st.integers(1, 4),
     new_batch=st.integers(1, 9),
 )
-def test_restriped_resume_sees_the_rest_once(
+def test_a_resume_with_other_shards_sees_the_rest_once(
     case: Case, limits: Limits, cut: int, new_world: int, new_batch: int
 ) -> None:
-    """Resumed with other ranks and batches, what was consumed is not seen again in that epoch and the rest is."""
+    """Resumed with another world size and batch size, an epoch has the remaining samples only."""
     seen: list[int] = []
     states = []
     for rank in range(case.world_size):
@@ -159,7 +159,7 @@ def test_restriped_resume_sees_the_rest_once(
         seen += indices_of([plain(next(iterator)) for _ in range(cut)])
         states.append({**feeder.state_dict(), "rank": 0})
         feeder.close()
-    assert all(state == states[0] for state in states)  # any rank's serves all
+    assert all(state == states[0] for state in states)  # every rank has the same state
     rest: list[int] = []
     lengths = set()
     for rank in range(new_world):
@@ -171,7 +171,7 @@ def test_restriped_resume_sees_the_rest_once(
         epoch = feeder.epoch
         feeder.close()
     assert len(lengths) == 1
-    if epoch == 1:  # nothing was left: this was a whole new epoch
+    if epoch == 1:  # no sample was left, so this is the next epoch
         assert len(set(seen)) >= case.n - case.world_size * case.batch_size - new_world * new_batch
     elif case.drop_last:
         assert not set(seen) & set(rest)
@@ -179,7 +179,7 @@ def test_restriped_resume_sees_the_rest_once(
         assert len(seen) + len(rest) > case.n - new_world * new_batch
     else:
         assert set(seen) | set(rest) == set(range(case.n))
-        # Padding repeats the head of the epoch's list, fewer samples than there are ranks.
+        # Padding repeats fewer samples than there are ranks.
         assert len(rest) - len(set(rest) - set(seen)) < new_world
 
 
@@ -187,7 +187,7 @@ def test_restriped_resume_sees_the_rest_once(
 @settings(max_examples=max(EXAMPLES // 10, 50), suppress_health_check=list(HealthCheck))
 @given(case=cases, limits=limits_of_all_kinds, cut=st.integers(0, 12))
 def test_out_of_order_the_rest_is_exact(case: Case, limits: Limits, cut: int) -> None:
-    """With in_order=False, interrupted plus resumed gives every batch of the epoch once, bit for bit."""
+    """With in_order=False, the batches before and after the resume are all batches of the epoch, bit for bit."""
     ordered = case.feeder(0, limits)
     wanted = sorted(epoch_of(ordered))
     ordered.close()

@@ -1,4 +1,4 @@
-"""State: what it says, what a load does, what is refused; samplers and shards."""
+"""`state_dict` and `load_state_dict`, `set_epoch`, samplers and shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 10
 
 
 class Numbers:
-    """A source of n samples; sample i is i. Reads of the indices in ``broken`` fail; ``read_ever`` notes the others."""
+    """A source of n samples; sample i is i. Reads of indices in ``broken`` fail; ``read_ever`` has the others."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -59,7 +59,7 @@ MakeFeeder = Callable[..., Feeder[Any]]
 
 @pytest.fixture
 def make() -> Iterator[MakeFeeder]:
-    """`make(n, **options)`: a feeder of n numbers in twos (or of a source), closed after the test."""
+    """`make(n, **options)`: a feeder of n numbers (or of a source), batch size 2, closed after the test."""
     made: list[Feeder[Any]] = []
 
     def new(source: Any = 10, **options: Any) -> Feeder[Any]:
@@ -81,12 +81,13 @@ def flat(batches: Any) -> list[int]:
 
 
 def taken(feeder: Feeder[Any], count: int) -> list[list[int]]:
-    """The next `count` batches of a new epoch, which is then left."""
+    """The first `count` batches of a new iterator, which is then dropped."""
     iterator = iter(feeder)
     return [next(iterator).tolist() for _ in range(count)]
 
 
-def stands(feeder: Feeder[Any]) -> tuple[int, int]:
+def position_of(feeder: Feeder[Any]) -> tuple[int, int]:
+    """Epoch and position of the feeder's state."""
     state = feeder.state_dict()
     return state["epoch"], state["position"]
 
@@ -95,58 +96,58 @@ def shuffled(n: int, epoch: int, seed: int = 0) -> list[int]:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
-# --- what a state says (R1, R2, R4) -----------------------------------------------------------------------------------
+# --- the position in a state (R1, R2, R4) -----------------------------------------------------------------------------
 
 
 def test_only_batches_that_were_handed_out_count(make: MakeFeeder) -> None:
-    """With all of the epoch read ahead, the state stands after the one batch that was taken."""
+    """The state counts batches that were handed out, not those read ahead."""
     source = Numbers(6)
     feeder = make(source, limits=Limits(prefetch_batches=4))
     iterator = iter(feeder)
     next(iterator)
     assert source.last_was_read.wait(SECONDS)
-    assert stands(feeder) == (0, 2)
+    assert position_of(feeder) == (0, 2)
     next(iterator)
-    assert stands(feeder) == (0, 4)
+    assert position_of(feeder) == (0, 4)
 
 
 def test_before_the_first_batch_it_is_the_start_of_the_coming_epoch(make: MakeFeeder) -> None:
-    """New, begun without a batch, or after set_epoch: nothing has been handed out of that epoch."""
+    """Before the first batch, also after iter() and set_epoch, the state is the start of the coming epoch."""
     feeder = make()
-    assert stands(feeder) == (0, 0)
+    assert position_of(feeder) == (0, 0)
     iter(feeder)
-    assert stands(feeder) == (0, 0)
+    assert position_of(feeder) == (0, 0)
     feeder.close()
     feeder.set_epoch(3)
-    assert stands(feeder) == (3, 0)
+    assert position_of(feeder) == (3, 0)
 
 
 @pytest.mark.parametrize("leave", ["break", "close", "iter", "set_epoch"])
 def test_the_position_reached_stays_until_the_next_batch(make: MakeFeeder, leave: str) -> None:
-    """After break, close, a new iter() or set_epoch the state is the same, until another batch is handed out."""
+    """break, close, a new iter() and set_epoch do not change the state; the next batch does."""
     feeder = make()
     taken(feeder, 2)
     if leave == "close":
         feeder.close()
     elif leave == "set_epoch":
         feeder.set_epoch(1)
-    assert stands(feeder) == (0, 4)
+    assert position_of(feeder) == (0, 4)
     iterator = iter(feeder)
-    assert stands(feeder) == (0, 4)
+    assert position_of(feeder) == (0, 4)
     next(iterator)
-    assert stands(feeder) == (1, 2)
+    assert position_of(feeder) == (1, 2)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 5, 9])
 def test_after_an_error_it_points_at_the_failed_batch(make: MakeFeeder, bad: int) -> None:
-    """A resume begins with the batch that failed."""
+    """A resumed epoch starts with the batch that failed."""
     source = Numbers(10)
     source.broken.add(bad)
     feeder = make(source)
     got = []
     with pytest.raises(ReadError):
         got.extend(iter(feeder))
-    assert stands(feeder) == (0, bad // 2 * 2)
+    assert position_of(feeder) == (0, bad // 2 * 2)
     state = feeder.state_dict()
     source.broken.clear()
     feeder.load_state_dict(state)
@@ -154,14 +155,14 @@ def test_after_an_error_it_points_at_the_failed_batch(make: MakeFeeder, bad: int
 
 
 def test_after_an_error_in_the_first_batch_it_is_that_epoch(make: MakeFeeder) -> None:
-    """An epoch left early, and the next failing at once: the state is the start of the one that failed."""
+    """If the first batch of an epoch fails, the state is the start of that epoch."""
     source = Numbers(10)
     feeder = make(source)
     taken(feeder, 2)
     source.broken.update(range(10))
     with pytest.raises(ReadError):
         next(iter(feeder))
-    assert stands(feeder) == (1, 0)
+    assert position_of(feeder) == (1, 0)
 
 
 @pytest.mark.parametrize("seen_the_end", [True, False])
@@ -172,11 +173,11 @@ def test_after_an_error_in_the_first_batch_it_is_that_epoch(make: MakeFeeder) ->
 def test_after_the_last_batch_it_is_the_next_epoch(
     make: MakeFeeder, options: dict[str, Any], batches: int, seen_the_end: bool
 ) -> None:
-    """Whether or not StopIteration was seen; with drop_last once less than a batch is left."""
+    """After the last batch the state is the start of the next epoch, whether or not StopIteration was seen."""
     feeder = make(shuffle=True, **options)
     iterator = iter(feeder)
     for _ in range(batches):
-        assert stands(feeder)[0] == 0
+        assert position_of(feeder)[0] == 0
         next(iterator)
     if seen_the_end:
         assert next(iterator, None) is None
@@ -189,14 +190,14 @@ def test_after_the_last_batch_it_is_the_next_epoch(
 
 
 def test_with_drop_last_a_global_batch_counts(make: MakeFeeder) -> None:
-    """Ten samples, two ranks, batches of two: after two batches two are left, too few for both ranks."""
+    """The epoch ends when the remaining samples do not fill a batch on every rank."""
     feeder = make(drop_last=True, shard=(0, 2))
     assert taken(feeder, 2) == [[0, 2], [4, 6]]
-    assert stands(feeder) == (1, 0)
+    assert position_of(feeder) == (1, 0)
 
 
-def test_an_error_of_transform_is_one_too(make: MakeFeeder) -> None:
-    """The batch that transform= failed on was not handed out."""
+def test_an_error_of_transform_does_not_advance_the_state(make: MakeFeeder) -> None:
+    """The batch for which transform= raised was not handed out."""
     broken: list[int] = []
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
@@ -209,15 +210,15 @@ def test_an_error_of_transform_is_one_too(make: MakeFeeder) -> None:
     broken.append(0)
     with pytest.raises(ZeroDivisionError):
         next(iter(feeder))
-    assert stands(feeder) == (1, 0)
+    assert position_of(feeder) == (1, 0)
     broken[:] = [2]
     with pytest.raises(ZeroDivisionError):
         list(feeder)
-    assert stands(feeder) == (1, 2)
+    assert position_of(feeder) == (1, 2)
 
 
-def test_it_is_a_value_that_does_not_change(make: MakeFeeder) -> None:
-    """A state that was kept stays what it was when more batches are taken."""
+def test_a_saved_state_does_not_change(make: MakeFeeder) -> None:
+    """Taking more batches does not change a saved state."""
     feeder = make(in_order=False)
     iterator = iter(feeder)
     next(iterator)
@@ -227,8 +228,8 @@ def test_it_is_a_value_that_does_not_change(make: MakeFeeder) -> None:
     assert state == kept != feeder.state_dict()
 
 
-def test_every_rank_says_the_same(make: MakeFeeder) -> None:
-    """With in_order=True any rank's state serves all, but for the rank it names."""
+def test_every_rank_has_the_same_state(make: MakeFeeder) -> None:
+    """With in_order=True the states of all ranks are equal, except for the rank."""
     feeders = [make(30, shard=(rank, 3)) for rank in range(3)]
     for feeder in feeders:
         taken(feeder, 2)
@@ -237,24 +238,24 @@ def test_every_rank_says_the_same(make: MakeFeeder) -> None:
     assert states[0]["position"] == 12
 
 
-# --- what a load does (R3, R5) ----------------------------------------------------------------------------------------
+# --- loading a state (R3, R5) -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begun_in_vain", [0, 1, 3])
-def test_a_load_counts_once(make: MakeFeeder, begun_in_vain: int) -> None:
-    """The next epoch goes on there, also when iter() is called several times before a batch is taken; then no more."""
+@pytest.mark.parametrize("unused_iterators", [0, 1, 3])
+def test_a_load_counts_once(make: MakeFeeder, unused_iterators: int) -> None:
+    """A load affects the next epoch only, also if iter() is called several times before a batch is taken."""
     feeder = make(shuffle=True)
     taken(feeder, 3)
     feeder.load_state_dict(feeder.state_dict())
-    for _ in range(begun_in_vain):
+    for _ in range(unused_iterators):
         iter(feeder)
     assert flat(feeder) == shuffled(10, 0)[6:]
     assert flat(feeder) == shuffled(10, 1)
     assert flat(feeder) == shuffled(10, 2)
 
 
-def test_a_load_waits_while_an_older_iterator_goes_on(make: MakeFeeder) -> None:
-    """Batches of an iterator begun before the load neither use it up nor show in the state."""
+def test_a_load_does_not_affect_an_older_iterator(make: MakeFeeder) -> None:
+    """Batches of an iterator created before the load neither use up the load nor change the state."""
     feeder = make()
     taken(feeder, 1)
     state = feeder.state_dict()
@@ -262,12 +263,12 @@ def test_a_load_waits_while_an_older_iterator_goes_on(make: MakeFeeder) -> None:
     feeder.load_state_dict(state)
     assert next(iterator).tolist() == [0, 1]
     assert next(iterator).tolist() == [2, 3]
-    assert stands(feeder) == (0, 2)
+    assert position_of(feeder) == (0, 2)
     assert flat(feeder) == list(range(2, 10))
 
 
 def test_a_load_survives_close_and_error(make: MakeFeeder) -> None:
-    """Until a batch of it was handed out, a load stands."""
+    """close() and an error before the first batch do not discard a load."""
     source = Numbers(10)
     feeder = make(source)
     taken(feeder, 2)
@@ -281,7 +282,7 @@ def test_a_load_survives_close_and_error(make: MakeFeeder) -> None:
 
 
 def test_the_state_after_a_load_is_the_loaded_one(make: MakeFeeder) -> None:
-    """Before iter(), and after iter() until a batch is taken; also in the middle of another epoch."""
+    """Until a batch is taken, the state is the loaded one, also in the middle of another epoch."""
     other = make(shuffle=True)
     taken(other, 2)
     state = other.state_dict()
@@ -298,7 +299,7 @@ def test_the_state_after_a_load_is_the_loaded_one(make: MakeFeeder) -> None:
 
 
 def test_break_then_iter_is_a_new_epoch(make: MakeFeeder) -> None:
-    """To go on where it stopped, one uses the same iterator or load_state_dict."""
+    """iter() after break starts a new epoch; the same iterator goes on."""
     feeder = make(shuffle=True)
     iterator = iter(feeder)
     first = [next(iterator).tolist() for _ in range(2)]
@@ -309,7 +310,7 @@ def test_break_then_iter_is_a_new_epoch(make: MakeFeeder) -> None:
 
 
 def test_len_does_not_change_after_a_resume(make: MakeFeeder) -> None:
-    """len() is that of a whole epoch."""
+    """len() is always the number of batches of a whole epoch."""
     feeder = make()
     taken(feeder, 3)
     feeder.load_state_dict(feeder.state_dict())
@@ -322,30 +323,30 @@ def test_len_does_not_change_after_a_resume(make: MakeFeeder) -> None:
 
 
 def test_set_epoch_equal_to_a_loaded_epoch_keeps_the_position(make: MakeFeeder) -> None:
-    """As trainers call it before every epoch, the one that is resumed too."""
+    """Trainers call set_epoch before every epoch, including the resumed one."""
     feeder = make(shuffle=True)
     list(feeder)
     taken(feeder, 2)
     feeder.load_state_dict(feeder.state_dict())
     feeder.set_epoch(1)
-    assert stands(feeder) == (1, 4)
+    assert position_of(feeder) == (1, 4)
     assert flat(feeder) == shuffled(10, 1)[4:]
 
 
 def test_any_other_set_epoch_discards_a_loaded_position(make: MakeFeeder) -> None:
-    """The whole of that epoch, and the state says so at once."""
+    """The next epoch is whole, and the state is its start at once."""
     feeder = make(shuffle=True)
     taken(feeder, 2)
     feeder.load_state_dict(feeder.state_dict())
     feeder.set_epoch(4)
-    assert stands(feeder) == (4, 0)
+    assert position_of(feeder) == (4, 0)
     assert feeder.epoch == 4
     assert flat(feeder) == shuffled(10, 4)
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_set_epoch_counts_at_the_next_iter(make: MakeFeeder, before: int) -> None:
-    """An iterator that is under way goes on in its own epoch, before its first batch too."""
+    """An existing iterator stays in its epoch, also before its first batch."""
     feeder = make(shuffle=True)
     iterator = iter(feeder)
     got = [next(iterator).tolist() for _ in range(before)]
@@ -357,7 +358,7 @@ def test_set_epoch_counts_at_the_next_iter(make: MakeFeeder, before: int) -> Non
 
 
 def test_set_epoch_to_the_epoch_just_begun_changes_nothing(make: MakeFeeder) -> None:
-    """A trainer that calls iter() first and set_epoch after it trains no epoch twice."""
+    """A trainer that calls set_epoch after iter() repeats no epoch."""
     feeder = make(shuffle=True)
     iterator = iter(feeder)
     feeder.set_epoch(0)
@@ -365,7 +366,7 @@ def test_set_epoch_to_the_epoch_just_begun_changes_nothing(make: MakeFeeder) -> 
     assert flat(feeder) == shuffled(10, 1)
 
 
-# --- what a state is (R6, R7) -----------------------------------------------------------------------------------------
+# --- the contents of a state (R6, R7) ---------------------------------------------------------------------------------
 
 
 def through_json(state: dict[str, Any]) -> Any:
@@ -392,7 +393,7 @@ def through_torch(state: dict[str, Any]) -> Any:
 def test_a_state_survives_json_and_safe_torch_load(
     make: MakeFeeder, travel: Callable[[Any], Any], options: dict[str, Any]
 ) -> None:
-    """It comes back equal, is small, and resumes."""
+    """A state is equal after a round trip, small, and resumes the epoch."""
     feeder = make(**options)
     iterator = iter(feeder)
     next(iterator)
@@ -404,8 +405,8 @@ def test_a_state_survives_json_and_safe_torch_load(
     assert sorted(values(feeder)) == rest
 
 
-def test_the_state_names_what_it_belongs_to(make: MakeFeeder) -> None:
-    """Version, seed, epoch, position, batch size, ranks, shuffle, drop_last, length and fingerprint."""
+def test_the_state_contains_the_order_and_the_source(make: MakeFeeder) -> None:
+    """A state has version, seed, epoch, position, batch size, ranks, shuffle, drop_last, length and fingerprint."""
     state = make(seed=3, shuffle=True, drop_last=True, shard=(1, 2)).state_dict()
     wanted = {"version": 1, "seed": 3, "epoch": 0, "position": 0, "batch_size": 2, "rank": 1, "world_size": 2}
     wanted |= {"shuffle": True, "drop_last": True, "length": 10}
@@ -414,11 +415,11 @@ def test_the_state_names_what_it_belongs_to(make: MakeFeeder) -> None:
 
 
 class Others(Numbers):
-    """As long, of another type."""
+    """The same length, another type."""
 
 
 class Renamed(Numbers):
-    """As long, of the same type by name, with other keys."""
+    """The same length and type name, other keys."""
 
     __qualname__ = "Numbers"
 
@@ -427,7 +428,7 @@ class Renamed(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "told"),
+    ("saved", "here", "message"),
     [
         ({"seed": 1}, {"seed": 2}, "seed: 1 in the state, 2 here"),
         ({"shuffle": True}, {"shuffle": "keyed"}, "shuffle: True in the state, 'keyed' here"),
@@ -441,26 +442,26 @@ class Renamed(Numbers):
     ],
 )
 def test_a_mismatch_is_refused_with_both_values(
-    make: MakeFeeder, saved: dict[str, Any], here: dict[str, Any], told: str
+    make: MakeFeeder, saved: dict[str, Any], here: dict[str, Any], message: str
 ) -> None:
-    """The message says exactly what differs, and nothing was loaded."""
+    """The error has both values, and the feeder's state does not change."""
     state = make(**saved).state_dict()
     feeder = make(**here)
     before = feeder.state_dict()
-    with pytest.raises(StateError, match=told):
+    with pytest.raises(StateError, match=message):
         feeder.load_state_dict(state)
     assert feeder.state_dict() == before
 
 
-def test_all_that_differs_is_named_at_once(make: MakeFeeder) -> None:
-    """Not the first difference only."""
+def test_all_differences_are_reported_at_once(make: MakeFeeder) -> None:
+    """The error lists every difference."""
     state = make(seed=1, shuffle=True).state_dict()
     with pytest.raises(StateError, match=r"seed: 1 .*shuffle: True .*length: 10 "):
         make(12).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"version": 99}, "version 99; this aiofeed reads version 1"),
         ({"epoch": "x"}, "damaged"),
@@ -470,24 +471,25 @@ def test_all_that_differs_is_named_at_once(make: MakeFeeder) -> None:
         ({"shuffle": "sometimes"}, "damaged.*sometimes"),
     ],
 )
-def test_a_damaged_state_is_refused(make: MakeFeeder, change: dict[str, Any], told: str) -> None:
-    """Every value is checked."""
+def test_a_damaged_state_is_refused(make: MakeFeeder, change: dict[str, Any], message: str) -> None:
+    """Every value of a state is checked."""
     feeder = make()
-    with pytest.raises(StateError, match=told):
+    with pytest.raises(StateError, match=message):
         feeder.load_state_dict({**feeder.state_dict(), **change})
 
 
 @pytest.mark.parametrize(
-    ("state", "told"), [([], "a dict, got list"), ({"model": 1}, r"the keys \['model'\]"), ({}, "no state of a feeder")]
+    ("state", "message"),
+    [([], "a dict, got list"), ({"model": 1}, r"the keys \['model'\]"), ({}, "no state of a feeder")],
 )
-def test_what_is_no_state_is_refused(make: MakeFeeder, state: Any, told: str) -> None:
-    """The message says what it is instead."""
-    with pytest.raises(StateError, match=told):
+def test_another_object_is_no_state(make: MakeFeeder, state: Any, message: str) -> None:
+    """The error describes the object that was received."""
+    with pytest.raises(StateError, match=message):
         make().load_state_dict(state)
 
 
-def test_a_missing_value_is_named(make: MakeFeeder) -> None:
-    """Each of them."""
+def test_a_missing_key_is_named(make: MakeFeeder) -> None:
+    """The error names the missing key."""
     feeder = make()
     state = feeder.state_dict()
     for name in state:
@@ -497,7 +499,7 @@ def test_a_missing_value_is_named(make: MakeFeeder) -> None:
 
 @pytest.mark.parametrize(("batch_size", "world_size"), [(2, 2), (5, 1), (3, 3), (1, 4)])
 def test_world_size_and_batch_size_may_change(make: MakeFeeder, batch_size: int, world_size: int) -> None:
-    """What was handed out is not seen again in that epoch, and what was not is; padding repeats the head."""
+    """The resumed epoch has the remaining samples, and padding from the head of the list."""
     first = make(30, shuffle=True)
     seen = sum(taken(first, 4), [])
     rest: list[int] = []
@@ -522,20 +524,20 @@ def files(root: Path, names: list[str]) -> Files:
 
 @pytest.mark.parametrize("names", [["a/1", "a/2", "b/1"], ["a/1", "a/2"], ["a/1"]])
 def test_a_folder_may_move(make: MakeFeeder, tmp_path: Path, names: list[str]) -> None:
-    """The same files elsewhere are the same data, be it one file."""
+    """The fingerprint does not contain the common folder of the files."""
     state = make(files(tmp_path / "here", names)).state_dict()
     make(files(tmp_path / "quite" / "elsewhere", names)).load_state_dict(state)
 
 
-def test_other_files_are_another_source(make: MakeFeeder, tmp_path: Path) -> None:
-    """As many, one name different."""
+def test_other_file_names_are_another_source(make: MakeFeeder, tmp_path: Path) -> None:
+    """One other file name changes the fingerprint."""
     state = make(files(tmp_path / "one", ["a/1", "a/2", "b/1"])).state_dict()
     with pytest.raises(StateError, match="fingerprint of the source"):
         make(files(tmp_path / "two", ["a/1", "a/3", "b/1"])).load_state_dict(state)
 
 
 def test_at_most_1024_keys_are_asked_for(make: MakeFeeder) -> None:
-    """A source of millions is told apart in a millisecond, and only once."""
+    """The fingerprint of a large source uses 1,024 keys and is computed once."""
     asked: list[int] = []
 
     class Asked(Numbers):
@@ -552,7 +554,7 @@ def test_at_most_1024_keys_are_asked_for(make: MakeFeeder) -> None:
 
 
 def test_a_sources_own_fingerprint_is_used(make: MakeFeeder) -> None:
-    """A source that has fingerprint() says itself what it is."""
+    """The source's fingerprint() replaces the computed one."""
 
     class Versioned(Numbers):
         def __init__(self, n: int, version: str) -> None:
@@ -572,7 +574,7 @@ def test_a_sources_own_fingerprint_is_used(make: MakeFeeder) -> None:
 
 
 class Stateful:
-    """A sampler that rotates by one more each epoch, and keeps that in a state_dict."""
+    """A sampler that rotates by one more each epoch, with a state_dict."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -591,8 +593,8 @@ class Stateful:
         self.turn = state["turn"]
 
 
-class HowFar(DistributedSampler):  # type: ignore[type-arg]
-    """A DistributedSampler whose state is how many it gave of its epoch, as torchdata has one."""
+class Positioned(DistributedSampler):  # type: ignore[type-arg]
+    """A DistributedSampler whose state is the position within the epoch, like torchdata's."""
 
     given = 0
     skip = 0
@@ -622,7 +624,7 @@ RESUMABLE: dict[str, Callable[[int], Any]] = {
     "WeightedRandomSampler": lambda seed: WeightedRandomSampler([1.0] * 10, 10, generator=seeded(seed)),
     "DistributedSampler": lambda seed: DistributedSampler(range(20), 2, 1),
     "state_dict": lambda seed: Stateful(),
-    "set_epoch and state_dict": lambda seed: HowFar(range(20), 2, 1),
+    "set_epoch and state_dict": lambda seed: Positioned(range(20), 2, 1),
 }
 
 
@@ -630,14 +632,14 @@ RESUMABLE: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("done", [0, 2, 5, 7, 10])
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_sampler_is_resumed_exactly(make: MakeFeeder, kind: str, done: int, twice: bool) -> None:
-    """Stopped after any batch of any epoch, resumed with a sampler made anew: the rest is what it would have been."""
+    """An epoch resumed with a new sampler, after any batch, equals the rest of an uninterrupted one."""
     whole = make(20, sampler=RESUMABLE[kind](1))
     wanted = [values(whole) for _ in range(3)]
     first = make(20, sampler=RESUMABLE[kind](1))
     for _ in range(done // 5):
         list(first)
     taken(first, done % 5)
-    second = make(20, sampler=RESUMABLE[kind](2))  # seeded otherwise: what it draws comes from the state
+    second = make(20, sampler=RESUMABLE[kind](2))  # another seed: the state restores the generator
     second.load_state_dict(first.state_dict())
     if twice:
         iter(second)
@@ -646,8 +648,8 @@ def test_a_sampler_is_resumed_exactly(make: MakeFeeder, kind: str, done: int, tw
         assert values(second) == wanted[done // 5 + 1]
 
 
-def test_an_epoch_begun_twice_is_listed_alike(make: MakeFeeder) -> None:
-    """iter() without a batch, then iter(): a sampler with a generator gives the list it gave before."""
+def test_two_iterators_of_an_epoch_get_the_same_list(make: MakeFeeder) -> None:
+    """If an iterator hands out no batch, the next one gets the same list from a sampler with a generator."""
     wanted = list(RandomSampler(range(10), generator=seeded(1)))
     feeder = make(sampler=RandomSampler(range(10), generator=seeded(1)))
     iter(feeder)
@@ -656,7 +658,7 @@ def test_an_epoch_begun_twice_is_listed_alike(make: MakeFeeder) -> None:
 
 
 def test_a_sampler_without_a_generator_cannot_be_resumed(make: MakeFeeder) -> None:
-    """RandomSampler draws from the global generator: the rest of its epoch is lost; that is said, with a way out."""
+    """The rest of an epoch from the global generator is lost; the error says what the sampler needs."""
     first = make(sampler=RandomSampler(range(10)))
     taken(first, 2)
     state = first.state_dict()
@@ -669,7 +671,7 @@ def test_a_sampler_without_a_generator_cannot_be_resumed(make: MakeFeeder) -> No
 
 
 def test_at_the_start_of_an_epoch_any_sampler_resumes(make: MakeFeeder) -> None:
-    """Nothing has been handed out that a list would have to agree with."""
+    """At the start of an epoch the list need not be the same as before."""
     first = make(sampler=RandomSampler(range(10)))
     list(first)
     second = make(sampler=RandomSampler(range(10)))
@@ -679,7 +681,7 @@ def test_at_the_start_of_an_epoch_any_sampler_resumes(make: MakeFeeder) -> None:
 
 
 def test_a_sampler_is_asked_once_per_epoch(make: MakeFeeder) -> None:
-    """Not when the feeder is made, and not again for len() or a state."""
+    """A sampler is iterated at iter() only; not by the constructor, len() or state_dict()."""
     calls: list[int] = []
 
     class Counted:
@@ -700,7 +702,7 @@ def test_a_sampler_is_asked_once_per_epoch(make: MakeFeeder) -> None:
 
 
 def test_a_samplers_draws_begin_with_the_first_epoch(make: MakeFeeder) -> None:
-    """A sampler that shuffles within __iter__ gives its first list to the first epoch."""
+    """The first list of a sampler that shuffles in __iter__ is the first epoch."""
 
     class Eager:
         generator = seeded(3)
@@ -712,14 +714,14 @@ def test_a_samplers_draws_begin_with_the_first_epoch(make: MakeFeeder) -> None:
 
 
 def test_a_sampler_is_not_sharded_again(make: MakeFeeder) -> None:
-    """It is this rank's own list already; its indices may repeat, and leave others out."""
+    """The sampler's list is this rank's own; indices may repeat or be missing."""
     feeder = make(sampler=[7, 7, 2], shard=(1, 4))
     assert values(feeder) == [[7, 7], [2]]
     assert len(feeder) == 2
 
 
-def test_set_epoch_reaches_the_sampler(make: MakeFeeder) -> None:
-    """Epoch by epoch, by itself and when it is chosen."""
+def test_set_epoch_is_passed_to_the_sampler(make: MakeFeeder) -> None:
+    """The sampler's set_epoch is called for each epoch, chosen or not."""
     sampler = DistributedSampler(range(20), 2, 0, seed=4)
     feeder = make(20, sampler=sampler)
     for epoch in (0, 1, 9):
@@ -731,36 +733,36 @@ def test_set_epoch_reaches_the_sampler(make: MakeFeeder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "told"),
+    ("sampler", "message"),
     [
         ([0, 10], "the index 10, but the source has 10 samples"),
         ([0, -1], "the index -1"),
     ],
 )
-def test_an_index_out_of_range_is_named(make: MakeFeeder, sampler: list[int], told: str) -> None:
-    """At iter(), before anything is read."""
+def test_an_index_out_of_range_is_named(make: MakeFeeder, sampler: list[int], message: str) -> None:
+    """iter() raises for an index outside the source, before anything is read."""
     source = Numbers(10)
     feeder = make(source, sampler=sampler)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         iter(feeder)
     assert source.read_ever == []
 
 
 @pytest.mark.parametrize("sampler", [[[0, 1], [2, 3]], [0.5, 1.0], ["0"], [None]])
-def test_what_is_no_index_is_refused(make: MakeFeeder, sampler: Any) -> None:
-    """Lists of indices (a BatchSampler's) and floats are not read as something else."""
+def test_entries_must_be_ints(make: MakeFeeder, sampler: Any) -> None:
+    """Lists of indices, as of a BatchSampler, floats and texts are refused."""
     with pytest.raises(TypeError, match="one int per sample"):
         iter(make(sampler=sampler))
 
 
 @pytest.mark.parametrize("sampler", [torch.tensor([3, 1]), (3, 1), range(3, 0, -2), {3: 0, 1: 0}])
 def test_any_iterable_of_indices_is_a_sampler(make: MakeFeeder, sampler: Any) -> None:
-    """A tensor, a tuple, a range, the keys of a dict."""
+    """A tensor, a tuple, a range and a dict are samplers."""
     assert flat(make(sampler=sampler)) == [3, 1]
 
 
 @pytest.mark.parametrize(
-    ("sampler", "options", "error", "told"),
+    ("sampler", "options", "error", "message"),
     [
         (iter([1]), {}, TypeError, "one epoch only"),
         ((i for i in [1]), {}, TypeError, "one epoch only"),
@@ -768,11 +770,11 @@ def test_any_iterable_of_indices_is_a_sampler(make: MakeFeeder, sampler: Any) ->
         ([1], {"shuffle": True}, ValueError, "sampler= decides the order"),
     ],
 )
-def test_what_is_no_sampler_is_refused(
-    make: MakeFeeder, sampler: Any, options: dict[str, Any], error: type[Exception], told: str
+def test_other_objects_are_no_samplers(
+    make: MakeFeeder, sampler: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """When the feeder is made."""
-    with pytest.raises(error, match=told):
+    """The constructor raises."""
+    with pytest.raises(error, match=message):
         make(sampler=sampler, **options)
 
 
@@ -782,7 +784,7 @@ class Unsized:
 
 
 def test_a_sampler_without_len_iterates_and_resumes(make: MakeFeeder) -> None:
-    """Only len(feeder) is a TypeError then."""
+    """Only len(feeder) raises, a TypeError."""
     feeder = make(sampler=Unsized())
     with pytest.raises(TypeError, match=r"Unsized has no len\(\)"):
         len(feeder)
@@ -794,18 +796,18 @@ def test_a_sampler_without_len_iterates_and_resumes(make: MakeFeeder) -> None:
 
 
 def test_a_samplers_state_that_is_not_plain_is_refused(make: MakeFeeder) -> None:
-    """A feeder's state survives JSON, so a sampler's has to."""
+    """A sampler's state must be JSON, because the feeder's is."""
 
     class Opaque(Stateful):
         def state_dict(self) -> dict[str, Any]:
             return {"turn": object()}
 
-    with pytest.raises(StateError, match="state of Opaque is not plain"):
+    with pytest.raises(StateError, match="state of Opaque must be plain"):
         make(sampler=Opaque()).state_dict()
 
 
 def test_a_damaged_samplers_state_is_refused(make: MakeFeeder) -> None:
-    """The sampler's part is checked too."""
+    """The sampler's part of a state is checked."""
     feeder = make(sampler=[1, 2])
     with pytest.raises(StateError, match="sampler's part of the state is damaged"):
         feeder.load_state_dict({**feeder.state_dict(), "sampler": "no JSON"})
@@ -822,7 +824,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_alone_there_is_one_shard(make: MakeFeeder, no_launcher: pytest.MonkeyPatch) -> None:
-    """Nobody launched several processes, or only half of the environment is there."""
+    """Without a launcher, or with half of its environment, there is one shard."""
     assert flat(make(shard="auto")) == list(range(10))
     no_launcher.setenv("WORLD_SIZE", "3")
     assert flat(make(shard="auto")) == list(range(10))
@@ -831,7 +833,7 @@ def test_alone_there_is_one_shard(make: MakeFeeder, no_launcher: pytest.MonkeyPa
 def test_the_shard_comes_from_the_environment_when_first_needed(
     make: MakeFeeder, no_launcher: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """RANK and WORLD_SIZE as torchrun sets them, after the feeder was made; logged, then kept."""
+    """RANK and WORLD_SIZE are read when the shard is first needed, logged, and read only once."""
     feeder = make(shard="auto")
     no_launcher.setenv("RANK", "1")
     no_launcher.setenv("WORLD_SIZE", "2")
@@ -846,7 +848,7 @@ def test_the_shard_comes_from_the_environment_when_first_needed(
 def test_torch_distributed_comes_before_the_environment(
     make: MakeFeeder, no_launcher: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where a process group has been initialised, it says who is who."""
+    """An initialised process group has precedence over the environment."""
     import torch.distributed as dist
 
     no_launcher.setenv("RANK", "1")
@@ -862,17 +864,17 @@ def test_torch_distributed_comes_before_the_environment(
 
 @pytest.mark.parametrize(("shard", "wanted"), [((1, 3), [1, 4, 7, 0]), ([0, 1], list(range(10))), (None, range(10))])
 def test_an_argument_wins(make: MakeFeeder, no_launcher: pytest.MonkeyPatch, shard: Any, wanted: Any) -> None:
-    """(rank, world_size) says it, and None feeds everything to everybody, whatever the environment holds."""
+    """shard=(rank, world_size) and shard=None have precedence over the environment."""
     no_launcher.setenv("RANK", "1")
     no_launcher.setenv("WORLD_SIZE", "2")
     assert flat(make(shard=shard)) == list(wanted)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0")])
-def test_a_wrong_environment_is_named(
+def test_a_wrong_environment_is_refused(
     make: MakeFeeder, no_launcher: pytest.MonkeyPatch, rank: str, world_size: str
 ) -> None:
-    """The message quotes both variables."""
+    """The error has the values of both variables."""
     no_launcher.setenv("RANK", rank)
     no_launcher.setenv("WORLD_SIZE", world_size)
     with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
@@ -884,15 +886,15 @@ def test_a_wrong_environment_is_named(
     [((2, 2), ValueError), ((-1, 2), ValueError), ((0, 0), ValueError), ((0,), TypeError), ("all", TypeError),
      ((0.0, 2), TypeError), ((True, 2), TypeError)],
 )  # fmt: skip
-def test_what_is_no_shard_is_refused(make: MakeFeeder, shard: Any, error: type[Exception]) -> None:
-    """When the feeder is made."""
+def test_other_values_are_no_shards(make: MakeFeeder, shard: Any, error: type[Exception]) -> None:
+    """The constructor raises."""
     with pytest.raises(error, match="shard must be"):
         make(shard=shard)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_shards_are_distributed_samplers(make: MakeFeeder, drop_last: bool) -> None:
-    """Rank r of R reads what DistributedSampler gives it, epoch by epoch."""
+    """Rank r of R has the indices of DistributedSampler in each epoch."""
     for rank in range(3):
         sampler = DistributedSampler(range(20), 3, rank, seed=2, drop_last=drop_last)
         feeder = make(20, shuffle=True, seed=2, shard=(rank, 3), drop_last=drop_last)
@@ -905,7 +907,7 @@ def test_shards_are_distributed_samplers(make: MakeFeeder, drop_last: bool) -> N
 
 
 def test_a_pickled_feeder_is_where_this_one_is(make: MakeFeeder) -> None:
-    """Idle, between epochs: the copy goes on with the same epoch, the same state and threads of its own."""
+    """A copy of an idle feeder has the same state and the same next epoch, and its own threads."""
     feeder = make(shuffle=True)
     list(feeder)
     copy = pickle.loads(pickle.dumps(feeder))
@@ -915,13 +917,13 @@ def test_a_pickled_feeder_is_where_this_one_is(make: MakeFeeder) -> None:
 
 
 def test_a_feeder_pickled_in_mid_epoch_travels_without_its_threads(make: MakeFeeder) -> None:
-    """The copy's state is the position reached; its next iter() is a new epoch, as it would be here."""
+    """A copy has the position reached; its next iter() is a new epoch, as it is for the original."""
     feeder = make(100, shuffle=True)
     iterator = iter(feeder)
     next(iterator)
     copy = pickle.loads(pickle.dumps(feeder))
     assert [thread.name for thread in threading.enumerate()].count("aiofeed-engine") == 1
-    assert stands(copy) == (0, 2)
+    assert position_of(copy) == (0, 2)
     state = copy.state_dict()
     assert flat(copy) == shuffled(100, 1)
     copy.load_state_dict(state)
@@ -929,8 +931,8 @@ def test_a_feeder_pickled_in_mid_epoch_travels_without_its_threads(make: MakeFee
     copy.close()
 
 
-def test_a_loaded_position_travels(make: MakeFeeder) -> None:
-    """Loaded here, resumed there; with a sampler and its generator too."""
+def test_a_loaded_position_is_pickled(make: MakeFeeder) -> None:
+    """A copy resumes a loaded position, with the sampler and its generator."""
     feeder = make(sampler=RandomSampler(range(10), generator=seeded(1)))
     taken(feeder, 2)
     feeder.load_state_dict(feeder.state_dict())
@@ -940,7 +942,7 @@ def test_a_loaded_position_travels(make: MakeFeeder) -> None:
 
 
 def test_without_padding_the_rest_stays_with_its_rank(make: MakeFeeder) -> None:
-    """With pad=False ranks end unevenly: a state in mid-epoch is refused by other ranks and batches."""
+    """With pad=False, a state in mid-epoch is refused by other ranks, world sizes and batch sizes."""
     feeder = make(10, pad=False, shard=(0, 2))
     taken(feeder, 1)
     state = feeder.state_dict()
@@ -952,8 +954,8 @@ def test_without_padding_the_rest_stays_with_its_rank(make: MakeFeeder) -> None:
     assert flat(rest) == [4, 6, 8]
 
 
-def test_a_position_behind_the_epochs_end_is_refused(make: MakeFeeder) -> None:
-    """It cannot have been reached; the message says where the epoch ends."""
+def test_a_position_after_the_end_of_the_epoch_is_refused(make: MakeFeeder) -> None:
+    """The error has the end of the epoch."""
     feeder = make(10)
     with pytest.raises(StateError, match=r"position 11.*ends at 10"):
         feeder.load_state_dict({**feeder.state_dict(), "position": 11})

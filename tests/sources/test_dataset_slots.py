@@ -1,4 +1,4 @@
-"""A `Dataset` is called by no more threads at a time than it was declared to bear, whatever was left before."""
+"""`FromDataset(threads=N)` limits concurrent calls into a dataset, across feeders and iterators."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from aiofeed import FailurePolicy, Feeder, FeedError, FromDataset, Limits
-from aiofeed.sources.dataset_slots import STUCK_S
+from aiofeed.runtime.time_limits import JobControl, StopFlag
+from aiofeed.sources import dataset_slots
+from aiofeed.sources.dataset_slots import DatasetSlot
+from tests.support.waiting import until
 
 BOUND_S = 20.0
 LIMIT_S = 0.1
 
 
 class Items:
-    """A Dataset of 24 numbers that counts the threads inside; the first call of `slow` takes until it is let go."""
+    """A Dataset of 24 numbers that counts the threads inside; the first call for `slow` blocks until `released`."""
 
     def __init__(self, slow: int = 5) -> None:
         self.slow = slow
@@ -50,14 +53,14 @@ class Items:
 
 
 class ManyItems(Items):
-    """The same, asked for several at a time."""
+    """The same with `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [self[index] for index in indices]
 
 
-class Told(logging.Handler):
-    """Calls a function with each line that says that a Dataset is waited for."""
+class WaitLog(logging.Handler):
+    """Collects the log lines of calls that wait for a dataset, and calls a function with each."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         super().__init__()
@@ -65,19 +68,19 @@ class Told(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "at a time" in record.getMessage():
+        if record.getMessage().startswith("waiting for another iterator"):
             self.lines.append(record.getMessage())
             self.then()
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], Told]]:
-    """Waiting is told of at once, and to a function."""
-    monkeypatch.setattr("aiofeed.sources.dataset_slots.TELL_S", 0.0)
-    handlers: list[Told] = []
+def wait_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], WaitLog]]:
+    """Adds a `WaitLog`; waits are logged at once instead of after seconds."""
+    monkeypatch.setattr(dataset_slots, "LOG_AFTER_S", 0.0)
+    handlers: list[WaitLog] = []
 
-    def add(then: Callable[[], object]) -> Told:
-        handlers.append(Told(then))
+    def add(then: Callable[[], object]) -> WaitLog:
+        handlers.append(WaitLog(then))
         logging.getLogger("aiofeed").addHandler(handlers[-1])
         return handlers[-1]
 
@@ -87,7 +90,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], obj
 
 
 def begin(feeder: Feeder[Any], items: Items) -> None:
-    """A pass that is left, its iterator dropped, while the slow call is under way."""
+    """Start an iterator and drop it while the slow call is in progress."""
     iterator = iter(feeder)
     next(iterator)
     assert items.reached.wait(BOUND_S)
@@ -115,7 +118,7 @@ def closed(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 
 def kept(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
-    """Its iterator is still there when the next begins."""
+    """The old iterator is referenced while the next one starts."""
     iterator = iter(feeder)
     next(iterator)
     assert items.reached.wait(BOUND_S)
@@ -142,36 +145,36 @@ WAYS = [left_by_break, left_by_error, closed, kept, dropped, wrapped_anew]
 
 @pytest.mark.parametrize("kind", [Items, ManyItems])
 @pytest.mark.parametrize("leave", WAYS)
-def test_a_pass_begins_once_the_one_that_was_left_is_out(
-    told: Any, leave: Callable[[Feeder[Any], Items], Feeder[Any]], kind: type[Items]
+def test_an_iterator_waits_for_the_call_of_the_one_before(
+    wait_log: Any, leave: Callable[[Feeder[Any], Items], Feeder[Any]], kind: type[Items]
 ) -> None:
-    """However it was left: a call that is under way is waited for, and named where that takes long."""
+    """However the iterator before was left, its call in progress counts, and the log names it."""
     items = kind()
-    told = told(items.released.set)
+    log = wait_log(items.released.set)
     feeder: Feeder[Any] = leave(Feeder(FromDataset(items, threads=1), batch_size=4), items)
     assert [batch.tolist() for batch in feeder] == [list(range(at, at + 4)) for at in range(0, 24, 4)]
     assert items.most == 1
-    [line] = told.lines
+    [line] = log.lines
     assert ("ManyItems[4]" if kind is ManyItems else "Items[5]") in line
-    assert "1 thread at a time" in line
+    assert "threads=1" in line
     feeder.close()
 
 
 @pytest.mark.parametrize("cache", ["host", "device"])
-def test_a_cache_asks_in_its_turn(told: Any, cache: Any) -> None:
-    """Also where it asks for a first item, to learn what they look like."""
+def test_a_cache_keeps_to_the_limit(wait_log: Any, cache: Any) -> None:
+    """The limit includes the first item, which a cache asks for to learn the layout of samples."""
     items = Items()
-    told = told(items.released.set)
+    log = wait_log(items.released.set)
     left_by_break(Feeder(items, batch_size=4), items)
     feeder = Feeder(items, batch_size=4, cache=cache)
     assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
     assert items.most == 1
-    assert told.lines
+    assert log.lines
     feeder.close()
 
 
-def test_a_turn_that_is_waited_for_is_no_items_time(told: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """What items look like is learned although another pass is inside for longer than an item may take."""
+def test_waiting_does_not_count_for_the_time_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """A cache learns the layout of items although another call takes longer than the time limit of an item."""
     items = Items()
     release = threading.Timer(20 * LIMIT_S, items.released.set)
     first = Feeder(items, batch_size=8)
@@ -185,44 +188,25 @@ def test_a_turn_that_is_waited_for_is_no_items_time(told: Any, caplog: pytest.Lo
     first.close()
 
 
-def test_as_many_threads_as_were_declared(told: Any) -> None:
-    """One that is stuck leaves the others theirs."""
+def test_a_second_thread_goes_on_beside_a_stuck_one(wait_log: Any) -> None:
+    """With `threads=2` a stuck call leaves one slot to the next iterator."""
     items = Items(slow=0)
-    told = told(items.released.set)
+    log = wait_log(items.released.set)
     feeder = Feeder(FromDataset(items, threads=2), batch_size=4, limits=Limits(prefetch_batches=1))
     iterator = iter(feeder)
     assert items.reached.wait(BOUND_S)
     iterator.close()
     assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
-    assert not told.lines
+    assert not log.lines
     assert not items.returned.is_set()
     assert items.most <= 2
     items.released.set()
     feeder.close()
 
 
-@pytest.mark.parametrize("kind", [Items, ManyItems])
-def test_a_call_that_never_returns_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Items]
-) -> None:
-    """Without a time limit it counts as stuck after minutes, and the way out is told."""
-    monkeypatch.setattr("aiofeed.sources.dataset_slots.STUCK_S", LIMIT_S)
-    items = kind()
-    feeder = left_by_break(Feeder(FromDataset(items, threads=1), batch_size=4), items)
-    name = "ManyItems[4]" if kind is ManyItems else "Items[5]"
-    with pytest.raises(FeedError, match=rf"(?s){name.replace('[', '.')}.*1 thread at a time.*read_timeout_s"):
-        next(iter(feeder))
-    assert items.most == 1
-    items.released.set()
-    assert items.returned.wait(BOUND_S)
-    assert [value for batch in feeder for value in batch.tolist()] == list(range(24))
-    assert items.most == 1
-    feeder.close()
-
-
 @pytest.mark.parametrize("action", ["raise", "skip"])
-def test_a_time_limit_gives_a_call_up(action: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A pass waits for one that was left no longer than the limit on a sample; then it is given up, by name."""
+def test_a_call_that_exceeds_its_time_limit_gives_up_its_slot(action: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An iterator waits for the call of an earlier one no longer than the time limit; the log names the sample."""
     items = Items()
     on_error = FailurePolicy(action, read_timeout_s=LIMIT_S)
     feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
@@ -235,8 +219,21 @@ def test_a_time_limit_gives_a_call_up(action: Any, caplog: pytest.LogCaptureFixt
     feeder.close()
 
 
-def test_who_was_given_up_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that comes back late asks for nothing more."""
+def test_a_live_iterator_gives_up_the_slot_of_a_stuck_sample(caplog: pytest.LogCaptureFixture) -> None:
+    """Its next samples follow, from another thread; the stuck one is reported as a failure and not logged here."""
+    items = Items()
+    on_error = FailurePolicy("skip", read_timeout_s=LIMIT_S, max_failures=1)
+    feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
+    assert [value for batch in feeder for value in batch.tolist()] == [value for value in range(24) if value != 5]
+    assert not items.returned.is_set()
+    assert [failure.index for failure in feeder.failures] == [5]
+    assert not any("given up" in message for message in caplog.messages)
+    items.released.set()
+    feeder.close()
+
+
+def test_a_call_that_was_given_up_asks_for_no_further_sample() -> None:
+    """When it returns at last, its thread does not call the dataset again."""
     items = Items()
     on_error = FailurePolicy(retries=3, read_timeout_s=LIMIT_S)
     feeder = Feeder(FromDataset(items, threads=1), batch_size=4, on_error=on_error)
@@ -251,21 +248,43 @@ def test_who_was_given_up_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> No
     feeder.close()
 
 
-def test_a_pass_that_waits_can_be_left() -> None:
-    """Closing a feeder whose pass waits for another's call takes no longer than any other."""
+def test_a_waiting_iterator_can_be_closed() -> None:
+    """Closing a feeder that waits for another one's call takes no longer than usual, and its thread stops waiting."""
     items = Items()
     left_by_break(Feeder(items, batch_size=4), items)
     feeder = Feeder(items, batch_size=4)
     iterator = iter(feeder)
+    until(lambda: len(dataset_slots._waiting) == 1)
     began = time.monotonic()
     iterator.close()
     feeder.close()
-    assert time.monotonic() - began < 4.0  # of the 5 s after which threads are left behind
+    assert time.monotonic() - began < 4.0  # close() leaves threads behind after 5 s
+    until(lambda: not dataset_slots._waiting)
     items.released.set()
 
 
-def test_two_feeders_of_one_dataset_take_turns() -> None:
-    """Both live: each gets all of its batches, and the Dataset never sees both."""
+def test_calls_wait_in_order_of_arrival() -> None:
+    """A thread that leaves and comes back at once does not overtake one that waits."""
+    source = FromDataset(Items(), threads=1)
+    control = JobControl(StopFlag())
+    order: list[str] = []
+
+    def second() -> None:
+        with DatasetSlot(source, 1, control):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with DatasetSlot(source, 0, control):
+        thread.start()
+        until(lambda: len(dataset_slots._waiting) == 1)
+    with DatasetSlot(source, 2, control):
+        order.append("first again")
+    thread.join()
+    assert order == ["second", "first again"]
+
+
+def test_two_feeders_of_one_dataset_never_call_it_at_the_same_time() -> None:
+    """Two live iterators each get all of their batches, and never call the dataset at the same time."""
     items = Items(slow=-1)
     feeders = [Feeder(items, batch_size=4, shuffle=True, seed=seed) for seed in range(2)]
     for _ in range(3):
@@ -276,29 +295,8 @@ def test_two_feeders_of_one_dataset_take_turns() -> None:
         feeder.close()
 
 
-class Clock:
-    """A clock that is set, and counts who looks at it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.looks: list[int] = []
-
-    def perf_counter(self) -> float:
-        self.looks.append(threading.get_ident())
-        return self.now
-
-    def seen_by_others(self) -> bool:
-        """Wait until other threads have looked some times more."""
-        before, mine, until = len(self.looks), threading.get_ident(), time.monotonic() + BOUND_S
-        while sum(look != mine for look in self.looks[before:]) < 4:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.001)
-        return True
-
-
 class Centred(Items):
-    """Its first item asks for all of them, through a feeder."""
+    """Its first item iterates a feeder over all of them."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(slow=-1)
@@ -313,8 +311,8 @@ class Centred(Items):
         return super().__getitem__(index)
 
 
-def test_a_dataset_that_iterates_itself_is_told() -> None:
-    """It would wait for itself; where it bears the second thread, it need not."""
+def test_a_dataset_that_iterates_a_feeder_over_itself_is_refused() -> None:
+    """With one thread it would wait for itself; with two it works."""
     with (
         Feeder(Centred(1), batch_size=4) as feeder,
         pytest.raises(FeedError, match=r"Centred iterates a feeder over itself within __getitem__.*threads=2"),
@@ -326,36 +324,10 @@ def test_a_dataset_that_iterates_itself_is_told() -> None:
     assert items.total == sum(range(24))
 
 
-def test_a_long_chunk_is_not_stuck_while_its_samples_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is waited for is at one sample after the other: each has its time, however long all of them take."""
-    clock = Clock()
-    monkeypatch.setattr("aiofeed.sources.dataset_slots.time", clock)
-    waited_for: list[bool] = []
-
-    class SlowItems(Items):
-        def __getitem__(self, index: int) -> int:
-            value = super().__getitem__(index)
-            if len(waited_for) < 6:
-                clock.now += STUCK_S * 0.6
-                waited_for.append(clock.seen_by_others())
-            return value
-
-    items = SlowItems(slow=0)
-    feeders = [Feeder(items, batch_size=6) for _ in range(2)]
-    first = iter(feeders[0])
-    assert items.reached.wait(BOUND_S)
-    second = iter(feeders[1])
-    items.released.set()
-    assert next(second).tolist() == next(first).tolist() == [0, 1, 2, 3, 4, 5]
-    assert waited_for == [True] * 6
-    for feeder in feeders:
-        feeder.close()
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_waits_for_nobody() -> None:
-    """The thread that is inside when the parent forks is the parent's."""
+def test_a_forked_child_does_not_wait_for_the_parents_threads() -> None:
+    """A call in progress in the parent when it forks does not count in the child."""
     items = Items()
     feeder = left_by_break(Feeder(items, batch_size=4), items)
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Files that are no good, on a real file system through a real feeder: an error with the path, never anything else."""
+"""Bad files on a real file system, read through a feeder: each is an error that names the path."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import pytest
 from PIL import Image, ImageFile, features
 
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError, SampleError
-from aiofeed.sources import file_io as reading
-from aiofeed.sources.file_io import ReadRules, read_file, read_settled, settled_by
+from aiofeed.sources import file_io
+from aiofeed.sources.file_io import ReadRules, read_file, read_unchanged, unchanged_since
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
-resource: Any = pytest.importorskip("resource", reason="needs POSIX: FIFOs, links, and a look at peak memory")
+resource: Any = pytest.importorskip("resource", reason="needs POSIX: FIFOs, links and peak memory")
 
 
 def encoded(kind: str, size: tuple[int, int] = (60, 40), color: Any = (200, 60, 30), **options: Any) -> bytes:
@@ -54,7 +54,7 @@ def png_with(*chunks: bytes) -> bytes:
 
 
 def error_of(path: Path | str, decode: Any = None, source: Files | None = None) -> SampleError:
-    """The error that a feeder raises for a file that comes between two good ones; the first good one is fed."""
+    """The error that a feeder raises for a file between two good ones, after the batch of the first."""
     good = Path(path).parent / "good.png"
     if not good.exists():
         good.write_bytes(encoded("PNG"))
@@ -70,18 +70,18 @@ def error_of(path: Path | str, decode: Any = None, source: Files | None = None) 
 
 
 def fed(path: Path, decode: Any = None) -> np.ndarray[Any, Any]:
-    """What a feeder makes of a file that is good in spite of all."""
+    """The sample that a feeder makes of a file."""
     with Feeder(Files([path]), decode=decode or DecodeImage((8, 8)), batch_size=1) as feeder:
         [batch] = list(feeder)
     return batch[0].permute(1, 2, 0).numpy()
 
 
-# --- what cannot be read
+# --- files that cannot be read
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["no writer", "a writer"])
 def test_a_fifo_is_a_read_error(tmp_path: Path, held: bool) -> None:
-    """A FIFO is refused at once, whether somebody has it open for writing or nobody ever will."""
+    """A FIFO is refused at once, with and without a writer."""
     os.mkfifo(tmp_path / "fifo.jpg")
     writer = os.open(tmp_path / "fifo.jpg", os.O_RDWR | os.O_NONBLOCK) if held else None
     try:
@@ -90,14 +90,14 @@ def test_a_fifo_is_a_read_error(tmp_path: Path, held: bool) -> None:
         if writer is not None:
             os.close(writer)
     assert isinstance(error, ReadError)
-    assert "regular files, this is a FIFO" in str(error)
+    assert "regular files, but this is a FIFO" in str(error)
     assert isinstance(error.__cause__, OSError)
     assert error.__cause__.errno == errno.ENXIO
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/urandom"])
 def test_a_device_is_a_read_error(tmp_path: Path, device: str) -> None:
-    """A device without end is not read at all, named or linked to."""
+    """A device is not read, neither directly nor through a link."""
     if not os.path.exists(device):
         pytest.skip(f"needs {device}")
     (tmp_path / "link.jpg").symlink_to(device)
@@ -109,8 +109,8 @@ def test_a_device_is_a_read_error(tmp_path: Path, device: str) -> None:
 
 
 def test_a_socket_and_an_open_pipe_are_read_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are a socket in the file system, and a pipe under its name in /dev/fd."""
-    monkeypatch.chdir(tmp_path)  # the names of sockets are short
+    """A socket in the file system and a pipe in /dev/fd are refused."""
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert isinstance(error_of(tmp_path / "socket"), ReadError)
@@ -133,8 +133,10 @@ def test_a_socket_and_an_open_pipe_are_read_errors(tmp_path: Path, monkeypatch: 
     ],
     ids=["directory", "dangling link", "link to itself", "missing"],
 )
-def test_what_is_no_file_is_a_read_error(tmp_path: Path, make: Callable[[Path], None], kind: type[OSError]) -> None:
-    """A directory, a link to nothing or to itself, nothing: the system's own error is chained."""
+def test_a_path_without_a_file_is_a_read_error(
+    tmp_path: Path, make: Callable[[Path], None], kind: type[OSError]
+) -> None:
+    """The error of the system is the cause, for a directory, broken links and a missing file."""
     make(tmp_path / "bad.jpg")
     error = error_of(tmp_path / "bad.jpg")
     assert isinstance(error, ReadError)
@@ -142,7 +144,7 @@ def test_what_is_no_file_is_a_read_error(tmp_path: Path, make: Callable[[Path], 
 
 
 def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
-    """A file that may not be read is told as such."""
+    """A file without read permission raises PermissionError as the cause."""
     (tmp_path / "bad.jpg").write_bytes(encoded("JPEG"))
     (tmp_path / "bad.jpg").chmod(0)
     if os.geteuid() != 0:
@@ -150,7 +152,7 @@ def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
         assert isinstance(error, ReadError)
         assert isinstance(error.__cause__, PermissionError)
         return
-    # The superuser reads everything: somebody else has to try, in a process of their own.
+    # The superuser may read every file, so a process of another user tries.
     tmp_path.chmod(0o755)
     code = (
         "import os, sys\n"
@@ -160,7 +162,7 @@ def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
         "import torch\n"
         f"folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
         "os.fchdir(folder)\n"
-        "list(Feeder([0, 1], batch_size=1))\n"  # everything is imported while it may be
+        "list(Feeder([0, 1], batch_size=1))\n"  # imports everything while it may
         "os.setresgid(65534, 65534, 65534)\n"
         "os.setresuid(65534, 65534, 65534)\n"
         "try:\n"
@@ -174,7 +176,7 @@ def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
 
 
 def test_a_giant_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """100 GB, of which nothing is on the disk: the error names file, size and the way out, and no memory is taken."""
+    """The error for a sparse file of 100 GiB names size and limit, and no memory is allocated."""
     with open(tmp_path / "giant.jpg", "wb") as file:
         file.truncate(100 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -185,8 +187,8 @@ def test_a_giant_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_max_bytes_is_the_largest_that_is_read(tmp_path: Path, over: bool) -> None:
-    """A file of max_bytes is read, one of a byte more is not, from a list and from a folder."""
+def test_max_bytes_is_the_largest_size_that_is_read(tmp_path: Path, over: bool) -> None:
+    """A file of max_bytes is read and a file of one more byte is refused, by Files and ImageFolder."""
     (tmp_path / "class").mkdir()
     (tmp_path / "class" / "a.png").write_bytes(bytes(1000))
     limit = 999 if over else 1000
@@ -205,8 +207,8 @@ def test_max_bytes_is_the_largest_that_is_read(tmp_path: Path, over: bool) -> No
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-def test_max_bytes_holds_for_files_that_do_not_know_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of /proc says that it is empty; it is read to its end or to max_bytes."""
+def test_max_bytes_limits_files_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of /proc has the size 0; it is read up to its end or to max_bytes."""
     assert b"Name:" in read_file("/proc/self/status", ReadRules(max_bytes=100_000))
     with pytest.raises(OSError, match="more than max_bytes=100 allows"):
         read_file("/proc/self/status", ReadRules(max_bytes=100))
@@ -215,23 +217,23 @@ def test_max_bytes_holds_for_files_that_do_not_know_their_size(monkeypatch: pyte
 # --- files that change while they are read
 
 
-def meddling(monkeypatch: pytest.MonkeyPatch, meddle: Callable[[], object]) -> None:
-    """Have ``meddle`` happen between the first look at an open file and the reading of it."""
+def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    """Call ``change`` between the first fstat of an open file and its read."""
     real = os.read
 
-    class Meddled:
+    class ChangingOs:
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
         def read(self, descriptor: int, count: int) -> bytes:
-            meddle()
+            change()
             return real(descriptor, count)
 
-    monkeypatch.setattr(reading, "os", Meddled())
+    monkeypatch.setattr(file_io, "os", ChangingOs())
 
 
 def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncated, emptied, appended to, or overwritten in its length meanwhile: an error that may pass."""
+    """Truncating, emptying, appending and overwriting during the read is a transient error."""
     whole = noisy("JPEG")
     path = tmp_path / "changing.jpg"
     changes: list[Callable[[], object]] = [
@@ -243,9 +245,9 @@ def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, mo
     ]
     for change in changes:
         path.write_bytes(whole)
-        os.utime(path, ns=(2, 2))  # so that one of the changes leaves the time, and one the size, as it was
+        os.utime(path, ns=(2, 2))  # so that one change keeps the time, and one keeps the size
         with monkeypatch.context() as patched:
-            meddling(patched, change)
+            changing(patched, change)
             with pytest.raises(OSError, match="the file changed while it was read") as caught:
                 read_file(str(path))
             assert caught.value.errno == errno.EBUSY
@@ -253,7 +255,7 @@ def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, mo
     path.write_bytes(whole)
     source = Files([path])
     with monkeypatch.context() as patched, Feeder(source, decode=DecodeImage(8), batch_size=1) as feeder:
-        meddling(patched, changes[0])
+        changing(patched, changes[0])
         with pytest.raises(ReadError, match="changed while it was read") as error:
             list(feeder)
     assert error.value.key == str(path)
@@ -262,19 +264,19 @@ def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, mo
 def test_a_file_that_is_replaced_or_removed_while_it_is_read_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was opened stays whole where a file is put in its place, as careful writers do: that is no error."""
+    """Replacing or removing the path does not affect the opened file."""
     path, other = tmp_path / "replaced.jpg", tmp_path / "other.jpg"
     for change in (lambda: os.replace(other, path), lambda: path.unlink()):
         path.write_bytes(b"the first")
         other.write_bytes(b"the second")
         with monkeypatch.context() as patched:
             done: list[object] = []
-            meddling(patched, lambda change=change, done=done: done or done.append(change()))  # type: ignore[misc]
+            changing(patched, lambda change=change, done=done: done or done.append(change()))  # type: ignore[misc]
             assert read_file(str(path)) == b"the first"
 
 
-def test_files_under_a_writer_are_whole_or_errors(tmp_path: Path) -> None:
-    """A writer truncates and rewrites a file all the time: what is read is one of its two states, or an error."""
+def test_files_under_a_writer_are_consistent_or_errors(tmp_path: Path) -> None:
+    """While a writer rewrites a file, a read gives bytes of one version, or an error."""
     path = tmp_path / "busy"
     states = (b"a" * 300_000, b"b" * 200_000)
     with rewritten(path, states):
@@ -285,30 +287,30 @@ def test_files_under_a_writer_are_whole_or_errors(tmp_path: Path) -> None:
                 if error.errno != errno.EBUSY:
                     raise
             else:
-                # Cut short by a writer who stood still is not to be told from a short file; mixed it never is.
+                # A file of a paused writer looks like a short file. The two versions are never mixed.
                 assert len(set(data)) <= 1
 
 
-# --- files that were left alone long before
+# --- files that have not changed for long
 
 
-def settled(path: Path, rules: ReadRules = ReadRules()) -> bytes | None:  # noqa: B008 - frozen
-    """What one look gives where the last change of ``path`` up to now is long past."""
-    return read_settled(str(path), rules, (path.stat().st_ctime_ns + 1000) / 1e9)
+def unchanged(path: Path, rules: ReadRules = ReadRules()) -> bytes | None:  # noqa: B008 - frozen
+    """``read_unchanged`` as if the last change of ``path`` so far were long ago."""
+    return read_unchanged(str(path), rules, (path.stat().st_ctime_ns + 1000) / 1e9)
 
 
-def test_of_a_file_left_alone_one_look_is_enough(tmp_path: Path) -> None:
-    """A regular file that has not changed since is read whole; the same file, changed since, is for a closer look."""
+def test_an_unchanged_file_is_read_with_one_fstat(tmp_path: Path) -> None:
+    """read_unchanged reads a file that has not changed since a time, whatever its mtime, and no other."""
     path = tmp_path / "old"
     path.write_bytes(b"whole")
-    assert settled(path) == b"whole"
-    assert read_settled(str(path), ReadRules(), path.stat().st_ctime - 1.0) is None
-    os.utime(path, (1, 1))  # says that it is old
-    assert read_settled(str(path), ReadRules(), settled_by(time.time())) is None
+    assert unchanged(path) == b"whole"
+    assert read_unchanged(str(path), ReadRules(), path.stat().st_ctime - 1.0) is None
+    os.utime(path, (1, 1))  # claims to be old
+    assert read_unchanged(str(path), ReadRules(), unchanged_since(time.time())) is None
 
 
-def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncated, appended to, overwritten in its length, its time put back: each time a closer look is taken."""
+def test_read_unchanged_refuses_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncating, appending, overwriting and resetting the mtime during the read are detected."""
     path = tmp_path / "changing"
     changes: list[Callable[[], object]] = [
         lambda: os.truncate(path, 4),
@@ -318,7 +320,7 @@ def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypat
         lambda: (path.write_bytes(b"9876543210"), os.utime(path, ns=(1, 1))),
     ]
 
-    class Meddled:
+    class ChangingOs:
         def __init__(self, change: Callable[[], object]) -> None:
             self.change = change
 
@@ -334,61 +336,59 @@ def test_one_look_takes_no_file_that_changes_meanwhile(tmp_path: Path, monkeypat
     for at, change in enumerate(changes):
         path.write_bytes(b"0123456789")
         with monkeypatch.context() as patched:
-            patched.setattr(reading, "os", Meddled(change))
-            assert settled(path) is None
-            if at < 3:  # another length shows whatever the clock says
+            patched.setattr(file_io, "os", ChangingOs(change))
+            assert unchanged(path) is None
+            if at < 3:  # another size is detected at any time
                 path.write_bytes(b"0123456789")
-                assert read_settled(str(path), ReadRules(), math.inf) is None
+                assert read_unchanged(str(path), ReadRules(), math.inf) is None
 
 
-def test_one_look_reads_regular_files_within_bounds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices, pipes, folders, empty files and files beyond max_bytes wait for the closer look; links to the rules."""
+def test_read_unchanged_reads_regular_files_within_limits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices, pipes, folders, empty files and files above max_bytes give None; links follow the rules."""
     (tmp_path / "empty").touch()
     (tmp_path / "ten").write_bytes(bytes(10))
     (tmp_path / "link").symlink_to("ten")
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path, tmp_path / "empty", tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
-        assert settled(other) is None
-    assert settled(tmp_path / "ten", ReadRules(max_bytes=9)) is None
-    assert settled(tmp_path / "ten", ReadRules(max_bytes=10)) == bytes(10)
-    assert settled(tmp_path / "link") == bytes(10)
-    with monkeypatch.context() as patched:  # a device with an end, as disks have
+        assert unchanged(other) is None
+    assert unchanged(tmp_path / "ten", ReadRules(max_bytes=9)) is None
+    assert unchanged(tmp_path / "ten", ReadRules(max_bytes=10)) == bytes(10)
+    assert unchanged(tmp_path / "link") == bytes(10)
+    with monkeypatch.context() as patched:  # a device with an end, like a disk
         patched.setattr(os, "lseek", lambda *_: 10)
         patched.setattr(os, "pread", lambda *_: bytes(10))
         patched.setattr(os, "fstat", lambda _: os.stat_result((0o20666, 0, 0, 1, 0, 0, 10, 0, 0, 0)))
-        assert settled(Path("/dev/zero")) is None
+        assert unchanged(Path("/dev/zero")) is None
     with pytest.raises(OSError, match="symbolic link"):
-        settled(tmp_path / "link", ReadRules(follow_symlinks=False))
+        unchanged(tmp_path / "link", ReadRules(follow_symlinks=False))
 
 
-def test_a_source_of_old_files_takes_one_look_and_of_new_ones_a_closer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files read alike, whichever they are; a bad one among them is its own error."""
+def test_old_and_new_files_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old files are read by read_unchanged, new ones by read_file; the results are the same, errors included."""
     import aiofeed.sources.files as module
 
     paths = [tmp_path / str(number) for number in range(4)]
     for path in paths[:3]:
         path.write_bytes(path.name.encode())
     os.mkfifo(paths[3])
-    closer: list[str] = []
-    monkeypatch.setattr(module, "read_file", lambda path, rules: closer.append(path) or read_file(path, rules))
+    read_by_file: list[str] = []
+    monkeypatch.setattr(module, "read_file", lambda path, rules: read_by_file.append(path) or read_file(path, rules))
     for old in (False, True):
-        closer.clear()
-        monkeypatch.setattr(reading, "SETTLED_S", -3600.0 if old else 3600.0)
+        read_by_file.clear()
+        monkeypatch.setattr(file_io, "UNCHANGED_S", -3600.0 if old else 3600.0)
         found = Files(paths).read_now(range(4))
         assert found[:3] == [b"0", b"1", b"2"]
         assert isinstance(found[3], OSError)
-        assert closer == [str(path) for path in (paths[3:] if old else paths)]
+        assert read_by_file == [str(path) for path in (paths[3:] if old else paths)]
 
 
-# --- what can be read, but is no picture
+# --- files that are no pictures
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
 @pytest.mark.parametrize("keep", [0.3, 0.7, 0.95])
 def test_a_truncated_image_is_a_decode_error(tmp_path: Path, kind: str, keep: float) -> None:
-    """Whatever the format: a picture of which a part is missing is none."""
+    """In every format, a picture with a missing part is an error."""
     if kind == "WEBP" and not features.check("webp"):
         pytest.skip("this Pillow is built without WebP")
     data = noisy(kind)
@@ -399,10 +399,10 @@ def test_a_truncated_image_is_a_decode_error(tmp_path: Path, kind: str, keep: fl
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_pillows_own_switch_for_truncated_images_is_obeyed(
+def test_load_truncated_images_of_pillow_is_respected(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the program has set LOAD_TRUNCATED_IMAGES, truncated pictures are what Pillow makes of them, said once."""
+    """With LOAD_TRUNCATED_IMAGES, truncated pictures equal Pillow's, and one log line says so."""
     from aiofeed.decoders import pillow
 
     data = noisy(kind)
@@ -429,27 +429,27 @@ def test_pillows_own_switch_for_truncated_images_is_obeyed(
         (b"PK\x03\x04" + bytes(100), "Pillow knows no such image"),
     ],
 )
-def test_what_is_no_image_is_a_decode_error(tmp_path: Path, data: bytes, message: str) -> None:
-    """Nothing, a web page, zeros, a bare header, no pixels, too many, an archive."""
+def test_a_file_that_is_no_image_is_a_decode_error(tmp_path: Path, data: bytes, message: str) -> None:
+    """The error describes the problem."""
     (tmp_path / "bad.jpg").write_bytes(data)
     error = error_of(tmp_path / "bad.jpg")
     assert isinstance(error, DecodeError)
     assert message in str(error)
 
 
-def test_flipped_bits_are_noticed_where_the_format_can(tmp_path: Path) -> None:
-    """A PNG and a lossless WebP notice a flipped bit in their pixels; it is a DecodeError."""
+def test_a_flipped_bit_in_a_png_is_a_decode_error(tmp_path: Path) -> None:
+    """A PNG has a checksum over its pixels."""
     data = bytearray(noisy("PNG"))
     data[len(data) // 2] ^= 4
     (tmp_path / "flipped.png").write_bytes(data)
     assert isinstance(error_of(tmp_path / "flipped.png"), DecodeError)
 
 
-# --- what claims more than it is
+# --- files with false claims
 
 
 def grown_by(work: str) -> int:
-    """Peak memory, in bytes, that ``work`` adds to a process that has decoded a small picture already."""
+    """The peak memory in bytes that ``work`` adds to a process that has decoded a small picture."""
     code = (
         "import io, resource, sys, zlib, struct\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
@@ -473,7 +473,7 @@ def grown_by(work: str) -> int:
         "decode(small)\n"
         "Image.init()\n"
         "def peak():\n"
-        "    if sys.platform == 'linux':  # ru_maxrss begins with that of who started it\n"
+        "    if sys.platform == 'linux':  # ru_maxrss includes the peak of the process that started this one\n"
         "        return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
         f"{work}\n"
@@ -552,13 +552,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_a_file_claims_takes_no_memory(name: str) -> None:
-    """Pixels, compressed text and profiles, tags that share their bytes, strips, tiles: refused or passed over."""
+def test_false_claims_allocate_no_memory(name: str) -> None:
+    """Pixels, compressed text and profiles, tags that share bytes, strips and tiles are refused or ignored."""
     assert grown_by(BOMBS[name]) < 160 << 20  # Pillow itself allows a PNG 64 MiB of text
 
 
 def test_a_progressive_jpeg_of_thousands_of_scans_is_refused(tmp_path: Path) -> None:
-    """Ten bytes are one more pass over all pixels: what would take hours is refused by its number of scans."""
+    """A progressive JPEG with hundreds of scans would take hours; ten bytes per scan are enough."""
     data = encoded("JPEG", (4000, 4000), progressive=True)
     start = data.rindex(b"\xff\xda")
     scan = data[start : data.rindex(b"\xff\xd9")]
@@ -591,7 +591,7 @@ def long_exif(size: int, fill: bytes = b"") -> bytes:
 def test_metadata_that_would_be_copied_for_minutes_is_refused(
     tmp_path: Path, make: Callable[..., bytes], arguments: tuple[Any, ...]
 ) -> None:
-    """Pillow joins EXIF segments and comment blocks one by one; too many in front of the pixels are refused."""
+    """Too much metadata before the pixels is refused: Pillow joins its blocks one by one, in quadratic time."""
     (tmp_path / "long").write_bytes(make(*arguments))
     error = error_of(tmp_path / "long")
     assert isinstance(error, DecodeError)
@@ -603,13 +603,13 @@ def test_metadata_that_would_be_copied_for_minutes_is_refused(
     [lambda: long_comment(1 << 20), lambda: long_exif(2 << 20), lambda: noisy("JPEG") + bytes(40 << 20)],
     ids=["GIF", "JPEG", "tail"],
 )
-def test_other_metadata_and_long_files_are_not(tmp_path: Path, make: Callable[[], bytes]) -> None:
-    """A megabyte of it, or a long tail, is no reason to refuse a picture."""
+def test_some_metadata_and_a_long_tail_are_allowed(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    """A picture with a megabyte of metadata or a long tail is decoded."""
     (tmp_path / "long").write_bytes(make())
     assert fed(tmp_path / "long").shape == (8, 8, 3)
 
 
-# --- what is odd, but a picture
+# --- odd files that are pictures
 
 
 @pytest.mark.parametrize(
@@ -644,21 +644,21 @@ def test_other_metadata_and_long_files_are_not(tmp_path: Path, make: Callable[[]
     ],
 )
 def test_odd_files_are_their_first_picture(tmp_path: Path, data: bytes) -> None:
-    """Giant text and profiles, absurd EXIF, further frames and pages, rubbish behind the end: the picture is sound."""
+    """Large texts and profiles, wrong EXIF, further frames and pages, and a tail do not affect the first picture."""
     (tmp_path / "odd").write_bytes(data)
     assert (abs(fed(tmp_path / "odd").astype(int) - (200, 60, 30)) <= 6).all()
 
 
 def damaged_tiff() -> bytes:
-    """A sound picture with three tags that make Pillow warn: twice too many values, and one past the end."""
+    """A good picture with three tags that make Pillow warn: two with too many values, one past the end."""
     tags = [(256, 4, 1, 2), (257, 4, 1, 2), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 200)]
     tags += [(277, 3, 2, 1 | 1 << 16), (278, 4, 1, 2), (279, 4, 1, 4), (700, 1, 10**6, 100)]
     entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
     return (b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries).ljust(200, b"\0") + bytes([9, 9, 9, 9])
 
 
-def test_pillow_says_nothing_about_damaged_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its warnings and log lines stay away, also where warnings are errors; those of other threads do not."""
+def test_pillow_logs_nothing_about_damaged_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pillow's warnings and log lines are suppressed while aiofeed decodes, and only then."""
     (tmp_path / "odd.tif").write_bytes(damaged_tiff())
     (tmp_path / "odd.png").write_bytes(png_with(chunk(b"acTL", bytes(8))))
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.DEBUG):
@@ -667,7 +667,7 @@ def test_pillow_says_nothing_about_damaged_files(tmp_path: Path, caplog: pytest.
             fed(tmp_path / name)
         assert [str(each.message) for each in caught] == []
         assert [record for record in caplog.records if record.name.startswith("PIL")] == []
-        with Image.open(tmp_path / "odd.tif"):  # somebody else's use of Pillow
+        with Image.open(tmp_path / "odd.tif"):  # direct use of Pillow
             pass
         assert [each.category for each in caught] != []
         assert caught[0].filename.endswith("TiffImagePlugin.py")

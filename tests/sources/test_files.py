@@ -1,4 +1,4 @@
-"""Sources: files, folders, datasets."""
+"""`Files`, `ImageFolder` and `FromDataset`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_all(source: Files) -> list[bytes | OSError]:
 
 
 def test_files_are_read_whole(tmp_path: Path) -> None:
-    """Contents are the files', empty and large ones included."""
+    """The contents equal those of the files, empty and large ones included."""
     contents = [b"", b"a", b"x" * 4096, os.urandom(300_000)]
     for number, content in enumerate(contents):
         (tmp_path / str(number)).write_bytes(content)
@@ -35,8 +35,8 @@ def test_files_are_read_whole(tmp_path: Path) -> None:
     assert source.key(2) == str(tmp_path / "2")
 
 
-def test_read_many_is_the_same_in_groups_of_any_size(tmp_path: Path) -> None:
-    """Fast storage is read in large groups, slow storage file by file; the contents do not change."""
+def test_the_group_size_does_not_change_the_contents(tmp_path: Path) -> None:
+    """Fast storage is read in large groups and slow storage file by file, with the same contents."""
     for number in range(100):
         (tmp_path / f"{number:03}").write_bytes(b"%d" % number)
     source = Files(sorted(tmp_path.iterdir()))
@@ -45,8 +45,8 @@ def test_read_many_is_the_same_in_groups_of_any_size(tmp_path: Path) -> None:
         assert read_all(source) == [b"%d" % number for number in range(100)]
 
 
-def test_an_error_stands_in_its_files_place(tmp_path: Path) -> None:
-    """A missing file and a directory are errors of their own samples only."""
+def test_read_many_returns_errors_by_file(tmp_path: Path) -> None:
+    """A missing file and a directory fail their own samples only."""
     (tmp_path / "good").write_bytes(b"good")
     source = Files([tmp_path / "good", tmp_path / "missing", tmp_path, tmp_path / "good"])
     first, missing, directory, last = read_all(source)
@@ -58,19 +58,19 @@ def test_an_error_stands_in_its_files_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-def test_a_file_that_does_not_know_its_size_is_read_to_the_end() -> None:
-    """Files of /proc say that they are empty, and are not."""
+def test_a_file_of_unknown_size_is_read_to_its_end() -> None:
+    """A file of /proc has the size 0 and is not empty."""
     assert b"Name:" in read_file("/proc/self/status")
 
 
-def test_targets_come_with_the_files() -> None:
-    """Targets are looked up by index; without them there is no target."""
+def test_targets_are_indexed_like_the_files() -> None:
+    """target(index) is the label of the file; without targets there is no such method."""
     assert Files(["a", "b"], targets=["x", "y"]).target(1) == "y"
     assert not hasattr(Files(["a", "b"]), "target")
 
 
-def test_files_refuses_what_is_no_list_of_paths() -> None:
-    """A single path and a wrong number of targets are named."""
+def test_files_refuses_other_arguments() -> None:
+    """A single path, a wrong number of targets and entries that are no paths are refused."""
     with pytest.raises(TypeError, match=r"single path 'a\.jpg'"):
         Files("a.jpg")
     with pytest.raises(ValueError, match="2 paths, but 1 targets"):
@@ -80,7 +80,7 @@ def test_files_refuses_what_is_no_list_of_paths() -> None:
 
 
 def test_image_folder_has_torchvisions_order(tmp_path: Path) -> None:
-    """Classes sorted, files sorted within each, sub-folders in the order of their paths, other files left out."""
+    """Classes and files within them are sorted like torchvision's, and other files are ignored."""
     for name in ["b/2.jpg", "b/10.PNG", "a/z/1.jpeg", "a/y.webp", "a/notes.txt", "b/sub.jpg/inner.bmp"]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ def test_image_folder_has_torchvisions_order(tmp_path: Path) -> None:
     assert [folder.target(i) for i in range(len(folder))] == folder.targets
 
 
-def test_image_folder_follows_links_as_the_argument_says(tmp_path: Path) -> None:
-    """Linked files and folders count or not; a link to a parent does not loop."""
+def test_follow_symlinks_of_image_folder(tmp_path: Path) -> None:
+    """Linked files and folders are included or not; a link to a parent does not loop."""
     real = tmp_path / "real"
     real.mkdir()
     (real / "1.jpg").touch()
@@ -117,42 +117,42 @@ def test_image_folder_follows_links_as_the_argument_says(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
-        (lambda root: None, "there is no folder.* is there, and has no 'root'"),
+        (lambda root: None, "does not exist.* exists and has no 'root'"),
         (lambda root: root.mkdir(), "no sub-folders"),
         (lambda root: (root.mkdir(), (root / "a.jpg").touch()), "1 images but no sub-folders.*aiofeed.Files"),
         (lambda root: (root / "cat").mkdir(parents=True), "class 'cat'.*has no image"),
         (lambda root: root.touch(), "not a folder"),
     ],
 )
-def test_a_folder_without_images_is_refused(tmp_path: Path, make, told: str) -> None:
-    """The message names the folder, and what was expected in it."""
+def test_a_folder_without_images_is_refused(tmp_path: Path, make, message: str) -> None:
+    """The error names the folder and what it lacks."""
     root = tmp_path / "root"
     make(root)
-    with pytest.raises((FileNotFoundError, NotADirectoryError), match=told) as caught:
+    with pytest.raises((FileNotFoundError, NotADirectoryError), match=message) as caught:
         ImageFolder(root)
     assert str(root) in str(caught.value)
 
 
-def test_a_relative_root_says_from_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the deepest folder that is there, and what is missing in it."""
+def test_the_error_of_a_relative_root_has_the_base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the deepest existing folder and the missing part."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as caught:
         ImageFolder("data/trian/cats")
-    assert f"{str(tmp_path / 'data')!r} is there, and has no 'trian'" in str(caught.value)
+    assert f"{str(tmp_path / 'data')!r} exists and has no 'trian'" in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [1, b"a.jpg", None])
-def test_what_is_no_path_is_named(wrong: object) -> None:
-    """The message gives the entry and its position."""
+def test_an_entry_that_is_no_path_is_refused(wrong: object) -> None:
+    """The error has the entry and its position."""
     with pytest.raises(TypeError, match=f"number 1 is {wrong!r}"):
         Files(["a.jpg", wrong])  # type: ignore[list-item]
 
 
 class Column:
-    """As a pandas Series after sample() or a filter: asked by an index of its own."""
+    """Like a pandas Series after sample() or a filter: indexed by its own index."""
 
     def __init__(self, labels: dict[int, int]) -> None:
         self._labels = labels
@@ -172,8 +172,8 @@ class Column:
 
 
 @pytest.mark.parametrize("index", [(2, 0, 1), (7, 8, 9)])
-def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]) -> None:
-    """Labels stay beside the paths of their rows, whatever the index."""
+def test_pandas_targets_are_indexed_by_position(tmp_path: Path, index: tuple[int, ...]) -> None:
+    """Each path gets the label of its row, whatever the index is."""
     paths = [tmp_path / f"{number}" for number in range(3)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]))
@@ -186,7 +186,7 @@ def test_targets_of_pandas_go_by_position(tmp_path: Path, index: tuple[int, ...]
 
 
 class Framed:
-    """A Dataset that hands on what it lacks."""
+    """A Dataset that delegates missing attributes to a frame."""
 
     def __init__(self, frame: Any) -> None:
         self.frame = frame
@@ -202,7 +202,7 @@ class Framed:
 
 
 class Rows(MutableMapping[str, torch.Tensor]):
-    """As a TensorDict: a mapping by its names, a Dataset by its rows."""
+    """Like a TensorDict: a mapping by names, and a Dataset of rows."""
 
     def __len__(self) -> int:
         return 3
@@ -232,7 +232,7 @@ class Sizes(torch.utils.data.Subset):  # type: ignore[type-arg]
 
 
 class Lengths:
-    """A Dataset over a part of a source, no Subset."""
+    """A Dataset over a part of a source that is no Subset."""
 
     def __init__(self, dataset: Files, indices: list[int]) -> None:
         self.dataset = dataset
@@ -245,8 +245,8 @@ class Lengths:
         return len(Path(self.dataset.paths[self.indices[index]]).read_bytes())
 
 
-def test_datasets_that_resemble_what_is_refused_are_taken(tmp_path: Path) -> None:
-    """What says itself how its items are had is asked for them, whatever it has beside."""
+def test_datasets_that_resemble_refused_objects_are_accepted(tmp_path: Path) -> None:
+    """An object with its own __getitem__ is a Dataset, whatever other attributes it has."""
     [batch] = Feeder(Framed(Column({7: 0, 8: 10, 9: 20})), batch_size=3)
     assert batch.tolist() == [0, 10, 20]
     [batch] = Feeder(Rows(), batch_size=3)
@@ -261,7 +261,7 @@ def test_datasets_that_resemble_what_is_refused_are_taken(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_dict_of_columns_is_refused(kind: Any) -> None:
-    """It has no samples 0, 1, ...; the message names its keys."""
+    """It has no samples 0, 1, ...; the error has its keys."""
     with pytest.raises(TypeError, match=r"asked for samples 0, 1.*has the keys \['x', 'y'\]"):
         Feeder(kind(x=torch.zeros(3), y=torch.zeros(3)), batch_size=1)
 
@@ -271,8 +271,8 @@ class Hundreds(ImageFolder):
         return self.targets[index] * 100
 
 
-def test_a_subclass_may_have_targets_of_its_own(tmp_path: Path) -> None:
-    """Its method is asked, not the list it may look into."""
+def test_a_subclass_may_define_target(tmp_path: Path) -> None:
+    """The method of a subclass replaces the list of targets."""
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.jpg").write_bytes(b"1")
@@ -281,15 +281,15 @@ def test_a_subclass_may_have_targets_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_subset_of_a_source_is_refused(tmp_path: Path) -> None:
-    """A source gives bytes, not items; the message says how a part of it is fed."""
+    """A source has no items; the error says how to feed a part of it."""
     part = torch.utils.data.Subset(Files([tmp_path / "a"]), [0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a Subset asks for items.*sampler=indices, or aiofeed\.Files"):
+    with pytest.raises(TypeError, match=r"a Subset needs items.*sampler=indices, or aiofeed\.Files"):
         Feeder(part, batch_size=1)
 
 
 def test_a_dict_of_targets_is_refused() -> None:
-    """It would be asked by position."""
-    with pytest.raises(TypeError, match=r"targets are one label per file.*got a dict"):
+    """Targets are indexed by position."""
+    with pytest.raises(TypeError, match=r"targets must be one label per file.*got a dict"):
         Files(["a", "b"], {"a": 0, "b": 1})  # type: ignore[arg-type]
 
 
@@ -298,8 +298,8 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(range(3))
 
 
-def test_a_dataset_is_taken_item_by_item_or_all_at_once() -> None:
-    """__getitems__ is used where there is one."""
+def test_getitems_is_used_if_the_dataset_has_it() -> None:
+    """Without __getitems__, items are requested one by one."""
     source = FromDataset(TensorDataset(torch.arange(5)))
     assert [item[0].item() for item in source.items([3, 1])] == [3, 1]
     assert source.key(3) == "TensorDataset[3]"
@@ -314,8 +314,8 @@ def test_a_dataset_is_taken_item_by_item_or_all_at_once() -> None:
     assert FromDataset(Many()).items([4, 2]) == [8, 4]
 
 
-def test_what_is_no_map_style_dataset_is_refused() -> None:
-    """An IterableDataset is told where to go; threads is a positive int."""
+def test_other_objects_are_no_map_style_datasets() -> None:
+    """The error for an IterableDataset names prefetch; threads must be a positive int."""
     with pytest.raises(TypeError, match=r"IterableDataset.*aiofeed\.prefetch"):
         FromDataset(Stream())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="__getitem__ and __len__"):
@@ -325,11 +325,11 @@ def test_what_is_no_map_style_dataset_is_refused() -> None:
 
 
 def test_read_now_is_read_many_in_the_calling_thread(tmp_path: Path) -> None:
-    """Same contents and errors; what it took tells whether storage answers at once."""
+    """read_now has the contents and errors of read_many; its duration decides whether storage answers at once."""
     for number in range(50):
         (tmp_path / f"{number:02}").write_bytes(os.urandom(number * 1000))
     source = Files([*sorted(tmp_path.iterdir()), tmp_path / "missing"])
-    assert not source.answers_at_once  # nothing is known yet
+    assert not source.answers_at_once  # not known yet
     contents = source.read_now(range(51))
     assert contents[:50] == read_all(source)[:50]
     assert isinstance(contents[50], FileNotFoundError)
@@ -339,8 +339,8 @@ def test_read_now_is_read_many_in_the_calling_thread(tmp_path: Path) -> None:
     assert not source.answers_at_once
 
 
-def test_small_files_read_where_they_are_decoded_are_the_same(tmp_path: Path) -> None:
-    """An epoch read inline equals one read through the loop, errors and counts of bytes included."""
+def test_reading_in_the_decode_threads_changes_nothing(tmp_path: Path) -> None:
+    """An epoch read in decode threads equals one read through the loop, errors and bytes_read included."""
     for number in range(300):
         (tmp_path / f"{number:03}").write_bytes(b"%03d" % number * 100)
     paths = sorted(tmp_path.iterdir())
@@ -367,8 +367,8 @@ def test_small_files_read_where_they_are_decoded_are_the_same(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["read", "read_many"])
-def test_a_subclass_that_reads_otherwise_is_obeyed(tmp_path: Path, method: str) -> None:
-    """Overriding one way of reading is enough: those inherited that would go past it are not used."""
+def test_a_subclass_may_override_one_way_of_reading(tmp_path: Path, method: str) -> None:
+    """After a subclass overrides one way of reading, inherited ways that bypass it are not used."""
 
     class Upper(Files):
         async def read(self, index: int, /) -> bytes:

@@ -1,4 +1,4 @@
-"""Groups of small files through the library that is built with the package: what ``read_file`` gives, or its turn."""
+"""The native library reads groups of small files like ``read_file``, or leaves them to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from aiofeed import Files, ImageFolder
-from aiofeed.sources import native_files as groups
+from aiofeed.sources import native_files
 from aiofeed.sources.file_io import ReadRules, read_file, read_group
 from aiofeed.sources.native_files import CAPACITY, LIBRARY, SMALL, SPARE, GroupReader, group_reader
 from tests.support.paths import ROOT
@@ -30,7 +30,7 @@ def reader() -> GroupReader:
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(groups, "LIBRARY", Path("/nowhere"))
+    monkeypatch.setattr(native_files, "LIBRARY", Path("/nowhere"))
     group_reader.cache_clear()
     yield
     group_reader.cache_clear()
@@ -50,8 +50,8 @@ def write_files(folder: Path, sizes: list[int]) -> list[Path]:
 
 
 @needs_library
-def test_paths_that_were_exchanged_for_other_kinds(tmp_path: Path) -> None:
-    """What can be opened is read, as in a group too small for the library; a name that cannot be is left alone."""
+def test_paths_of_other_types(tmp_path: Path) -> None:
+    """The library reads paths that Python opens, and leaves groups with other names to Python."""
     paths = write_files(tmp_path, [100] * 8)
     expected = [path.read_bytes() for path in paths]
     files = Files(paths)
@@ -64,7 +64,7 @@ def test_paths_that_were_exchanged_for_other_kinds(tmp_path: Path) -> None:
 
 @needs_library
 def test_small_files_are_read_whole_and_in_order(reader: GroupReader, tmp_path: Path) -> None:
-    """Of every size up to the largest, more of them than a buffer holds."""
+    """The contents are right for all sizes up to the largest, and for more bytes than a buffer has."""
     sizes = [1, 2, 4095, 4096, 4097, SMALL - 1, SMALL] * 10
     assert sum(sizes) > 2 * CAPACITY
     paths = write_files(tmp_path, sizes)
@@ -74,8 +74,8 @@ def test_small_files_are_read_whole_and_in_order(reader: GroupReader, tmp_path: 
 
 
 @needs_library
-def test_a_buffer_that_is_just_full_holds_up_nothing(reader: GroupReader, tmp_path: Path) -> None:
-    """Where a file ends with the buffer, or a byte before or behind it, the next one begins another."""
+def test_files_at_the_end_of_the_buffer(reader: GroupReader, tmp_path: Path) -> None:
+    """Files that end exactly at the end of the buffer, or a byte before it, are read."""
     for last in (SMALL - 1, SMALL):
         folder = tmp_path / str(last)
         folder.mkdir()
@@ -84,8 +84,8 @@ def test_a_buffer_that_is_just_full_holds_up_nothing(reader: GroupReader, tmp_pa
 
 
 @needs_library
-def test_whatever_is_out_of_the_ordinary_is_left(reader: GroupReader, tmp_path: Path) -> None:
-    """Missing, empty, large, no file at all, no name: each is left alone, and its neighbours are read."""
+def test_other_files_are_left_to_python(reader: GroupReader, tmp_path: Path) -> None:
+    """Missing, empty, large and irregular files give None, and their neighbours are read."""
     good, large, empty = write_files(tmp_path, [10, SMALL + 1, 0])
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -97,7 +97,7 @@ def test_whatever_is_out_of_the_ordinary_is_left(reader: GroupReader, tmp_path: 
 
 @needs_library
 def test_a_name_with_a_nul_in_it_is_not_two_names(reader: GroupReader, tmp_path: Path) -> None:
-    """Then Python reads, and blames the one that is to blame."""
+    """Python reads the group and raises for the bad name."""
     good = write_files(tmp_path, [10] * 4)
     assert read(reader, [*map(str, good), f"{good[0]}\0{good[1]}"]) == [None] * 5
     source = Files([*good, f"{good[0]}\0{good[1]}"])
@@ -107,8 +107,8 @@ def test_a_name_with_a_nul_in_it_is_not_two_names(reader: GroupReader, tmp_path:
 
 
 @needs_library
-def test_any_name_that_python_knows_is_a_name(reader: GroupReader, tmp_path: Path) -> None:
-    """Other alphabets, blanks, and bytes that are no text."""
+def test_names_of_all_kinds(reader: GroupReader, tmp_path: Path) -> None:
+    """Names may have other alphabets, blanks and bytes that are no text."""
     paths = [tmp_path / name for name in ("ü", "日本", "a b\n", os.fsdecode(b"\xff\xfe"))]
     for number, path in enumerate(paths):
         path.write_bytes(b"%d" % number)
@@ -116,8 +116,8 @@ def test_any_name_that_python_knows_is_a_name(reader: GroupReader, tmp_path: Pat
 
 
 @needs_library
-def test_rules_are_kept(reader: GroupReader, tmp_path: Path) -> None:
-    """``max_bytes``, and links: followed, or left; below a root, where folders may be links, all is left."""
+def test_rules_are_applied(reader: GroupReader, tmp_path: Path) -> None:
+    """max_bytes and follow_symlinks apply; groups below a root, where folders may be links, are left to Python."""
     [ten] = write_files(tmp_path, [10])
     link = tmp_path / "link"
     link.symlink_to(ten)
@@ -130,19 +130,19 @@ def test_rules_are_kept(reader: GroupReader, tmp_path: Path) -> None:
 
 
 @needs_library
-def test_files_under_a_writer_are_whole_or_left(reader: GroupReader, tmp_path: Path) -> None:
-    """A writer truncates and rewrites a file all the time: what is read is of one of its two states."""
+def test_files_under_a_writer_are_consistent_or_left(reader: GroupReader, tmp_path: Path) -> None:
+    """While a writer rewrites a file, a read gives bytes of one version, or None."""
     path = tmp_path / "busy"
     states = (b"a" * SMALL, b"b" * (SMALL // 2))
     with rewritten(path, states):
         found = [data for _ in range(300) for data in read(reader, [path] * 4)]
-    # Cut short by a writer who stood still is not to be told from a short file; mixed it never is.
+    # A file of a paused writer looks like a short file. The two versions are never mixed.
     assert all(len(set(data)) == 1 for data in found if data is not None)
 
 
 @needs_library
 def test_no_descriptor_stays_open(reader: GroupReader, tmp_path: Path) -> None:
-    """Of files that were read, of those that were left, and of those that found no room."""
+    """Files that are read, left or do not fit into the buffer are closed."""
     paths = [*write_files(tmp_path, [SMALL, 0, 5, SMALL + 1] * 20), tmp_path, tmp_path / "missing"]
     read(reader, paths)
     before = psutil.Process().num_fds()
@@ -153,7 +153,7 @@ def test_no_descriptor_stays_open(reader: GroupReader, tmp_path: Path) -> None:
 
 @needs_library
 def test_threads_share_a_reader(reader: GroupReader, tmp_path: Path) -> None:
-    """Each gets what it asked for, and no more buffers are kept than there were readers at a time."""
+    """Each thread gets its files, and the reader keeps at most one buffer per concurrent call."""
     paths = write_files(tmp_path, [SMALL, 10, 3000] * 20)
     wanted = [path.read_bytes() for path in paths]
     wrong: list[int] = []
@@ -174,8 +174,8 @@ def test_threads_share_a_reader(reader: GroupReader, tmp_path: Path) -> None:
 
 
 @needs_library
-def test_what_is_read_belongs_to_whoever_asked(reader: GroupReader, tmp_path: Path) -> None:
-    """The next group leaves it as it is."""
+def test_contents_do_not_change_with_the_next_call(reader: GroupReader, tmp_path: Path) -> None:
+    """Contents are copies of the buffer."""
     one, other = write_files(tmp_path, [100, 100])
     [first] = read(reader, [one])
     read(reader, [other])
@@ -183,8 +183,8 @@ def test_what_is_read_belongs_to_whoever_asked(reader: GroupReader, tmp_path: Pa
 
 
 @needs_library
-def test_files_takes_the_library_for_small_files_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it knows that they are small; where they become large, no more."""
+def test_files_uses_the_library_for_groups_of_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files uses the library once it knows that files are small, and stops when they become large."""
     asked: list[int] = []
     plain = GroupReader.read
 
@@ -213,10 +213,10 @@ def test_files_takes_the_library_for_small_files_in_groups(tmp_path: Path, monke
 
 @pytest.mark.parametrize("library", [pytest.param(True, marks=needs_library), False])
 @pytest.mark.parametrize("follow", [True, False])
-def test_sources_give_the_same_with_and_without_it(
+def test_sources_are_the_same_with_and_without_the_library(
     library: bool, follow: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Contents, errors and their places; also where something vanishes between two epochs."""
+    """Contents and errors are the same, also if files are removed or cut between two epochs."""
     if not library:
         request.getfixturevalue("without_library")
     for name in ("a", "b"):
@@ -236,14 +236,14 @@ def test_sources_give_the_same_with_and_without_it(
 
 
 @needs_library
-@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"not a library"), lambda path: path.mkdir()])
-def test_a_library_that_does_not_load_is_told_once(
-    spoil: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"not a library"), lambda path: path.mkdir()])
+def test_a_library_that_does_not_load_is_logged_once(
+    damage: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Files are read without it, and the log says why."""
+    """Files are read without it, and one log line has the reason."""
     broken = tmp_path / "_native_files.so"
-    spoil(broken)
-    monkeypatch.setattr(groups, "LIBRARY", broken)
+    damage(broken)
+    monkeypatch.setattr(native_files, "LIBRARY", broken)
     monkeypatch.setattr(GroupReader.__init__, "__defaults__", (broken,))
     group_reader.cache_clear()
     try:
@@ -258,15 +258,15 @@ def test_a_library_that_does_not_load_is_told_once(
 
 @needs_library
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would be called with is not what it takes."""
-    monkeypatch.setattr(groups, "_RELEASE", -1)
+    """A library built for another interface is refused."""
+    monkeypatch.setattr(native_files, "_RELEASE", -1)
     with pytest.raises(OSError, match="another release"):
         GroupReader()
 
 
 @needs_library
 def test_the_library_is_built_from_its_source(tmp_path: Path) -> None:
-    """By itself, where what the other one needs is lacking; and left out where that is wanted."""
+    """The build makes it without the other library, and leaves it out on request."""
     for name in ("hatch_build.py", "aiofeed/sources/native_files.c"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
@@ -288,8 +288,8 @@ def test_the_library_is_built_from_its_source(tmp_path: Path) -> None:
     assert not built.exists()
 
 
-def test_the_build_loads_as_a_builder_loads_it() -> None:
-    """By its path alone, under a name that `sys.modules` does not know."""
+def test_the_build_hook_loads_by_path() -> None:
+    """A builder loads it under a name that is not in `sys.modules`."""
     spec = importlib.util.spec_from_file_location("hatch_build_by_path", ROOT / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None

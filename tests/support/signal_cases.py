@@ -52,6 +52,34 @@ FRESH = f"""{IMPORTS}
 training.say("ready")
 training.SCRIPTS[sys.argv[1]]()
 """
+# torch is not imported before the feeder imports it.
+WITHOUT_TORCH = """
+import asyncio, sys, time
+import aiofiles.os, numpy
+try: import uvloop
+except ImportError: pass
+print("ready", flush=True)
+from aiofeed import Feeder
+
+class Numbers:
+    def __len__(self):
+        return 1000
+
+    def key(self, index):
+        return str(index)
+
+    async def read(self, index):
+        await asyncio.sleep(0)
+        return b"%d" % index
+
+feeder = Feeder(Numbers(), decode=lambda data: int(data), batch_size=4, shuffle=True)
+iterator = iter(feeder)
+while sys.argv[1] == "endless":
+    for batch in feeder:
+        pass
+while "torch" not in sys.modules:
+    time.sleep(0.001)
+"""
 SERVER = f"""{IMPORTS}
 import aiofeed.testing
 from tests.support import signal_cases as processes
@@ -172,11 +200,11 @@ def _pipes() -> Iterator[tuple[int, int, Any]]:
         os.close(write)
 
 
-def fresh(name: str) -> Child:
+def fresh(name: str, code: str = FRESH) -> Child:
     """A new interpreter, about to run a script."""
     with _pipes() as (out, write, err):
         process = subprocess.Popen(
-            [sys.executable, "-c", FRESH, name],
+            [sys.executable, "-c", code, name],
             stdout=write,
             stderr=err,
             cwd=ROOT,

@@ -303,9 +303,9 @@ def ctrl_c_at_the_exit_of_a_stuck_feeder() -> None:
 
     def waiting() -> bool:
         frame = sys._current_frames()[main]
-        while frame.f_code is not threads._wait.__code__ and frame.f_back is not None:
+        while frame.f_code is not threads._join_all.__code__ and frame.f_back is not None:
             frame = frame.f_back
-        return frame.f_code is threads._wait.__code__
+        return frame.f_code is threads._join_all.__code__
 
     def interrupt() -> None:
         while not waiting():

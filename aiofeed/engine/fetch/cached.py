@@ -112,7 +112,7 @@ class CachedFetcher(SourceFetcher):
             indices = np.asarray(plan.indices[start : start + len(encoded)], np.int64)
             for at in np.flatnonzero(self._store.has(indices)).tolist():
                 encoded[at] = KEPT
-        copies = watch.guard is None and self._form.direct
+        copies = watch.deadline is None and self._form.direct
         if copies and isinstance(builder, RowBatchBuilder) and all(data is KEPT for data in encoded):
             return self._copy(plan, start, len(encoded), builder)
         before = ChunkOutcome()

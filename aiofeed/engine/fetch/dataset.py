@@ -20,7 +20,7 @@ from aiofeed.engine.fetch.user_errors import read_error
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import AbandonedError, JobControl, JobDeadline
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import Call
+from aiofeed.sources.dataset_slots import DatasetSlot
 
 Put: TypeAlias = Callable[[int, Any], None]
 """What stores an item at a position of its batch."""
@@ -77,16 +77,12 @@ class DatasetFetcher:
         """Get items and store them; ``outcome`` is what came of those before, and is gone on with."""
         if outcome is None:
             outcome = ChunkOutcome()
-            if watch.guard is not None:
-                watch.guard.outcome = outcome
+            if watch.deadline is not None:
+                watch.deadline.outcome = outcome
         retries = outcome.retries
-        try:
-            with Call(self._source, plan.indices[positions[0]], stop=watch.stop, limit_s=self.limit_s) as call:
-                started = time.perf_counter()
-                self._ask(plan, positions, put, watch, outcome, call)
-        except FeedError as error:  # it could not be called
-            outcome.errors.append((positions[0], error))
-            return outcome
+        with DatasetSlot(self._source, plan.indices[positions[0]], watch) as slot:
+            started = time.perf_counter()
+            self._ask(plan, positions, put, watch, outcome, slot)
         took_s = time.perf_counter() - started
         outcome.decode_s += took_s
         if outcome.retries == retries:
@@ -94,11 +90,17 @@ class DatasetFetcher:
         return outcome
 
     def _ask(
-        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: JobControl, outcome: ChunkOutcome, call: Call
+        self,
+        plan: BatchPlan,
+        positions: Sequence[int],
+        put: Put,
+        watch: JobControl,
+        outcome: ChunkOutcome,
+        slot: DatasetSlot,
     ) -> None:
         # A limit on the time of one item is kept by asking for one at a time.
-        many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
-        plain = watch.guard is None and not self._policy.retries
+        many = hasattr(self._source.dataset, "__getitems__") and watch.deadline is None
+        plain = watch.deadline is None and not self._policy.retries
         dataset = self._source.dataset
         if many and self._put_many(plan, positions, put, outcome):
             return
@@ -107,15 +109,15 @@ class DatasetFetcher:
                 return
             try:
                 if plain:
-                    call.index = index = plan.indices[position]
+                    slot.index = index = plan.indices[position]
                     put(position, dataset[index])
                 else:
-                    self._put_one(plan, position, put, watch, outcome, call)
+                    self._put_one(plan, position, put, watch, outcome, slot)
             except AbandonedError:
                 raise
             except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
                 named = self._named(error, plan.indices[position])
-                with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
+                with contextlib.nullcontext() if watch.deadline is None else watch.deadline.commit():
                     outcome.errors.append((position, named))
                 del named
                 if self._policy.action == "raise":
@@ -137,30 +139,30 @@ class DatasetFetcher:
         return True
 
     def _put_one(
-        self, plan: BatchPlan, position: int, put: Put, watch: JobControl, outcome: ChunkOutcome, call: Call
+        self, plan: BatchPlan, position: int, put: Put, watch: JobControl, outcome: ChunkOutcome, slot: DatasetSlot
     ) -> None:
-        get = partial(self._get, plan.indices[position], position, watch.guard, call)
+        get = partial(self._get, plan.indices[position], position, watch.deadline, slot)
         try:
             item = get()
         except Exception as error:
-            if watch.guard is not None:
-                watch.guard.pause()
+            if watch.deadline is not None:
+                watch.deadline.pause()
             if not self._policy.retries or isinstance(error, AbandonedError):
                 raise
             item, retries = retry_blocking(self._policy, error, get, watch.stop)
             outcome.retries += retries
             if isinstance(item, BaseException):
                 raise item from None
-        if watch.guard is None:
+        if watch.deadline is None:
             put(position, item)
         else:
-            with watch.guard.commit():
+            with watch.deadline.commit():
                 put(position, item)
 
-    def _get(self, index: int, position: int, guard: JobDeadline | None, call: Call) -> Any:
-        call.at(index)
-        if guard is not None:
-            guard.begin(position)
+    def _get(self, index: int, position: int, deadline: JobDeadline | None, slot: DatasetSlot) -> Any:
+        slot.index = index
+        if deadline is not None:
+            deadline.begin(position)
         return self._source.dataset[index]
 
     def _named(self, error: BaseException, index: int) -> FeedError:

@@ -29,7 +29,7 @@ from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, StopFlag, run_with_sample_timeout
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import Call
+from aiofeed.sources.dataset_slots import DatasetSlot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -147,21 +147,19 @@ class KeptItemsFetcher(DatasetFetcher):
         """An item and its form within the limit, in which waiting for other passes does not count."""
         if self.limit_s is None:
             return await asyncio.get_running_loop().run_in_executor(decode_pool, self._probe, index, stop, None)
-        guard = JobDeadline()
+        deadline = JobDeadline(self.limit_s)
         try:
-            found, _ = await run_with_sample_timeout(
-                self.limit_s, decode_pool, partial(self._probe, index, stop, guard), guard
-            )
+            found, _ = await run_with_sample_timeout(decode_pool, partial(self._probe, index, stop, deadline), deadline)
         except JobStuckError:
             return None
         return found
 
     def _probe(
-        self, index: int, stop: StopFlag, guard: JobDeadline | None
+        self, index: int, stop: StopFlag, deadline: JobDeadline | None
     ) -> tuple[ItemLayout, NDArray[np.uint8]] | None:
-        with Call(self._source, index, stop=stop, limit_s=self.limit_s):
-            if guard is not None:
-                guard.begin(index)
+        with DatasetSlot(self._source, index, JobControl(stop, deadline)):
+            if deadline is not None:
+                deadline.begin(index)
             try:
                 [item] = self._source.items([index])
             except BaseException:  # noqa: BLE001 - the user's Dataset: it raises again, by name, when the sample is met

@@ -28,7 +28,7 @@ from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.kept_items import KeptItemsFetcher
 from aiofeed.runtime.time_limits import AbandonedError, JobControl
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import Call
+from aiofeed.sources.dataset_slots import DatasetSlot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,11 +61,11 @@ class SharedItemsFetcher(KeptItemsFetcher):
         positions = range(start, start + len(encoded))
         # Of a job that is abandoned, what lies before the item it was at has to be done.
         chunks: Sequence[Sequence[int]] = [positions]
-        if watch.guard is not None:
-            watch.guard.outcome = outcome
+        if watch.deadline is not None:
+            watch.deadline.outcome = outcome
             chunks = [[position] for position in positions]
         try:
-            if plan.number == 0 and start == 0 and watch.guard is None:
+            if plan.number == 0 and start == 0 and watch.deadline is None:
                 self._compare(plan, positions, watch)
             for chunk in chunks:
                 self._fill(plan, chunk, builder, watch, outcome)
@@ -73,7 +73,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
                     break
         except CacheError as error:
             named = self._named(error, plan.indices[start])
-            with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
+            with contextlib.nullcontext() if watch.deadline is None else watch.deadline.commit():
                 outcome.errors.append((start, named))
             del named
         return outcome
@@ -117,7 +117,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         began = time.perf_counter()
         missing = self._put_those_kept(plan, positions, builder)
         outcome.decode_s += time.perf_counter() - began
-        many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
+        many = hasattr(self._source.dataset, "__getitems__") and watch.deadline is None
         groups = [missing] if many and missing else [[position] for position in missing]
         left: list[int] = []
         for group in groups:
@@ -204,7 +204,7 @@ class SharedItemsFetcher(KeptItemsFetcher):
         if not kept:
             return
         try:
-            with Call(self._source, kept[0], stop=watch.stop, limit_s=self.limit_s):
+            with DatasetSlot(self._source, kept[0], watch):
                 [item] = self._source.items(kept[:1])
         except AbandonedError:
             raise

@@ -141,7 +141,7 @@ class SourceFetcher:
     ) -> ChunkOutcome:
         """Decode a chunk. After a sample that fails the rest is left where that raises."""
         outcome = ChunkOutcome()
-        guard = watch.guard
+        guard = watch.deadline
         if guard is not None:
             guard.outcome = outcome
         if encoded and encoded[0] is UNREAD:

@@ -64,7 +64,7 @@ class Pulled(BatchQueue[QueueItem]):
         until = time.perf_counter()
         item = self.peek()
         if since is not None and isinstance(item, ReadyBatch):
-            item.behind = since, until if item.behind is None else item.behind[1]
+            item.device_backlog = since, until if item.device_backlog is None else item.device_backlog[1]
         return item
 
     def _behind(self) -> bool:
@@ -186,6 +186,6 @@ def _batches(
     for at, number in enumerate(batch_range.numbers):
         first, last = at * size, min((at + 1) * size, samples)
         ready = ReadyBatch(number, last - first, (window, first, last), None, 0, None, counters)
-        ready.behind = None if items else waited
+        ready.device_backlog = None if items else waited
         items.append(ready)
     return items

@@ -23,9 +23,8 @@ from aiofeed.engine.resident.host_windows import (
     window_batches,
 )
 from aiofeed.runtime.buffers import PinnedBufferPool, array
-from aiofeed.runtime.tensors import view_as_integers
+from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
 from aiofeed.sampling.order import BatchRange
-from aiofeed.sources.tensors import tensor_row_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from aiofeed.runtime.buffers import HostBufferPool, array
-from aiofeed.runtime.tensors import view_as_integers
+from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.order import BatchRange
-from aiofeed.sources.tensors import tensor_row_bytes
 
 if TYPE_CHECKING:
     import torch

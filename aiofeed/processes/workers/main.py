@@ -93,7 +93,7 @@ def _serve(sock: socket.socket, worker_config: WorkerConfig, parent: int, number
         decode_threads=worker_config.share(worker_config.decode_threads, number),
     )
     worker = _Worker(loop_thread, worker_config, parent, number)
-    loop_thread.launch()
+    loop_thread.launch(import_torch=False)
     loop_thread.start(partial(worker.serve, sock))
     loop_thread.finished.result()
 
