@@ -19,7 +19,7 @@ import numpy as np
 _log = logging.getLogger("aiofeed.sources")
 
 LIBRARY = Path(__file__).with_name("_native_files.so")
-_RELEASE = 1
+_VERSION = 1
 
 # What is read is copied once more: of larger files that takes longer than handing the GIL to and fro.
 SMALL = 32 * 1024
@@ -38,7 +38,7 @@ class GroupReader:
 
     def __init__(self, path: Path = LIBRARY) -> None:
         library = ctypes.CDLL(str(path))
-        if library.aiofeed_groups_release() != _RELEASE:
+        if library.aiofeed_files_version() != _VERSION:
             raise OSError("it was built for another release of aiofeed; install aiofeed again")
         self._read = library.aiofeed_read_group
         self._read.argtypes = [
