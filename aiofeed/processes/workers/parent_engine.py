@@ -118,16 +118,16 @@ class MultiprocessEngine(Engine):
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         was_read = partial(self._was_read, batch)
-        work = self._processes.assign(batch.plan, opened=batch.gate.is_set(), was_read=was_read)
-        self._group.create_task(self._assemble(batch, work, batch.gate.is_set()))
+        work = self._processes.assign(batch.plan, opened=batch.decode_permit.is_set(), was_read=was_read)
+        self._group.create_task(self._assemble(batch, work, batch.decode_permit.is_set()))
 
     def _was_read(self, batch: Batch) -> None:
         batch.unread = 0
-        self._buffer.open_gates()
+        self._buffer.grant_permits()
 
     async def _assemble(self, batch: Batch, work: Work, opened: bool) -> None:
         if not opened:
-            await batch.gate.wait()
+            await batch.decode_permit.wait()
             work.open()
         work.process.decoding += 1
         try:
@@ -182,7 +182,7 @@ class MultiprocessEngine(Engine):
         """A process reads so many samples at a time: that many are to be planned."""
         if self._tuner is not None and not self._tuner.reading.given:
             self._tuner.reading.concurrency = self._processes.count_reads(work.process.number, reads)
-            self._concurrency.follow(self._tuner)
+            self._concurrency.apply(self._tuner)
 
     def _take_out(self, loan: BorrowedSlot, filled: BatchReady, lease: BufferLease) -> tuple[Any, float]:
         started = time.perf_counter()

@@ -79,16 +79,16 @@ class PermittedBuffer(ReorderBuffer):
         self.may_decode: set[int] = set()
         self.told_read: set[int] = set()
 
-    def open_gates(self) -> None:
+    def grant_permits(self) -> None:
         """Let those be decoded that the trainer has opened, and tell which have been read."""
-        for entry in self.line:
+        for entry in self.entries:
             batch: Any = entry
             serial = batch.plan.serial
             if serial in self.may_decode:
                 self.may_decode.discard(serial)
-                batch.gate.set()
-                self.opened += 1
-            if self._tell is not None and batch.unaccounted and not batch.unread and serial not in self.told_read:
+                batch.decode_permit.set()
+                self.permitted += 1
+            if self._tell is not None and batch.uncounted and not batch.unread and serial not in self.told_read:
                 self.told_read.add(serial)
                 self._tell(ReadReport(serial), ())
 
@@ -158,13 +158,13 @@ class WorkerEngine(Engine):
         """The trainer has opened a batch, or read one."""
         if isinstance(message, StartDecoding):
             self.commissions.may_decode.add(message.serial)
-            self.commissions.open_gates()
+            self.commissions.grant_permits()
         elif (slot := self._lent.pop(message.serial, None)) is not None:
             slot.give_back(message.again)
 
     def wants_plan(self) -> None:
         """There is no batch to read: it is not for reads to end that the plan waits."""
-        self._admission.held_by_reads = False
+        self._admission.waited_for_reads = False
 
     async def _plan(self) -> None:
         async for step in self._arriving:
@@ -172,7 +172,7 @@ class WorkerEngine(Engine):
             if self._admission.closed:
                 return
 
-    def _hand_over(self, batch: Batch) -> None:
+    def _deliver_batch(self, batch: Batch) -> None:
         self._budget.release(batch.reserved)
         assert isinstance(batch.plan, WorkerPlan)
         serial = batch.plan.serial
