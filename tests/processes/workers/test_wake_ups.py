@@ -62,9 +62,9 @@ def test_nothing_is_left_in_the_budget(prefetch: int) -> None:
             assert len(list(feeder)) == 10
         pipeline: Any = feeder._session.pipeline
         deadline = time.monotonic() + 10
-        while (pipeline._budget._holders or pipeline._engine._buffer.waiting) and time.monotonic() < deadline:
+        while (pipeline._budget._batches or pipeline._engine._buffer.waiting) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert pipeline._budget._holders == 0
+        assert pipeline._budget._batches == 0
         assert pipeline._engine._buffer.waiting == 0
 
 
