@@ -1,4 +1,4 @@
-"""The documents: their Python runs, and the API page misses no public name."""
+"""Tests of the documents: their Python blocks run, links are valid, and the API page has every public name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("accelerator_started")
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"docs/training-frameworks.md": ("accelerate", "lightning")}
-"""What a document imports that aiofeed does not."""
+"""Packages that a document imports and aiofeed does not need."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "python no-run": False}
 
@@ -46,14 +46,14 @@ class Block:
     runs: bool
 
     def compile(self) -> CodeType:
-        """The code, with the document's own line numbers; ``await`` is allowed outside functions, as in a notebook."""
+        """Compile with the document's line numbers; ``await`` is allowed outside functions, as in a notebook."""
         source = "\n" * self.line + self.code
         code: CodeType = compile(source, self.path, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         return code
 
 
 def python_blocks(path: Path, text: str) -> list[Block]:
-    """The Python blocks of a document, in order; an info string that only looks like Python is an error."""
+    """The Python blocks of a document, in order; an unknown info string that starts like Python's is an error."""
     blocks = []
     for match in FENCE.finditer(text):
         info = match["info"].strip()
@@ -86,7 +86,7 @@ def run_blocks(blocks: list[Block], namespace: dict[str, Any]) -> None:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_image_folder: Callable[..., Path]) -> dict[str, Any]:
-    """What the documents assume: ``train/`` and ``val/`` in the current folder, a step to call, asyncio imported."""
+    """The names and folders that the documents use: ``train/`` and ``val/``, ``train_step``, ``asyncio``."""
     make_image_folder(tmp_path / "train", per_class=24, seed=0)
     make_image_folder(tmp_path / "val", per_class=8, seed=1)
     monkeypatch.chdir(tmp_path)
@@ -94,7 +94,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_image_folder: C
 
 
 def document(path: Path) -> Any:
-    """A parameter; what needs other packages is marked, and their warnings are theirs."""
+    """A test parameter; documents that import other packages are marked, and those packages may warn."""
     name = path.relative_to(ROOT).as_posix()
     marks = [pytest.mark.integration, pytest.mark.filterwarnings("default")] if name in NEEDS else []
     return pytest.param(path, id=name, marks=marks)
@@ -124,14 +124,14 @@ def test_api_page_is_complete() -> None:
 
 
 def test_architecture_names_every_room() -> None:
-    """docs/architecture.md has a line for every folder of aiofeed, so that it keeps up with the code."""
+    """docs/architecture.md mentions every folder of aiofeed."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = [path.parent.name for path in (ROOT / "aiofeed").glob("*/**/__init__.py")]
     assert [room for room in rooms if f"`{room}/`" not in text] == []
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    """A relative link in a document points at a file that exists."""
+def test_links_between_documents_are_valid() -> None:
+    """A relative link in a document points to an existing file."""
     broken = [
         f"{path.name}: {target}"
         for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
@@ -141,7 +141,7 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
-# --- the runner itself ------------------------------------------------------------------------------------------------
+# --- the runner -------------------------------------------------------------------------------------------------------
 
 
 def test_runner_reports_the_document_line(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_runner_reports_the_document_line(tmp_path: Path) -> None:
 
 
 def test_runner_keeps_one_namespace_and_awaits() -> None:
-    """Blocks see the names of earlier ones, and one may await at the top level."""
+    """Blocks share one namespace, and may await at the top level."""
     text = "```python\nimport asyncio\nx = 1\n```\n\n  ```python\n  await asyncio.sleep(0)\n  x += 1\n  ```\n"
     namespace: dict[str, Any] = {}
     run_blocks(python_blocks(Path("page.md"), text), namespace)
@@ -162,13 +162,13 @@ def test_runner_keeps_one_namespace_and_awaits() -> None:
 
 
 def test_runner_only_compiles_no_run() -> None:
-    """A ``no-run`` block is not run, but must be Python."""
+    """A ``no-run`` block is compiled and not run."""
     run_blocks(python_blocks(Path("page.md"), "```python no-run\nraise KeyError\n```\n"), {})
     with pytest.raises(SyntaxError):
         run_blocks(python_blocks(Path("page.md"), "```python no-run\nx = = 1\n```\n"), {})
 
 
 def test_runner_refuses_unknown_info_strings() -> None:
-    """A block does not escape by a misspelt info string."""
+    """A misspelt info string is an error."""
     with pytest.raises(ValueError, match="python norun"):
         python_blocks(Path("page.md"), "```python norun\nx\n```\n")
