@@ -383,7 +383,7 @@ def test_a_faulty_decode_many_into_falls_back_to_decode_into(tmp_path, fault):
 
 @needs_library
 def test_backend_selects_the_library(refused):
-    """ "auto" uses the library unless exact pixels are asked for; "pillow" does not."""
+    """ "auto" uses the library unless the caller requests exact pixels; "pillow" does not."""
     data = jpeg(picture(40, 30))
     for options, calls in (
         ({}, 1),
