@@ -1,8 +1,9 @@
-"""Builds the package's two libraries at installation: one that decodes JPEGs, one that reads small files in groups.
+"""Builds the package's two native libraries at installation: ``native_jpeg`` and ``native_files``.
 
-They take a compiler; that for JPEGs takes libjpeg-turbo's headers, too. Where these are not, or with
-``AIOFEED_TURBO=0`` and ``AIOFEED_GROUPS=0``, the package is pure Python and does without. ``python hatch_build.py``
-builds them in place. Python's own headers are not needed: the libraries are plain C, and are called through ``ctypes``.
+Both need a C compiler; ``native_jpeg`` also needs the headers of libjpeg-turbo. Without them, or with
+``AIOFEED_BUILD_NATIVE_JPEG=0`` or ``AIOFEED_BUILD_NATIVE_FILES=0``, the package works without that library.
+``python hatch_build.py`` builds both in place. Python's headers are not needed: the libraries are plain C, called
+through ``ctypes``.
 """
 
 from __future__ import annotations
@@ -18,43 +19,68 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
-INSTALL = (
-    "libjpeg62-turbo-dev (Debian), libjpeg-turbo8-dev (Ubuntu), libjpeg-turbo-devel (Fedora), jpeg-turbo (Homebrew)"
-)
+
+
+class Dependency(NamedTuple):
+    """A C library that a native library links to.
+
+    Args:
+        name: its name for pkg-config.
+        linker_flags: used if pkg-config does not find it.
+        packages: system packages that install its headers.
+    """
+
+    name: str
+    linker_flags: tuple[str, ...]
+    packages: str
+
+    def flags(self, option: str) -> list[str]:
+        """The flags that pkg-config prints for ``--cflags`` or ``--libs``."""
+        command = ["pkg-config", option, self.name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            flags = [] if done.returncode else shlex.split(done.stdout)
+        except (OSError, subprocess.TimeoutExpired):
+            flags = []
+        return flags or (list(self.linker_flags) if option == "--libs" else [])
 
 
 class Library(NamedTuple):
-    """A library of the package's.
+    """A native library of the package.
 
     Args:
-        source, path: below the root.
-        switch: the environment's variable that leaves it out, by a 0.
-        lacking: what aiofeed is without it.
-        package: what pkg-config knows it to need, its flags where pkg-config is not to be had, and who has it.
+        source: path of the C file, relative to the root.
+        path: path of the library, relative to the root.
+        switch: environment variable; the library is not built if it is "0".
+        purpose: named in the warning if the library is not built.
+        dependency: C library that it links to.
     """
 
     source: str
     path: str
     switch: str
-    lacking: str
-    package: tuple[str, tuple[str, ...], str] | None = None
+    purpose: str
+    dependency: Dependency | None = None
 
     def build(self) -> str | None:
-        """Build it; ``None``, or why there is none."""
+        """Build the library; returns ``None``, or why it was not built."""
         if os.environ.get(self.switch) == "0":
             return f"{self.switch}=0"
         if os.name != "posix":
-            return "this is for Linux and macOS"
+            return "the native libraries are for Linux and macOS"
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
-        unfinished = ROOT / (self.path + f".{os.getpid()}")
-        # No -ffast-math, no -march: what a machine makes does not depend on the one that it was built on.
+        cflags, libs = [], []
+        if self.dependency is not None:
+            cflags, libs = self.dependency.flags("--cflags"), self.dependency.flags("--libs")
+        unfinished = ROOT / f"{self.path}.{os.getpid()}"
+        # No -ffast-math and no -march: the results must not depend on the machine that builds the library.
         command = [*compiler, "-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"]
-        command += [*shlex.split(os.environ.get("CFLAGS", "")), *self._flags("--cflags"), str(ROOT / self.source)]
-        command += ["-o", str(unfinished), *shlex.split(os.environ.get("LDFLAGS", "")), *self._flags("--libs"), "-lm"]
+        command += [*shlex.split(os.environ.get("CFLAGS", "")), *cflags, str(ROOT / self.source)]
+        command += ["-o", str(unfinished), *shlex.split(os.environ.get("LDFLAGS", "")), *libs, "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if done.returncode:
-                needs = f"; it needs {self.package[2]}" if self.package else ""
+                needs = f"; it needs {self.dependency.packages}" if self.dependency else ""
                 return f"{shlex.join(command)}: {done.stderr.strip()[-500:]}{needs}"
             unfinished.replace(ROOT / self.path)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -64,57 +90,50 @@ class Library(NamedTuple):
         return None
 
     def remove(self) -> None:
-        """Let none of an earlier build stay."""
-        with contextlib.suppress(OSError):  # of a read-only tree
+        """Delete the library of an earlier build."""
+        with contextlib.suppress(OSError):  # the tree may be read-only
             (ROOT / self.path).unlink(missing_ok=True)
-
-    def _flags(self, which: str) -> list[str]:
-        """Where what it needs is, if pkg-config knows."""
-        if self.package is None:
-            return []
-        name, otherwise, _ = self.package
-        try:
-            found = subprocess.run(["pkg-config", which, name], capture_output=True, text=True, timeout=60, check=False)
-            flags = [] if found.returncode else shlex.split(found.stdout)
-        except (OSError, subprocess.TimeoutExpired):
-            flags = []
-        return flags or (list(otherwise) if which == "--libs" else [])
 
 
 LIBRARIES = (
     Library(
         "aiofeed/decoders/native_jpeg.c",
         "aiofeed/decoders/_native_jpeg.so",
-        "AIOFEED_TURBO",
-        "its own JPEG decoding",
-        ("libjpeg", ("-ljpeg",), INSTALL),
+        "AIOFEED_BUILD_NATIVE_JPEG",
+        "native JPEG decoding",
+        Dependency(
+            "libjpeg",
+            ("-ljpeg",),
+            "libjpeg62-turbo-dev (Debian), libjpeg-turbo8-dev (Ubuntu), libjpeg-turbo-devel (Fedora), "
+            "jpeg-turbo (Homebrew)",
+        ),
     ),
     Library(
         "aiofeed/sources/native_files.c",
         "aiofeed/sources/_native_files.so",
-        "AIOFEED_GROUPS",
-        "its own reading of small files",
+        "AIOFEED_BUILD_NATIVE_FILES",
+        "native reading of small files",
     ),
 )
 
 
 def build() -> tuple[list[str], list[str]]:
-    """Build them: where those that were built are, and a line for each that was not."""
+    """Build the libraries; returns the paths of those that were built, and a warning for each other one."""
     built: list[str] = []
-    lacking: list[str] = []
+    warnings: list[str] = []
     for library in LIBRARIES:
-        if why := library.build():
+        if reason := library.build():
             library.remove()
-            lacking.append(f"aiofeed is built without {library.lacking}: {why}")
+            warnings.append(f"aiofeed is built without {library.purpose}: {reason}")
         else:
             built.append(library.path)
-    return built, lacking
+    return built, warnings
 
 
 def wheel_platform() -> str:
-    """The platform of the wheel, as pip spells it."""
+    """The platform tag of the wheel."""
     if sys.platform == "darwin":
-        from packaging.tags import mac_platforms  # hatchling needs it too
+        from packaging.tags import mac_platforms  # a dependency of hatchling
 
         return next(mac_platforms())
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -122,19 +141,19 @@ def wheel_platform() -> str:
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # not a build: run by hand
+except ImportError:  # run as a script
     pass
 else:
 
     class LibrariesBuildHook(BuildHookInterface):
-        """The wheel, editable ones too, has the libraries that can be built."""
+        """Adds the libraries that can be built to the wheel, editable or not."""
 
         PLUGIN_NAME = "custom"
 
         def initialize(self, version: str, build_data: dict[str, object]) -> None:
-            """Build, and say so to the wheel."""
-            built, lacking = build()
-            for line in lacking:
+            """Build the libraries, and mark the wheel as platform-dependent if there are any."""
+            built, warnings = build()
+            for line in warnings:
                 self.app.display_warning(line)
             if not built:
                 return
@@ -146,7 +165,7 @@ else:
 
 
 if __name__ == "__main__":
-    found, missing = build()
-    print("".join(f"built {path}\n" for path in found), end="")
-    if missing:
-        sys.exit("\n".join(missing))
+    built, warnings = build()
+    print("".join(f"built {path}\n" for path in built), end="")
+    if warnings:
+        sys.exit("\n".join(warnings))

@@ -1,7 +1,7 @@
 """Benchmarks: one module per question. ``python -m benchmarks`` runs them and prints the ratios.
 
-A module has a ``TITLE`` and ``run(settings)``, which gives its figures, those without a target too. Who takes part is
-a ``Contender`` of ``benchmarks.harness``: another loader joins by one more of them, whose ``imports`` it may lack.
+A module has a ``TITLE`` and ``run(settings)``, which returns its figures, with and without targets. Each way of doing
+the work is a ``Contender`` of ``benchmarks.harness``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ MODULES = (
     "tuning",
     "stages",
     "gil",
-    "turbo",
+    "jpeg_backends",
     "handover",
     "startup",
     "epochs",
-    "own_process",
+    "process_engine",
     "shared_feed",
     "resident",
     "cache",

@@ -8,30 +8,38 @@ from functools import partial
 from importlib import import_module
 
 from benchmarks import MODULES, report
-from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, say, say_of, tell_of_quick
+from benchmarks.command_line import (
+    LEAST_ROUNDS,
+    add_arguments,
+    check_arguments,
+    print_progress,
+    print_progress_of,
+    warn_if_quick,
+)
 from benchmarks.harness import PROJECT, Settings
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
-    conditions = report.conditions(given.rounds)
+    options = parse(arguments)
+    conditions = report.conditions(options.rounds)
     print(conditions)
     results = []
-    for name in given.names or MODULES:
+    for name in options.names or MODULES:
         started = time.perf_counter()
-        settings = Settings(rounds=given.rounds, quick=given.quick, data=given.data, say=partial(say_of, name))
+        progress = partial(print_progress_of, name)
+        settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
         results.append(run(name, settings))
         print("\n" + report.plain(results[-1]), flush=True)
-        say(f"{name}: {time.perf_counter() - started:.0f} s\n")
+        print_progress(f"{name}: {time.perf_counter() - started:.0f} s\n")
     print("\n" + report.tally(results))
-    tell_of_quick(given)
-    if given.write:
+    warn_if_quick(options)
+    if options.write:
         for path in report.write(results, conditions, PROJECT):
             print(f"wrote {path}")
 
 
 def run(name: str, settings: Settings) -> report.Result:
-    """One benchmark's results."""
+    """Run one benchmark."""
     module = import_module(f"benchmarks.{name}")
     return report.Result(name, module.TITLE, module.run(settings))
 
@@ -40,11 +48,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures aiofeed; prints ratios.")
     add_arguments(parser, "benchmark", MODULES)
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md, README.md and their pictures")
-    given = parser.parse_args(arguments)
-    check_arguments(parser, given, "benchmark", MODULES)
-    if given.write and (given.names or given.quick or given.rounds < LEAST_ROUNDS):
+    options = parser.parse_args(arguments)
+    check_arguments(parser, options, "benchmark", MODULES)
+    if options.write and (options.names or options.quick or options.rounds < LEAST_ROUNDS):
         parser.error(f"--write takes all benchmarks, real inputs and {LEAST_ROUNDS} rounds or more")
-    return given
+    return options
 
 
 if __name__ == "__main__":

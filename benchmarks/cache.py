@@ -1,10 +1,10 @@
-"""How much faster is an epoch whose samples were kept, in memory or in a file?
+"""How much faster is an epoch from cached samples, in memory or in a file?
 
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, shuffled, everything in the page cache. "First" is the first
-epoch of a new feeder with that cache, which decodes and fills it; "second" the one after it, "later" the mean of three
-more; "reopened" the first of another feeder over a finished file, which compares every checksum. Copying is numpy's,
-of as many rows that lie one after another into three batches in turn, in one thread. A third contender crops and flips
-at random from what is kept, so that it resizes each sample.
+epoch of a new feeder with that cache, which decodes and fills the cache; "second" is the next one, "later" the mean of
+three more; "reopened" is the first epoch of another feeder over a finished file, which verifies every checksum.
+"Copying" copies as many contiguous rows with numpy into three batches in rotation, in one thread. A third contender
+takes random crops and flips from the cache, so it resizes each sample.
 
 Targets: the second epoch at least 40 times as fast as the first; later ones at least 0.7 of copying.
 """
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.data import jpeg_folder
 from benchmarks.figures import Figure, at_least, column, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.passes import single
+from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import aiofeed
 
-TITLE = "Decoded samples that are kept: 500x400 to 224, batch 64, shuffled"
+TITLE = "Cached samples: 500x400 to 224, batch 64, shuffled"
 
 SIZE = 224
 BATCH = 64
@@ -63,11 +63,11 @@ def run(settings: Settings) -> list[Figure]:
 
 @contextmanager
 def feeders(folder: str, kind: str, crop: str = "center") -> Iterator[Measure]:
-    """Each measure has feeders and a file of its own."""
+    """Each measurement uses new feeders and a new file."""
     import aiofeed
 
     source = aiofeed.ImageFolder(folder)
-    place = tempfile.mkdtemp(prefix="aiofeed-cache-")
+    folder_of_caches = tempfile.mkdtemp(prefix="aiofeed-cache-")
     size: Any = SIZE if crop == "random" else (SIZE, SIZE)
     decode = aiofeed.DecodeImage(size, crop=crop, flip=crop == "random")  # type: ignore[arg-type]
     number = 0
@@ -78,32 +78,32 @@ def feeders(folder: str, kind: str, crop: str = "center") -> Iterator[Measure]:
     def measure() -> Mapping[str, float]:
         nonlocal number
         number += 1
-        path = f"{place}/{number}"
+        path = f"{folder_of_caches}/{number}"
         cache: Any = "host" if kind == "host" else aiofeed.DiskCache(path)
         with feeder(cache) as first:
-            one_epoch = single(first)
+            one_epoch = single_epochs(first)
             times = [timed(one_epoch(), len(source)) for _ in range(2 + LATER)]
-        found = {"first": times[0], "second": times[1], "later": sum(times[2:]) / LATER}
+        sample = {"first": times[0], "second": times[1], "later": sum(times[2:]) / LATER}
         if kind == "disk":
             with feeder(cache) as second:
-                found["reopened"] = timed(second, len(source))
+                sample["reopened"] = timed(second, len(source))
             os.unlink(path)
-        return found
+        return sample
 
     try:
         with feeder(None) as warm:
             timed(warm, len(source))
         yield measure
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder_of_caches, ignore_errors=True)
 
 
 def timed(batches: Iterable[Any], expected: int) -> float:
     started = time.perf_counter()
     images = sum(len(labels) for _, labels in batches)
-    took = time.perf_counter() - started
+    elapsed = time.perf_counter() - started
     assert images == expected, f"{images} of {expected} images"
-    return took
+    return elapsed
 
 
 @contextmanager

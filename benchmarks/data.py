@@ -1,4 +1,4 @@
-"""Inputs, generated once and kept: photographs as JPEG files of one size, and many tiny files."""
+"""Inputs, generated once and reused: JPEG files of photographs in one size, tiny files, and large files."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ FILES_PER_FOLDER = 1000
 
 
 def default_folder() -> Path:
-    """Where inputs are kept, per user, until the system clears its temporary files."""
+    """The folder of inputs, per user, below the system's folder of temporary files."""
     return Path(tempfile.gettempdir()) / f"aiofeed-benchmarks-{os.getuid()}"
 
 
 def jpeg_folder(data: Path, count: int, width: int = WIDTH, height: int = HEIGHT) -> Path:
-    """``count`` JPEGs of one size, quality 90, cut at random from photographs; one sub-folder per photograph."""
+    """``count`` JPEGs of one size, quality 90, random crops of photographs; one sub-folder per photograph."""
     name = f"jpeg-{width}x{height}-q{QUALITY}-{count}"
-    return made(data / name, lambda folder: _write_jpegs(folder, count, width, height))
+    return generate(data / name, lambda folder: _write_jpegs(folder, count, width, height))
 
 
 def noise_folder(data: Path, count: int) -> Path:
-    """``count`` JPEGs of 500 x 400, quality 90, of coarse and fine noise: where there are no photographs."""
-    return made(data / f"noise-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_noise(folder, count))
+    """``count`` JPEGs of 500 x 400, quality 90, of coarse and fine noise, for machines without photographs."""
+    return generate(data / f"noise-{WIDTH}x{HEIGHT}-q{QUALITY}-{count}", lambda folder: _write_noise(folder, count))
 
 
 def tiny_folder(data: Path, count: int) -> Path:
     """``count`` files of 2 KB of random bytes, 1,000 per sub-folder."""
-    return made(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
+    return generate(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
 
 
 def fat_folder(data: Path, count: int) -> Path:
     """``count`` files of 8 MB of random bytes, in one sub-folder."""
-    return made(data / f"fat-{FAT_BYTES}-{count}", lambda folder: _write_fat_files(folder, count))
+    return generate(data / f"fat-{FAT_BYTES}-{count}", lambda folder: _write_fat_files(folder, count))
 
 
 def files_below(folder: Path | str) -> list[str]:
@@ -51,8 +51,8 @@ def files_below(folder: Path | str) -> list[str]:
     return sorted(str(path) for path in Path(folder).glob("*/*"))
 
 
-def made(folder: Path, write: Callable[[Path], None]) -> Path:
-    """``folder``, filled by ``write`` if it is not there; half a folder never carries the name."""
+def generate(folder: Path, write: Callable[[Path], None]) -> Path:
+    """``folder``, filled by ``write`` if it does not exist; renamed into place when it is complete."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name))
@@ -60,7 +60,7 @@ def made(folder: Path, write: Callable[[Path], None]) -> Path:
             write(unfinished)
             unfinished.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else somebody else was faster
+            if not folder.is_dir():  # otherwise another process has generated it
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,7 +85,7 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
     for number in range(count):
         name = names[number % len(names)]
         picture = pictures[name]
-        # Three fifths to all of the largest part of this shape: neither mostly blur nor all alike.
+        # Three fifths to all of the largest crop of this shape: neither blurred nor all alike.
         share = random.uniform(0.6, 1.0)
         across = min(picture.width, picture.height * width / height) * share
         down = across * height / width
@@ -95,7 +95,7 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
 
 
 def _in_threads(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Do the jobs, on all cores."""
+    """Run the jobs on all cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(lambda job: work(*job), jobs):
             pass
@@ -119,7 +119,7 @@ def _write_noise(folder: Path, count: int) -> None:
 
 
 def photographs() -> dict[str, Image.Image]:
-    """Colour photographs that come inside scikit-learn and scikit-image."""
+    """Colour photographs that scikit-learn and scikit-image contain."""
     from PIL import Image
     from skimage import data
     from sklearn.datasets import load_sample_image

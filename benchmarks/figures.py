@@ -1,4 +1,4 @@
-"""What was measured: values by round, their median and spread, and what they are held against. Pure arithmetic."""
+"""Figures: values by round, their median and spread, and their targets. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ RATIO = ""
 
 @dataclass(frozen=True)
 class Target:
-    """What a figure should come to.
+    """The bound that a figure should reach.
 
     Args:
-        bound: the limit, in the figure's unit; it counts as reached.
-        at_least: whether the figure should be that or more; otherwise that or less.
+        bound: in the figure's unit; a figure equal to the bound meets it.
+        at_least: whether it is a lower bound; otherwise an upper one.
     """
 
     bound: float
@@ -39,10 +39,10 @@ class Figure:
     """One line of the results.
 
     Args:
-        what: in words, without the benchmark's title.
+        what: the quantity.
         values: one per round, at least one.
         unit: ``RATIO``, or "us", "ms", "MB", "/s".
-        target: ``None`` for figures that are only there to compare with.
+        target: ``None`` for figures without a target.
     """
 
     what: str
@@ -68,14 +68,14 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """ "met" or "SHORT", by the median; empty where there is no target."""
+        """ "met" or "SHORT", by the median; empty without a target."""
         if self.target is None:
             return ""
         return "met" if self.target.met(self.median) else "SHORT"
 
 
 Sample = Mapping[str, float]
-"""What one contender measured in one round."""
+"""The measurements of one contender in one round."""
 
 
 def column(samples: Sequence[Sample], name: str, scale: float = 1.0) -> tuple[float, ...]:
@@ -84,7 +84,7 @@ def column(samples: Sequence[Sample], name: str, scale: float = 1.0) -> tuple[fl
 
 
 def per(values: Sequence[float], divisors: Sequence[float]) -> tuple[float, ...]:
-    """The ratio within each round: what disturbs a round disturbs both sides of it."""
+    """The ratio within each round, since a disturbance of a round affects both sides."""
     return tuple(value / divisor for value, divisor in zip(values, divisors, strict=True))
 
 

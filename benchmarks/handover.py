@@ -1,10 +1,9 @@
 """How long does the training loop wait for a batch that is ready?
 
-The time that ``next`` takes where a batch stands in the queue: the consumer is busy until one does, 5 ms or so. Busy
-is once a step of torch operations on one thread, and once a sleep, after which everything is cold: caches hold
-somebody else's data, and what takes 2 microseconds in a tight loop takes 50. Batches of 64 samples of 12 KB. What a
-batch costs to drop belongs to the step. ``DataLoader`` with two workers, which has had as long to get its next batch
-across, for comparison.
+The time of ``next`` with a batch in the queue: the consumer is busy until there is one, for about 5 ms. It is busy
+either with torch operations in one thread, or with a sleep, after which the CPU caches are cold: code that takes 2
+microseconds in a tight loop takes 50. Batches of 64 samples of 12 KB. Dropping a batch counts for the step. Compared
+with ``DataLoader`` with two workers, which has had as much time to transfer its next batch.
 
 Target: a median below 50 microseconds, sync and async.
 """
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TITLE = "Hand-over of a batch that is ready"
+TITLE = "next() with a batch that is ready"
 
 BATCH = 64
 SHAPE = (64, 64, 3)
@@ -38,7 +37,7 @@ def run(settings: Settings) -> list[Figure]:
     options = {"batches": settings.size(150, 4)}
     imports = ("torch", "aiofeed:Feeder")
     ours = {"next": "for", "anext": "async for"}
-    contenders = [Contender(label, aiofeed_feeder, {**options, "face": face}, imports) for label, face in ours.items()]
+    contenders = [Contender(label, aiofeed_feeder, {**options, "loop": loop}, imports) for label, loop in ours.items()]
     contenders.append(Contender("DataLoader, 2 workers", data_loader, options, ("torch.utils.data", "numpy")))
     samples = interleave(contenders, settings)
     figures = []
@@ -50,7 +49,7 @@ def run(settings: Settings) -> list[Figure]:
 
 
 @contextmanager
-def aiofeed_feeder(face: str, batches: int) -> Iterator[Measure]:
+def aiofeed_feeder(loop: str, batches: int) -> Iterator[Measure]:
     import numpy as np
 
     import aiofeed
@@ -71,32 +70,32 @@ def aiofeed_feeder(face: str, batches: int) -> Iterator[Measure]:
             return False
 
         def sync_epoch(pause: Callable[[], None]) -> list[float]:
-            taken = []
-            ahead = iter(feeder)
+            times = []
+            iterator = iter(feeder)
             for _ in range(len(feeder)):
                 ready = pause_until_ready(pause)
                 started = time.perf_counter()
-                batch = next(ahead)
+                batch = next(iterator)
                 ended = time.perf_counter()
                 del batch
                 if ready:
-                    taken.append(ended - started)
-            return taken
+                    times.append(ended - started)
+            return times
 
         async def async_epoch(pause: Callable[[], None]) -> list[float]:
-            taken = []
-            ahead = aiter(feeder)
+            times = []
+            iterator = aiter(feeder)
             for _ in range(len(feeder)):
                 ready = pause_until_ready(pause)
                 started = time.perf_counter()
-                batch = await anext(ahead)
+                batch = await anext(iterator)
                 ended = time.perf_counter()
                 del batch
                 if ready:
-                    taken.append(ended - started)
-            return taken
+                    times.append(ended - started)
+            return times
 
-        yield measure(sync_epoch if face == "for" else lambda pause: asyncio.run(async_epoch(pause)), batches)
+        yield measure(sync_epoch if loop == "for" else lambda pause: asyncio.run(async_epoch(pause)), batches)
 
 
 @contextmanager
@@ -106,36 +105,36 @@ def data_loader(batches: int) -> Iterator[Measure]:
     loader = DataLoader(Zeros(batches * BATCH), BATCH, num_workers=2, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
 
     def epoch(pause: Callable[[], None]) -> list[float]:
-        taken = []
-        ahead = iter(loader)
+        times = []
+        iterator = iter(loader)
         for _ in range(len(loader)):
             pause()
             started = time.perf_counter()
-            batch = next(ahead)
+            batch = next(iterator)
             ended = time.perf_counter()
             del batch
-            taken.append(ended - started)
-        return taken
+            times.append(ended - started)
+        return times
 
     yield measure(epoch, batches)
 
 
 def measure(epoch: Callable[[Callable[[], None]], list[float]], batches: int) -> Measure:
-    """One epoch with each kind of pause; the medians over the batches that were ready, which must be most."""
+    """Measures an epoch with each kind of pause; medians over the batches that were ready, at least half of them."""
     pauses = {"step": step(), "sleep": lambda: time.sleep(PAUSE_S)}
 
     def both() -> Mapping[str, float]:
-        taken = {kind: epoch(pause) for kind, pause in pauses.items()}
-        for kind, times in taken.items():
+        measured = {kind: epoch(pause) for kind, pause in pauses.items()}
+        for kind, times in measured.items():
             assert len(times) > batches / 2, f"{len(times)} of {batches} batches were ready after a {kind}"
-        return {f"{kind}_median_s": statistics.median(times) for kind, times in taken.items()}
+        return {f"{kind}_median_s": statistics.median(times) for kind, times in measured.items()}
 
     both()
     return both
 
 
 def step() -> Callable[[], None]:
-    """Some 5 ms of small torch operations in the calling thread, as a training step issues them."""
+    """About 5 ms of small torch operations in the calling thread, like those of a training step."""
     import torch
 
     torch.set_num_threads(1)

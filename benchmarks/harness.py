@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, taking turns: rounds A B C, B C A, ...; and their memory, seen from outside."""
+"""Runs contenders in separate processes in interleaved rounds (A B C, B C A, ...), and samples their memory."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.figures import Sample, turns
-from benchmarks.processes import Memory, peak, tree_memory
+from benchmarks.process_tree import Memory, peak, tree_memory
 from benchmarks.worker import measured, resolve
 
 PROJECT = Path(__file__).resolve().parent.parent
 
 STEP_LIMIT_S = 300.0
-"""A contender that does not answer for so long is killed."""
+"""A contender that does not answer within this time is killed."""
 
 MEMORY_INTERVAL_S = 0.02
 
 Measure = Callable[[], Mapping[str, float]]
-"""Does the work once; returns what else there is to say beside ``wall_s`` and ``cpu_s``, which the worker takes."""
+"""Does the work once; returns measurements in addition to ``wall_s`` and ``cpu_s``, which the worker measures."""
 
 
 class BenchmarkError(Exception):
-    """A contender failed; the message holds its traceback."""
+    """A contender failed; the message contains its traceback."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run of the benchmarks was told.
+    """Settings of a run.
 
     Args:
-        rounds: how often every contender has its turn.
-        quick: tiny inputs: shows that everything runs, measures nothing.
-        data: the folder that generated inputs are kept in.
-        say: told of progress.
-        own_processes: whether each contender gets a process; for the tests, which want none of torch's imports again.
+        rounds: measurements of every contender.
+        quick: tiny inputs, to check that everything runs.
+        data: folder of generated inputs.
+        progress: called with a line of progress.
+        own_processes: whether each contender gets a process; False in tests, to import torch only once.
     """
 
     rounds: int
     quick: bool
     data: Path
-    say: Callable[[str], None] = field(default=lambda line: None)
+    progress: Callable[[str], None] = field(default=lambda line: None)
     own_processes: bool = True
 
     def size(self, full: int, quick: int) -> int:
-        """One number for real runs, another for quick ones."""
+        """``full`` for real runs, ``quick`` for quick ones."""
         return quick if self.quick else full
 
 
@@ -63,10 +63,10 @@ class Contender:
 
     Args:
         label: its name in the results.
-        function: ``function(**options)``, of an importable module, is a context manager that sets up, runs once to
-            warm up where that belongs to the question, and gives a ``Measure``.
+        function: ``function(**options)``, in an importable module, is a context manager that sets up, warms up if the
+            benchmark asks for it, and gives a ``Measure``.
         options: plain values for it.
-        imports: "module" or "module:attribute", imported before anything is set up: memory counts from there.
+        imports: "module" or "module:attribute", imported before the setup; memory is measured relative to that.
     """
 
     label: str
@@ -76,7 +76,7 @@ class Contender:
 
 
 class Process:
-    """A contender's process: it starts and imports at once, then does as it is told. Close it by ``with``."""
+    """A contender's process. It imports on its start, then sets up and measures on request. A context manager."""
 
     def __init__(self, contender: Contender) -> None:
         self._label = contender.label
@@ -99,24 +99,24 @@ class Process:
         return self._process.pid
 
     def imported(self) -> None:
-        """Wait until the imports are done; nothing else has happened by then."""
+        """Wait until the imports are done."""
         self._answer()
 
     def set_up(self) -> None:
-        """Make ready to measure."""
-        self._ask()
+        """Prepare the measurements."""
+        self._request()
 
     def measure(self) -> Sample:
         """Do the work once."""
-        return self._ask()
+        return self._request()
 
-    def _ask(self) -> Sample:
+    def _request(self) -> Sample:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: its last words, or their absence, are read below
+            pass  # the process has ended: _answer() reads its error, if it sent one
         return self._answer()
 
     def _answer(self) -> Sample:
@@ -143,7 +143,7 @@ class Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.close()  # it tidies up and ends
+            self._process.stdin.close()  # makes the process clean up and end
         except BrokenPipeError:
             pass
         try:
@@ -155,7 +155,7 @@ class Process:
 
 
 class Inline:
-    """A contender in this process, with the face of ``Process``. What it measures is not worth much."""
+    """A contender in this process, with the interface of ``Process``, for tests; its figures are not meaningful."""
 
     pid = os.getpid()
 
@@ -191,11 +191,11 @@ def start(contender: Contender, settings: Settings) -> Process | Inline:
 def interleave(
     contenders: Sequence[Contender], settings: Settings, dropped: dict[str, str] | None = None
 ) -> dict[str, list[Sample]]:
-    """Measure every contender once per round, taking turns; one process each, which lives through all rounds.
+    """Measure every contender once per round, in rotating order; each has one process for all rounds.
 
     Args:
-        dropped: takes the labels of contenders that failed, each with its reason: they have no samples, and the others
-            go on. ``None``: the first failure is raised.
+        dropped: receives the labels of contenders that fail, with the reason; they get no samples, and the others
+            continue. ``None``: the first failure is raised.
 
     Raises:
         BenchmarkError: a contender failed, and ``dropped`` is ``None``.
@@ -223,7 +223,7 @@ def interleave(
         for number in range(settings.rounds):
 
             def turn(label: str, number: int = number) -> None:
-                settings.say(f"round {number + 1} of {settings.rounds}: {label}")
+                settings.progress(f"round {number + 1} of {settings.rounds}: {label}")
                 samples[label].append(processes[label].measure())
 
             each([labels[position] for position in turns(len(labels), number)], turn)
@@ -231,12 +231,12 @@ def interleave(
 
 
 def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dict[str, list[Sample]]:
-    """Measure every contender once per round, taking turns; a new process each time, and only one at a time."""
+    """Measure every contender once per round, in rotating order, each time in a new process, one at a time."""
     samples: dict[str, list[Sample]] = {contender.label: [] for contender in contenders}
     for number in range(settings.rounds):
         for position in turns(len(contenders), number):
             contender = contenders[position]
-            settings.say(f"round {number + 1} of {settings.rounds}: {contender.label}")
+            settings.progress(f"round {number + 1} of {settings.rounds}: {contender.label}")
             with start(contender, settings) as process:
                 process.imported()
                 process.set_up()
@@ -245,39 +245,39 @@ def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dic
 
 
 def added_memory(contender: Contender, settings: Settings, measures: Sequence[int] = (2,)) -> list[Memory]:
-    """How far the memory of the process tree rises above its level after the imports, at its peak."""
-    return watched(contender, settings, measures)[0]
+    """Peak memory of the process tree above its level after the imports; see ``measure_memory``."""
+    return measure_memory(contender, settings, measures)[0]
 
 
-def watched(
+def measure_memory(
     contender: Contender, settings: Settings, measures: Sequence[int] = (2,)
 ) -> tuple[list[Memory], list[Sample]]:
-    """The same, and what was measured meanwhile.
+    """Peak memory of the process tree above its level after the imports, and the samples measured meanwhile.
 
-    The contender runs alone, sets up and measures so many times, then so many more, and so on; memory is sampled from
-    outside, and its peak up to then is given for each.
+    The contender runs alone, sets up, and measures ``measures[0]`` times, then ``measures[1]`` times, and so on. There
+    is a peak for each of these, from the start up to its end.
     """
     with start(contender, settings) as process:
         process.imported()
-        found: list[Memory] = []
+        peaks: list[Memory] = []
         samples: list[Sample] = []
         level = highest = tree_memory(process.pid)
         done = threading.Event()
 
-        def watch() -> None:
+        def sample_memory() -> None:
             nonlocal highest
             while not done.wait(MEMORY_INTERVAL_S):
                 highest = peak(highest, tree_memory(process.pid))
 
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+        sampler = threading.Thread(target=sample_memory)
+        sampler.start()
         try:
             process.set_up()
             for times in measures:
                 samples += [process.measure() for _ in range(times)]
                 time.sleep(2 * MEMORY_INTERVAL_S)
-                found.append(highest - level)
+                peaks.append(highest - level)
         finally:
             done.set()
-            watcher.join()
-    return found, samples
+            sampler.join()
+    return peaks, samples

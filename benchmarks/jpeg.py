@@ -1,10 +1,10 @@
-"""How close does the feeder come to decoding alone, and how far ahead of ``DataLoader`` is it?
+"""How fast is the feeder, compared with decoding alone and with ``DataLoader``?
 
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, decoded by Pillow or Pillow-SIMD in every contender
 (antialiased bilinear, full scale), files in the page cache, epochs after the first. Two bare threads and two bare
-processes only read and decode, each taking the next 16 files when it is done: no batches, no labels.
-``DataLoader(num_workers=2, persistent_workers=True)`` has a Dataset that does the same decode and, as torchvision
-does, hands out a [3, H, W] view of it.
+processes only read and decode, 16 files at a time, without batches and labels.
+``DataLoader(num_workers=2, persistent_workers=True)`` has a Dataset with the same decode that, like torchvision,
+returns a [3, H, W] view.
 
 Targets: at least 0.98 of two bare threads; at least 1.10 of ``DataLoader``; no more CPU time per image than it; at
 most 60 MB of memory above the imports, and no more than 1.05 times that after 20 epochs.
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_least, at_most, cpu_us_per_item, per, rates
 from benchmarks.harness import Contender, Measure, Settings, added_memory, interleave
-from benchmarks.passes import single
-from benchmarks.processes import Memory
+from benchmarks.process_tree import Memory
+from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ BATCH = 64
 WORKERS = 2
 PIECE = 16
 MEMORY_RUNS = 3
-# Epochs after which memory is looked at.
+# Epochs after which memory is compared.
 SHORT, LONG = 2, 20
 
 
@@ -55,7 +55,7 @@ def run(settings: Settings) -> list[Figure]:
     long = settings.size(LONG, SHORT + 1)
     for number in range(min(MEMORY_RUNS, settings.rounds)):
         for contender in (feeder, loader):
-            settings.say(f"memory {number + 1}: {contender.label}")
+            settings.progress(f"memory {number + 1}: {contender.label}")
             measures = (SHORT, long - SHORT) if contender is feeder else (SHORT,)
             after, *later = added_memory(contender, settings, measures)
             memory[contender.label].append(after)
@@ -67,14 +67,14 @@ def run(settings: Settings) -> list[Figure]:
         Figure("CPU per image / DataLoader", per(cpu["aiofeed"], cpu["DataLoader"]), target=at_most(1.0)),
         Figure("CPU per image / two bare threads", per(cpu["aiofeed"], cpu["two bare threads"])),
         Figure("memory above the imports", tuple(m.total / 1e6 for m in memory["aiofeed"]), "MB", at_most(60)),
-        Figure("  of it no files' pages", tuple(m.unmapped / 1e6 for m in memory["aiofeed"]), "MB"),
+        Figure("  without mapped files", tuple(m.unmapped / 1e6 for m in memory["aiofeed"]), "MB"),
         Figure(
             "memory, 20 epochs / 2",
             tuple(b.total / a.total for a, b in zip(memory["aiofeed"], longer, strict=True)),
             target=at_most(1.05),
         ),
         Figure("memory above the imports: DataLoader", tuple(m.total / 1e6 for m in memory["DataLoader"]), "MB"),
-        Figure("  of it no files' pages: DataLoader", tuple(m.unmapped / 1e6 for m in memory["DataLoader"]), "MB"),
+        Figure("  without mapped files: DataLoader", tuple(m.unmapped / 1e6 for m in memory["DataLoader"]), "MB"),
         *[Figure(f"images: {label}", values, "/s") for label, values in rate.items()],
         *[Figure(f"CPU per image: {label}", values, "us") for label, values in cpu.items()],
     ]
@@ -87,7 +87,7 @@ def aiofeed_feeder(folder: str) -> Iterator[Measure]:
     source = aiofeed.ImageFolder(folder)
     decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
     with aiofeed.Feeder(source, decode=decode, batch_size=BATCH) as feeder:
-        one_epoch = single(feeder)
+        one_epoch = single_epochs(feeder)
 
         def epoch() -> Mapping[str, float]:
             return counted(one_epoch(), len(source))
@@ -114,7 +114,7 @@ def data_loader(folder: str) -> Iterator[Measure]:
 def bare_threads(
     folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
 ) -> Iterator[Measure]:
-    """Threads that decode into 64 rows, over and over."""
+    """Threads that decode into the same 64 rows."""
     import numpy as np
 
     paths = files_below(folder)
@@ -122,7 +122,7 @@ def bare_threads(
     one = decode or decode_file
 
     def epoch() -> Mapping[str, float]:
-        # next() of a list's iterator is one step under the GIL: whoever is done takes what comes next.
+        # next() of a list's iterator is atomic under the GIL, so the threads can share it.
         pieces = iter([paths[start : start + PIECE] for start in range(0, len(paths), PIECE)])
         threads = [threading.Thread(target=lambda rows: decode_all(pieces, rows, one), args=(mine,)) for mine in rows]
         for thread in threads:
@@ -138,13 +138,13 @@ def bare_threads(
 def bare_processes(
     folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
 ) -> AbstractContextManager[Measure]:
-    """The same in processes, forked beforehand."""
+    """The same in processes, which are forked beforehand."""
     return forked(folder, bare_worker, (decode or decode_file, side), workers)
 
 
 @contextmanager
 def forked(folder: str, worker: Callable[..., None], options: tuple[Any, ...], workers: int) -> Iterator[Measure]:
-    """Processes of ``worker(todo, done, *options)``, each of which takes the next few files of a folder."""
+    """Processes of ``worker(todo, done, *options)``, each of which takes ``PIECE`` files of a folder at a time."""
     context = multiprocessing.get_context("fork")
     paths = files_below(folder)
     todo, done = context.SimpleQueue(), context.SimpleQueue()
@@ -189,7 +189,7 @@ def decode_all(pieces: Iterator[list[str]], rows: NDArray[np.uint8], decode: Dec
 
 
 def decode_file(path: str) -> NDArray[np.uint8]:
-    """A file to uint8 [224, 224, 3], as everybody writes it."""
+    """A file to uint8 [224, 224, 3], with the usual Pillow code."""
     import numpy as np
     from PIL import Image
 
@@ -198,7 +198,7 @@ def decode_file(path: str) -> NDArray[np.uint8]:
 
 
 class Images:
-    """The Dataset for ``DataLoader``: what torchvision's ``ImageFolder`` and ``pil_to_tensor`` would give."""
+    """The Dataset for ``DataLoader``, with the samples of torchvision's ``ImageFolder`` and ``pil_to_tensor``."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -220,7 +220,7 @@ class Images:
 
 
 def counted(loader: Any, expected: int) -> Mapping[str, float]:
-    """One epoch; the number of images, which must be all."""
+    """Iterate one epoch; returns the number of images, which must be ``expected``."""
     items = 0
     for _, labels in loader:
         items += len(labels)

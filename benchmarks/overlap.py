@@ -4,8 +4,8 @@ Every load takes 30 ms and every step 30 ms; one batch loads at a time, so 100 b
 and 200 times without overlap. The load is a read that waits on the event loop, or a decode that blocks its thread;
 the step always blocks the thread that iterates, in ``async for`` that of the caller's event loop.
 
-A timer of the loop is itself late by some tenths of a millisecond, which the ideal does not allow for: what one such
-read takes alone is given with the results.
+The event loop's timers are late by some tenths of a millisecond, which the ideal does not include; the results give
+the duration of one such read alone.
 
 Target: at most 1.03 times the ideal, sync and async.
 """
@@ -31,10 +31,10 @@ def run(settings: Settings) -> list[Figure]:
     batches = settings.size(100, 3)
     imports = ("torch", "aiofeed:Feeder")
     cases = {
-        "for, read waits": {"load": "read", "face": "for"},
-        "for, decode blocks": {"load": "decode", "face": "for"},
-        "async for, read waits": {"load": "read", "face": "async for"},
-        "async for, decode blocks": {"load": "decode", "face": "async for"},
+        "for, read waits": {"load": "read", "loop": "for"},
+        "for, decode blocks": {"load": "decode", "loop": "for"},
+        "async for, read waits": {"load": "read", "loop": "async for"},
+        "async for, decode blocks": {"load": "decode", "loop": "async for"},
     }
     contenders = [
         Contender(label, aiofeed_feeder, {**options, "batches": batches}, imports) for label, options in cases.items()
@@ -55,7 +55,7 @@ def run(settings: Settings) -> list[Figure]:
 
 
 class WaitingSource:
-    """Samples whose read waits for 30 ms, all samples of a batch at the same time."""
+    """A source whose reads wait for ``wait_s``, all samples of a batch at the same time."""
 
     def __init__(self, length: int, wait_s: float) -> None:
         self._length = length
@@ -83,11 +83,11 @@ def slow_length_of(data: bytes) -> int:
 
 
 @contextmanager
-def aiofeed_feeder(load: str, face: str, batches: int) -> Iterator[Measure]:
+def aiofeed_feeder(load: str, loop: str, batches: int) -> Iterator[Measure]:
     import aiofeed
 
     if load == "read":
-        # As many reads as a batch has samples: the next batch's begin when this one's have ended.
+        # As many reads as a batch has samples, so that the next batch's reads begin when this one's have ended.
         feeder: aiofeed.Feeder[object] = aiofeed.Feeder(
             WaitingSource(batches * BATCH, LOAD_S),
             decode=length_of,
@@ -102,7 +102,7 @@ def aiofeed_feeder(load: str, face: str, batches: int) -> Iterator[Measure]:
             limits=aiofeed.Limits(decode_threads=1),
         )
 
-    # Inside `epochs` the feeder knows that this is the last: it reads nothing ahead for the next measurement.
+    # Inside `epochs` the feeder knows that this epoch is the last, and prefetches nothing of the next.
     def sync_epoch() -> Mapping[str, float]:
         count = 0
         for _ in feeder.epochs(feeder.epoch + 2):
@@ -115,27 +115,27 @@ def aiofeed_feeder(load: str, face: str, batches: int) -> Iterator[Measure]:
         count = 0
         for _ in feeder.epochs(feeder.epoch + 2):
             async for _ in feeder:
-                time.sleep(STEP_S)  # noqa: ASYNC251 - a step that blocks is the question
+                time.sleep(STEP_S)  # noqa: ASYNC251 - the step is meant to block
                 count += 1
         return {"items": count, "alone_s": alone_s}
 
     alone_s = read_alone_s() if load == "read" else 0.0
     with feeder:
-        next(iter(feeder))  # the size of a batch is known from here on; a pass that was left reads nothing ahead
-        yield sync_epoch if face == "for" else lambda: asyncio.run(async_epoch())
+        next(iter(feeder))  # from here on the feeder knows the size of a batch; a dropped iterator prefetches nothing
+        yield sync_epoch if loop == "for" else lambda: asyncio.run(async_epoch())
 
 
 def read_alone_s(times: int = 9) -> float:
-    """What the same reads take on a loop of the feeder's kind that does nothing else; the median."""
+    """Median duration of the same reads on an idle event loop of the feeder's kind."""
     from aiofeed.runtime.event_loop import new_event_loop
 
     async def reads() -> list[float]:
-        taken = []
+        durations = []
         for _ in range(times):
             started = time.perf_counter()
             await asyncio.gather(*[asyncio.sleep(LOAD_S) for _ in range(BATCH)])
-            taken.append(time.perf_counter() - started)
-        return taken
+            durations.append(time.perf_counter() - started)
+        return durations
 
     loop = new_event_loop()
     try:

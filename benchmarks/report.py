@@ -1,4 +1,4 @@
-"""The results on paper: plain text, Markdown, a picture; and what machine they are of."""
+"""Formats results as plain text, Markdown and a picture, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ README_ROWS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one benchmark found."""
+    """The figures of one benchmark."""
 
     name: str
     title: str
@@ -60,7 +60,7 @@ class Result:
 
 
 def number(value: float, unit: str = RATIO) -> str:
-    """A number with its unit: three digits that count, and no more."""
+    """A number with its unit, to three significant digits."""
     if unit == RATIO:
         return f"{value:.2f}" if value >= 0.995 or value == 0 else f"{value:.3f}"
     digits = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -139,28 +139,28 @@ def readme_table(page: str) -> str:
 
 
 def tally(results: Sequence[Result]) -> str:
-    """How many targets are met, and which are not."""
-    held = [(result, figure) for result in results for figure in result.figures if figure.target is not None]
-    short = [f"{result.name}: {figure.what}" for result, figure in held if figure.verdict != "met"]
-    line = f"{len(held) - len(short)} of {len(held)} targets met"
+    """The number of targets that are met, and the names of those that are not."""
+    judged = [(result, figure) for result in results for figure in result.figures if figure.target is not None]
+    short = [f"{result.name}: {figure.what}" for result, figure in judged if figure.verdict != "met"]
+    line = f"{len(judged) - len(short)} of {len(judged)} targets met"
     return line + ("." if not short else "; short: " + "; ".join(short) + ".")
 
 
 def picture(results: Sequence[Result], path: Path) -> None:
-    """The ratios that have a target, as bars with their spread; a line marks the target."""
+    """Draw the ratios with a target as bars with their spread; a line marks the target."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    held = [
+    bars = [
         (f"{figure.what}\n{result.title}", figure)
         for result in results
         for figure in result.figures
         if figure.target is not None and figure.unit == RATIO
     ]
-    chart, axes = pyplot.subplots(figsize=(9, 1 + 0.55 * len(held)), layout="constrained")
-    for position, (_, figure) in enumerate(held):
+    chart, axes = pyplot.subplots(figsize=(9, 1 + 0.55 * len(bars)), layout="constrained")
+    for position, (_, figure) in enumerate(bars):
         assert figure.target is not None
         spread = [[figure.median - figure.low], [figure.high - figure.median]]
         colour = "#4878a8" if figure.verdict == "met" else "#c8553d"
@@ -170,10 +170,10 @@ def picture(results: Sequence[Result], path: Path) -> None:
         axes.annotate(
             label, (max(figure.high, figure.target.bound), position), (6, 0), textcoords="offset points", va="center"
         )
-    axes.set_yticks(range(len(held)), [label for label, _ in held], fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(
-        0, 1.25 * max((max(figure.high, figure.target.bound) for _, figure in held if figure.target), default=1)
+        0, 1.25 * max((max(figure.high, figure.target.bound) for _, figure in bars if figure.target), default=1)
     )
     axes.set_xlabel("ratio: median and spread over the rounds; black line: target; blue: met, red: short")
     axes.spines[["top", "right"]].set_visible(False)
@@ -278,7 +278,7 @@ def installed(name: str) -> str | None:
 
 
 def pillow() -> str:
-    """Which of the two packages named PIL serves, and its version."""
+    """The active one of Pillow and Pillow-SIMD, and its version."""
     try:
         import PIL
     except ImportError:

@@ -1,9 +1,9 @@
 """How long is an epoch of data that are in memory already?
 
-60,000 samples of 28 x 28 and their labels, shuffled, batch 64, epochs after the first, no step: as bytes, which is what
-MNIST has, and as float32, where four times as much memory has to be moved. ``Tensors`` against ``DataLoader`` without
-workers, against indexing per batch with a permutation (``x[order[i : i + 64]]``), and against a fresh ``x[order]`` per
-epoch, of which batches are slices.
+60,000 samples of 28 x 28 with labels, shuffled, batch 64, epochs after the first, no step: as bytes, like MNIST, and as
+float32, which moves four times as much memory. ``Tensors`` is compared with ``DataLoader`` without workers, with
+indexing per batch by a permutation (``x[order[i : i + 64]]``), and with a new ``x[order]`` per epoch whose slices are
+the batches.
 
 Targets, for both: at least 15 times ``DataLoader``, and at least 3.0 times indexing per batch.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.figures import Figure, at_least, column, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.passes import single
+from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def aiofeed_feeder(samples: int, dtype: str) -> Iterator[Measure]:
     source = aiofeed.Tensors(*data(samples, dtype))
     feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(source, batch_size=BATCH, shuffle=True)
     with feeder:
-        one_epoch = single(feeder)
+        one_epoch = single_epochs(feeder)
 
         def epoch() -> Mapping[str, float]:
             return {"items": sum(len(labels) for _, labels in one_epoch())}

@@ -1,8 +1,8 @@
-"""What do three trainings on one host cost, where one server feeds them?
+"""How much CPU time do three trainings on one host take if one server feeds them?
 
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, files in the page cache, epochs after the first. One feeder in
-one process; three processes attached to a server that has the same feeder, each seeing every batch; and three
-processes with a ``DataLoader`` of one worker each. CPU time is that of all processes together, per epoch.
+one process; three processes attached to a server with the same feeder, each of which gets every batch; and three
+processes with a ``DataLoader`` of one worker each. CPU time is the sum over all processes, per epoch.
 
 Target: three attached trainings take at most 1.15 of the CPU time of one feed.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, column, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.processes import tree_cpu_s
+from benchmarks.process_tree import tree_cpu_s
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -61,30 +61,30 @@ def images_in(batches: Any) -> dict[str, float]:
     return {"items": float(sum(len(labels) for _, labels in batches))}
 
 
-def with_look_ahead(measure: Measure) -> Mapping[str, float]:
-    """What ``measure`` takes, the next epoch's batches included that are made ready behind it, as there were before."""
+def with_prefetch(measure: Measure) -> Mapping[str, float]:
+    """Measure, including the prefetch of the next epoch's batches, since this epoch's were prefetched before."""
     cpu_s, started = tree_cpu_s(), time.perf_counter()
-    found = measure()
+    sample = measure()
     wall_s, last = time.perf_counter() - started, 0.0
     while (now := tree_cpu_s()) - last > IDLE_CPU_S:
         last = now
         time.sleep(0.1)
-    return {**found, "wall_s": wall_s, "cpu_s": now - cpu_s}
+    return {**sample, "wall_s": wall_s, "cpu_s": now - cpu_s}
 
 
 @contextmanager
 def one_feed(folder: str) -> Iterator[Measure]:
     with new_feeder(folder) as feeder:
         images_in(feeder)
-        yield lambda: with_look_ahead(lambda: images_in(feeder))
+        yield lambda: with_prefetch(lambda: images_in(feeder))
 
 
 @contextmanager
 def three_attached(folder: str) -> Iterator[Measure]:
     import aiofeed
 
-    with tempfile.TemporaryDirectory() as place, new_feeder(folder) as feeder:
-        address = str(Path(place) / "feed")
+    with tempfile.TemporaryDirectory() as temporary, new_feeder(folder) as feeder:
+        address = str(Path(temporary) / "feed")
         with aiofeed.serve(feeder, address, min_consumers=TRAININGS), trainings(train_attached, address) as measure:
             yield measure
 
@@ -96,43 +96,43 @@ def three_data_loaders(folder: str) -> Iterator[Measure]:
 
 
 @contextmanager
-def trainings(target: Callable[[str, Connection], None], of: str) -> Iterator[Measure]:
-    """Three processes that read one epoch each time they are told to; they have read one by now."""
+def trainings(target: Callable[[str, Connection], None], argument: str) -> Iterator[Measure]:
+    """Three processes that each iterate one epoch per measurement, after a first one to warm up."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        ends = []
+        connections = []
         for _ in range(TRAININGS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(of, theirs))
+            parent, child = context.Pipe()
+            process = context.Process(target=target, args=(argument, child))
             process.start()
             stack.callback(process.join)
-            stack.callback(ours.send, False)
-            ends.append(ours)
+            stack.callback(parent.send, False)
+            connections.append(parent)
 
         def measure() -> Mapping[str, float]:
-            for end in ends:
-                end.send(True)
-            [items] = {end.recv() for end in ends}  # each has seen all images
+            for connection in connections:
+                connection.send(True)
+            [items] = {connection.recv() for connection in connections}  # each has seen all images
             return {"items": items}
 
         measure()
-        yield lambda: with_look_ahead(measure)
+        yield lambda: with_prefetch(measure)
 
 
-def train_attached(address: str, told: Connection) -> None:
+def train_attached(address: str, connection: Connection) -> None:
     import aiofeed
 
     with aiofeed.attach(address) as feed:
-        while told.recv():
-            told.send(images_in(feed)["items"])
+        while connection.recv():
+            connection.send(images_in(feed)["items"])
 
 
-def train_loaded(folder: str, told: Connection) -> None:
+def train_loaded(folder: str, connection: Connection) -> None:
     from torch.utils.data import DataLoader
 
     from benchmarks.jpeg import Images
 
     dataset: Any = Images(files_below(folder))
     loader: Any = DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True)
-    while told.recv():
-        told.send(images_in(loader)["items"])
+    while connection.recv():
+        connection.send(images_in(loader)["items"])

@@ -1,10 +1,10 @@
-"""Where does the time of one sample go, stage by stage, and what of it is the framework's?
+"""Where does the time of one sample go, stage by stage, and how much of it is the framework's?
 
-20,000 JPEGs of 64x64 by simplejpeg and by Pillow, and JPEGs of 500x400, epochs after the first, one decode thread. What
-a sample costs each thread is that thread's CPU time over an epoch, divided by the samples. Reading and decoding alone
-are measured by the same calls in a loop, in the same process, right before and after. What else the decode thread does
-is a few microseconds beside a decode that varies by more; so it is taken from a second feeder, of the same files and
-rows, whose decoder does nothing. That, the loop's thread and the consumer's are the framework's.
+20,000 JPEGs of 64x64 with simplejpeg and with Pillow, and JPEGs of 500x400, epochs after the first, one decode thread.
+The cost of a sample in a thread is the thread's CPU time over an epoch, divided by the samples. Reading and decoding
+alone are measured with the same calls in a loop, in the same process, right before and after. The other work of the
+decode thread takes a few microseconds, less than the decode varies; so it is measured with a second feeder of the same
+files and rows, whose decoder does nothing. That work, the loop's thread and the consumer's thread are the framework's.
 
 Target: at most 20 us a sample, at 64x64.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.data import default_folder, files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, column
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.passes import single
+from benchmarks.single_epochs import single_epochs
 
 TITLE = "CPU time of one sample, stage by stage, batch 64, one decode thread"
 
@@ -29,8 +29,8 @@ BATCH = 64
 STAGES = {
     "read_us": "read the file",
     "decode_us": "decode it into its row",
-    "thread_us": "the rest of the decode thread: chunk, target, batch",
-    "loop_us": "the loop's thread: plan, read ahead, hand over",
+    "thread_us": "other work of the decode thread: chunk, target, batch",
+    "loop_us": "the event loop's thread: plan, prefetch, deliver",
     "consumer_us": "the consumer's thread: next()",
     "framework_us": "the framework: the last three",
 }
@@ -78,25 +78,25 @@ def epochs(folder: str, side: int, backend: str) -> Iterator[Measure]:
             pass
 
     def bare() -> tuple[float, float]:
-        """Seconds of reading and of decoding, in chunks as the feeder has them."""
+        """Seconds of reading and of decoding, in the feeder's chunks."""
         read_s = decode_s = 0.0
         for start in range(0, len(paths), BATCH):
-            began = time.thread_time()
+            started = time.thread_time()
             encoded = alone.read_now(range(start, min(start + BATCH, len(paths))))
             read = time.thread_time()
             for row, data in zip(rows, encoded, strict=False):
                 decoder.decode_into(data, row)
             decode_s += time.thread_time() - read
-            read_s += read - began
+            read_s += read - started
         return read_s, decode_s
 
     def spent_in(one_epoch: Callable[[], Iterator[object]]) -> tuple[float, float, float]:
-        """Microseconds of a sample: in the threads that read and decode, on the loop, in the consumer."""
+        """Microseconds per sample in the threads that read and decode, on the loop, and in the consumer."""
         before = by_thread()
         for _ in one_epoch():
             pass
-        us = {name: (at - before.get(name, 0.0)) / len(paths) * 1e6 for name, at in by_thread().items()}
-        # Other feeders' threads stood still meanwhile.
+        us = {name: (after - before.get(name, 0.0)) / len(paths) * 1e6 for name, after in by_thread().items()}
+        # The other feeder's threads are idle meanwhile.
         working = sum(value for name, value in us.items() if "-decode-" in name or "-read-" in name)
         return working, us["aiofeed-engine"], us[threading.current_thread().name]
 
@@ -105,7 +105,7 @@ def epochs(folder: str, side: int, backend: str) -> Iterator[Measure]:
         aiofeed.Feeder(source, decode=decoder, batch_size=BATCH, limits=limits) as feeder,
         aiofeed.Feeder(source, decode=Nothing(), batch_size=BATCH, limits=limits) as idle,
     ):
-        one_epoch, nothing = single(feeder), single(idle)
+        one_epoch, nothing = single_epochs(feeder), single_epochs(idle)
 
         def measure() -> Mapping[str, float]:
             first = bare()
@@ -130,7 +130,7 @@ def epochs(folder: str, side: int, backend: str) -> Iterator[Measure]:
 
 
 def by_thread() -> dict[str, float]:
-    """CPU seconds of each thread so far, by its name; those of one name together."""
+    """CPU seconds of the threads, by name; threads of one name are added up."""
     seconds: dict[str, float] = {}
     for thread in threading.enumerate():
         spent = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
@@ -138,9 +138,9 @@ def by_thread() -> dict[str, float]:
     return seconds
 
 
-def main(passes: int = 12) -> None:
-    """The hot path alone, for a profiler; docs/performance.md has the command."""
-    import torch  # noqa: F401 - else it would be imported on the way, and take up half the picture
+def main(epochs: int = 12) -> None:
+    """Run only the hot path, for a profiler; docs/performance.md has the command."""
+    import torch  # noqa: F401 - otherwise its import would be half of the profile
 
     import aiofeed
 
@@ -148,7 +148,7 @@ def main(passes: int = 12) -> None:
     source = aiofeed.Files(paths, targets=list(range(len(paths))))
     limits = aiofeed.Limits(decode_threads=1)
     with aiofeed.Feeder(source, decode=aiofeed.DecodeImage((64, 64)), batch_size=BATCH, limits=limits) as feeder:
-        for _ in feeder.epochs(passes):
+        for _ in feeder.epochs(epochs):
             for _ in feeder:
                 pass
 

@@ -1,9 +1,8 @@
 """How long until the first batch?
 
 The import: ``import aiofeed`` and ``aiofeed.Feeder`` in a new process that has imported torch; the modules are compiled
-beforehand, as an installed package's are, also where the surroundings write no bytecode. The first batch:
-from ``iter()`` of the first epoch to 64 JPEGs of 500 x 400 at 224 x 224, files in the page cache, everything imported.
-A new process for every round.
+beforehand, like those of an installed package. The first batch: from ``iter()`` of the first epoch to 64 JPEGs of
+500 x 400 at 224 x 224, files in the page cache, everything imported. Each round uses a new process.
 
 Targets: under 50 ms and under 100 ms.
 """
@@ -30,7 +29,7 @@ def run(settings: Settings) -> list[Figure]:
         Contender("aiofeed", aiofeed_feeder, options, ("torch",)),
         Contender("DataLoader, 2 workers", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image")),
     ]
-    # With PYTHONDONTWRITEBYTECODE set, every round would otherwise pay for compiling: twice the import's own time.
+    # Otherwise every round would compile with PYTHONDONTWRITEBYTECODE set, which takes twice as long as the import.
     compileall.compile_dir(PROJECT / "aiofeed", quiet=2)
     samples = interleave_fresh(contenders, settings)
     ours = samples["aiofeed"]
@@ -88,6 +87,6 @@ def data_loader(folder: str) -> Iterator[Measure]:
 
 
 def warm(folder: str) -> None:
-    """Bring the files of the first batches into the page cache."""
+    """Read the files of the first batches into the page cache."""
     for path in files_below(folder)[: 4 * BATCH]:
         Path(path).read_bytes()

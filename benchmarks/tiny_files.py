@@ -1,6 +1,6 @@
-"""What does a sample cost beyond its own work, where there is hardly any?
+"""What does the framework cost for samples with hardly any work?
 
-20,000 files of 2 KB in the page cache, decoded by ``np.frombuffer``, batch 64, epochs after the first, against
+20,000 files of 2 KB in the page cache, decoded by ``np.frombuffer``, batch 64, epochs after the first, compared with
 ``DataLoader(num_workers=2, persistent_workers=True)`` with a Dataset that does the same.
 
 Target: at least 2.0 times ``DataLoader``.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from benchmarks.data import files_below, tiny_folder
 from benchmarks.figures import Figure, at_least, cpu_us_per_item, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.passes import single
+from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,7 @@ def aiofeed_feeder(folder: str) -> Iterator[Measure]:
 
     source = aiofeed.Files(files_below(folder))
     with aiofeed.Feeder(source, decode=decode, batch_size=BATCH) as feeder:
-        one_epoch = single(feeder)
+        one_epoch = single_epochs(feeder)
 
         def epoch() -> Mapping[str, float]:
             return {"items": sum(map(len, one_epoch()))}
@@ -67,7 +67,7 @@ def aiofeed_feeder(folder: str) -> Iterator[Measure]:
 def data_loader(folder: str) -> Iterator[Measure]:
     from torch.utils.data import DataLoader
 
-    # The arrays are views of bytes; default_collate copies them and never writes.
+    # The arrays are views of bytes objects; default_collate only copies them.
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     loader = DataLoader(TinyFiles(files_below(folder)), BATCH, num_workers=2, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
 

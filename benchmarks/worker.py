@@ -1,4 +1,4 @@
-"""A contender's process. It imports, sets up and measures when told to on stdin, and answers in lines of JSON."""
+"""A contender's process. It imports, then sets up and measures on requests from stdin, and answers in lines of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import reduce
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
-from benchmarks.processes import tree_cpu_s
+from benchmarks.process_tree import tree_cpu_s
 
 if TYPE_CHECKING:
     from benchmarks.harness import Measure
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    # What anybody prints goes to stderr; stdout is for answers.
+    # Redirect prints to stderr; stdout is for answers.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         try:
             work(task, answers)
-        except Exception:  # noqa: BLE001 - whatever it was, the harness raises it
+        except Exception:  # noqa: BLE001 - the harness raises it
             answer(answers, {"error": traceback.format_exc()})
 
 
@@ -43,17 +43,17 @@ def work(task: dict[str, Any], answers: TextIO) -> None:
 
 
 def measured(measure: Measure) -> dict[str, float]:
-    """What ``measure`` returns, with ``wall_s`` and ``cpu_s`` (of the process tree) where it does not give its own."""
+    """Measure; adds ``wall_s`` and ``cpu_s`` (of the process tree) unless ``measure`` returns its own."""
     gc.collect()
     cpu_s = tree_cpu_s()
     started = time.perf_counter()
-    found = measure()
+    sample = measure()
     wall_s = time.perf_counter() - started
-    return {"wall_s": wall_s, "cpu_s": tree_cpu_s() - cpu_s, **found}
+    return {"wall_s": wall_s, "cpu_s": tree_cpu_s() - cpu_s, **sample}
 
 
 def resolve(name: str) -> Any:
-    """What "module" or "module:attribute" names."""
+    """Import "module" or "module:attribute"."""
     module, _, attributes = name.partition(":")
     return reduce(getattr, attributes.split(".") if attributes else (), import_module(module))
 

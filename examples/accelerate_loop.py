@@ -1,4 +1,4 @@
-"""A plain loop under Hugging Face Accelerate: model and optimizer are prepared, the feeder is used as it is.
+"""A plain training loop with Hugging Face Accelerate: it prepares model and optimizer; the feeder needs no change.
 
 python examples/accelerate_loop.py
 """
@@ -18,10 +18,10 @@ EPOCHS = 2
 
 
 def train(folder: str, steps: int | None = None, resume: bool = False) -> list[int]:
-    """Train to the end, or for so many steps and save; the samples that were seen."""
+    """Train to the end, or for ``steps`` and save; returns the samples seen."""
     accelerator = Accelerator(cpu=True)
     x = torch.arange(100.0).unsqueeze(1)
-    # On an accelerator: device=accelerator.device. Each process takes its own part by itself.
+    # On an accelerator add device=accelerator.device. Each process gets its shard of the samples.
     feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
         TensorDataset(x, 2 * x), batch_size=8, shuffle=True, seed=0
     )

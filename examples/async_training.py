@@ -1,10 +1,10 @@
-"""A training loop in asyncio that answers HTTP requests for its progress meanwhile.
+"""A training loop in asyncio that answers HTTP requests for its progress.
 
-    python examples/async_training.py    and, elsewhere: curl http://127.0.0.1:PORT/progress
+    python examples/async_training.py    and, in another terminal: curl http://127.0.0.1:PORT/progress
     python examples/async_training.py --self-test
 
-The samples come from a store that takes 20 ms to answer, many requests at a time. Reading and decoding go on in
-aiofeed's own thread and each step runs in a thread of its own, so this program's loop is free to answer.
+The samples come from a simulated store with a latency of 20 ms that serves many requests at a time. aiofeed reads and
+decodes in threads of its own, and each step runs in another thread, so this program's event loop is free to answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FEATURES = 256
 
 
 class Store:
-    """Stands for an object store: sample ``index`` is ``FEATURES`` numbers and the answer to predict from them."""
+    """A simulated object store: a sample is ``FEATURES`` numbers and the target to predict from them."""
 
     def __init__(self, samples: int, latency_s: float = 0.02) -> None:
         self.samples, self.latency_s = samples, latency_s
@@ -49,7 +49,7 @@ def decode(data: bytes) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Progress:
-    """What `/progress` answers."""
+    """The answer to `/progress`."""
 
     epoch: int = 0
     batch: int = 0
@@ -62,8 +62,8 @@ async def train(feeder: aiofeed.Feeder[list[torch.Tensor]], epochs: int, progres
     model = nn.Sequential(nn.Linear(FEATURES, 512), nn.ReLU(), nn.Linear(512, 1))
     optimizer = torch.optim.Adam(model.parameters())
 
-    def step(features: torch.Tensor, answers: torch.Tensor) -> float:
-        loss = nn.functional.mse_loss(model(features), answers)
+    def step(features: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = nn.functional.mse_loss(model(features), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -73,8 +73,8 @@ async def train(feeder: aiofeed.Feeder[list[torch.Tensor]], epochs: int, progres
     async with feeder:
         for progress.epoch in range(1, epochs + 1):
             progress.batch = 0
-            async for features, answers in feeder:
-                progress.loss = await asyncio.to_thread(step, features, answers)
+            async for features, targets in feeder:
+                progress.loss = await asyncio.to_thread(step, features, targets)
                 progress.batch += 1
             print(f"epoch {progress.epoch}: loss {progress.loss:.4f}; {feeder.statistics()}", flush=True)
     progress.done = True
@@ -86,14 +86,14 @@ async def serve(progress: Progress, port: int) -> asyncio.Server:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            found = request.startswith((b"GET /progress ", b"GET /progress?"))
-            body = json.dumps(asdict(progress) if found else {"error": "try /progress"}).encode()
-            status = b"200 OK" if found else b"404 Not Found"
+            known = request.startswith((b"GET /progress ", b"GET /progress?"))
+            body = json.dumps(asdict(progress) if known else {"error": "try /progress"}).encode()
+            status = b"200 OK" if known else b"404 Not Found"
             writer.write(b"HTTP/1.1 %b\r\nContent-Type: application/json\r\n" % status)
             writer.write(b"Content-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
             await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # Whoever asked went away, or did not speak HTTP: no concern of the training's.
+            pass  # the client disconnected, or sent no HTTP: the training continues
         finally:
             writer.close()
 
@@ -109,24 +109,24 @@ async def request(port: int, path: str) -> str:
     return answer.partition(b"\r\n\r\n")[2].decode()
 
 
-async def ask_meanwhile(port: int, progress: Progress) -> None:
-    """What --self-test does: ask as somebody else would, until the training is done."""
+async def self_test(port: int, progress: Progress) -> None:
+    """Send requests until the training is done."""
     answers = []
     while not progress.done:
         answers.append(await request(port, "/progress"))
         print("/progress:", answers[-1], flush=True)
         await asyncio.sleep(0.1)
     if len(set(answers)) < 3:
-        raise SystemExit(f"the training answered {len(set(answers))} different times, expected 3 or more")
+        raise SystemExit(f"the training gave {len(set(answers))} different answers, expected 3 or more")
     print(f"self-test: {len(answers)} answers while training")
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0, help="0, the default: any that is free; it is printed")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, selects a free port, which is printed")
     parser.add_argument("--samples", type=int, default=20_000, help="(%(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--self-test", action="store_true", help="ask for the progress while training, then end")
+    parser.add_argument("--self-test", action="store_true", help="request the progress while training, then end")
     options = parser.parse_args()
 
     feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
@@ -139,7 +139,7 @@ async def main() -> None:
     async with server, asyncio.TaskGroup() as group:
         group.create_task(train(feeder, options.epochs, progress))
         if options.self_test:
-            group.create_task(ask_meanwhile(port, progress))
+            group.create_task(self_test(port, progress))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: the feeder goes into the same state dict as the model.
+"""torch.distributed.checkpoint saves feeder and model in one state dict.
 
 python examples/checkpoint_dcp.py
 """
@@ -24,17 +24,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     model = torch.nn.Linear(1, 1)
-    with tempfile.TemporaryDirectory() as folder, new_feeder() as feeder, new_feeder() as again:
+    with tempfile.TemporaryDirectory() as folder, new_feeder() as feeder, new_feeder() as resumed:
         before = [sample for [batch] in islice(feeder, 5) for sample in batch.tolist()]
-        # no_dist: one process. With several, all of them save, each into the same folder.
+        # no_dist is for one process. With several processes, all of them save into the same folder.
         dcp.save({"model": model.state_dict(), "feeder": feeder}, checkpoint_id=folder, no_dist=True)
         print(f"saved after {len(before)} samples")
 
         weights = torch.nn.Linear(1, 1).state_dict()
-        dcp.load({"model": weights, "feeder": again}, checkpoint_id=folder, no_dist=True)
-        after = [sample for [batch] in again for sample in batch.tolist()]
+        dcp.load({"model": weights, "feeder": resumed}, checkpoint_id=folder, no_dist=True)
+        after = [sample for [batch] in resumed for sample in batch.tolist()]
     print(f"loaded: {len(after)} samples are left, each sample once: {sorted(before + after) == list(range(100))}")
-    print(f"the weights are those that were saved: {torch.equal(weights['weight'], model.weight)}")
+    print(f"the weights equal the saved ones: {torch.equal(weights['weight'], model.weight)}")
 
 
 if __name__ == "__main__":

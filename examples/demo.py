@@ -1,11 +1,10 @@
-"""Trains a small convolutional network on photographs: through aiofeed and through DataLoader, side by side.
+"""Trains a small convolutional network on photographs, fed by aiofeed and by DataLoader, and compares both.
 
     make demo                            or: python examples/demo.py --images 1000 --epochs 1
 
-The photographs come inside scikit-learn and scikit-image. Each is a class; its images are crops of it at random
-places and scales, written as JPEGs of 500 x 400 once and kept for the next run. Both sides start from the same
-weights and see the same pixels in the same order. They take turns epoch by epoch, so that whatever else the machine
-does meets both.
+The photographs are part of scikit-learn and scikit-image. Each is a class; its images are crops at random places and
+scales, written once as JPEGs of 500 x 400 and reused by the next run. Both sides start from the same weights and get
+the same pixels in the same order. They alternate epoch by epoch, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Batches = Iterator[list[torch.Tensor]]
 
 
 def photographs() -> dict[str, Image.Image]:
-    """The colour photographs that the two packages bring along; nothing is downloaded."""
+    """The colour photographs that the two packages contain; nothing is downloaded."""
     import skimage.data
     import sklearn.datasets
 
@@ -65,7 +64,7 @@ def photographs() -> dict[str, Image.Image]:
 
 
 def make_images(folder: Path, count: int, progress: Progress) -> None:
-    """Write ``folder/<class>/<number>.jpg``; the folder appears once it is complete."""
+    """Write ``folder/<class>/<number>.jpg``; renames the folder to its final name when it is complete."""
     task = progress.add_task("images", total=count, note="")
     pictures = photographs()
     names = list(pictures)
@@ -95,7 +94,7 @@ def make_images(folder: Path, count: int, progress: Progress) -> None:
 
 
 def image_folder(data: Path, count: int, progress: Progress) -> Path:
-    """The folder with ``count`` images, made where it is not there yet."""
+    """The folder with ``count`` images; creates it if it does not exist."""
     folder = data / f"photographs-{count}"
     if not folder.is_dir():
         data.mkdir(parents=True, exist_ok=True)
@@ -108,7 +107,7 @@ def image_folder(data: Path, count: int, progress: Progress) -> Path:
 
 
 class Photographs(Dataset[tuple[torch.Tensor, int]]):
-    """What one writes for DataLoader, with the Pillow calls that ``DecodeImage`` makes for these images."""
+    """A Dataset for DataLoader, with the Pillow calls that ``DecodeImage`` makes for these images."""
 
     def __init__(self, paths: list[str], targets: list[int], size: int) -> None:
         self.paths, self.targets, self.size = paths, targets, size
@@ -118,7 +117,7 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         with Image.open(self.paths[index]) as image:
-            margin = (image.width - image.height) / 2  # Wider than high, all of them: the centre is a square.
+            margin = (image.width - image.height) / 2  # all images are wider than high; use the central square
             box = (margin, 0, image.width - margin, image.height)
             picture = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR, box)
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1), self.targets[index]
@@ -126,11 +125,11 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass
 class Side:
-    """One of the two, and what has been measured of it.
+    """One side of the comparison, with its measurements.
 
     Args:
-        name: what the table calls it.
-        begin: begins an epoch, given its number.
+        name: heading of its column.
+        begin: starts an epoch, given its number.
         model: the network that this side trains.
     """
 
@@ -150,7 +149,7 @@ class Side:
 
 
 def network(classes: int) -> nn.Module:
-    """Four convolutions, the same weights each time: a step takes about as long as loading a batch."""
+    """Four convolutions, always with the same weights; a step takes about as long as loading a batch."""
     torch.manual_seed(SEED)
     layers: list[nn.Module] = []
     channels = 3
@@ -165,9 +164,9 @@ def network(classes: int) -> nn.Module:
 def two_sides(
     source: aiofeed.ImageFolder, options: argparse.Namespace
 ) -> tuple[aiofeed.Feeder[list[torch.Tensor]], list[Side]]:
-    """The feeder, and both sides: the same images, order, batches and weights."""
+    """The feeder, and both sides, with the same images, order, batches and weights."""
     dataset = Photographs(source.paths, source.targets, options.size)
-    # One replica: nothing is distributed, it only shuffles each epoch by seed + epoch, as Feeder does.
+    # With one replica, the sampler only shuffles each epoch by seed + epoch, as Feeder does.
     sampler = DistributedSampler[tuple[torch.Tensor, int]](dataset, num_replicas=1, rank=0, shuffle=True, seed=SEED)
     loader = DataLoader(
         dataset,
@@ -198,7 +197,7 @@ def two_sides(
 
 
 def train_step(side: Side, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """Loss, and how many were right."""
+    """Train on a batch; returns the loss and the number of correct predictions."""
     inputs = images.to(torch.float32, memory_format=torch.channels_last).div_(127.5).sub_(1)
     logits = side.model(inputs)
     loss = nn.functional.cross_entropy(logits, labels)
@@ -209,38 +208,38 @@ def train_step(side: Side, images: torch.Tensor, labels: torch.Tensor) -> tuple[
 
 
 def train_epoch(side: Side, epoch: int, progress: Progress, task: TaskID) -> None:
-    """One epoch; waiting is what passes between asking for a batch and having it, ``iter()`` included."""
+    """Train and measure one epoch; ``stall_s`` is the time spent in ``iter()`` and ``next()``."""
     loss = 0.0
-    seen = right = 0
+    seen = correct = 0
     cpu = cpu_seconds()
-    began = asked = time.perf_counter()
+    started = requested = time.perf_counter()
     batches = side.begin(epoch)
     while (batch := next(batches, None)) is not None:
         now = time.perf_counter()
         if not seen:
-            side.first_batch_s.append(now - began)
-        side.stall_s += now - asked
-        step_loss, step_right = train_step(side, *batch)
-        seen, loss, right = seen + len(batch[1]), loss + step_loss * len(batch[1]), right + step_right
-        progress.update(task, advance=1, note=f"loss {loss / seen:.3f}, accuracy {right / seen:.1%}")
-        asked = time.perf_counter()
+            side.first_batch_s.append(now - started)
+        side.stall_s += now - requested
+        step_loss, step_correct = train_step(side, *batch)
+        seen, loss, correct = seen + len(batch[1]), loss + step_loss * len(batch[1]), correct + step_correct
+        progress.update(task, advance=1, note=f"loss {loss / seen:.3f}, accuracy {correct / seen:.1%}")
+        requested = time.perf_counter()
     ended = time.perf_counter()
-    side.stall_s += ended - asked
-    side.wall_s += ended - began
+    side.stall_s += ended - requested
+    side.wall_s += ended - started
     side.cpu_s += cpu_seconds() - cpu
     side.images += seen
-    side.loss, side.accuracy = loss / seen, right / seen
+    side.loss, side.accuracy = loss / seen, correct / seen
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all its children, those that have ended included."""
-    me = psutil.Process()
-    total = sum(me.cpu_times()[:4])  # user, system, and both of children that have ended
-    for child in me.children(recursive=True):
+    """CPU time of this process and of all its children, including those that have ended."""
+    process = psutil.Process()
+    total = sum(process.cpu_times()[:4])  # user and system time, and both of children that have ended
+    for child in process.children(recursive=True):
         try:
             total += sum(child.cpu_times()[:4])
         except psutil.NoSuchProcess:
-            pass  # It ended just now, and counts among the ended ones next time.
+            pass  # it has just ended, and counts as an ended child in the next call
     return float(total)
 
 
@@ -248,19 +247,19 @@ def cpu_seconds() -> float:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Images, training, tables."""
+    """Create the images, train, print the tables."""
     columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         folder = image_folder(options.data, options.images, progress)
         source = aiofeed.ImageFolder(folder)
         for path in source.paths:
-            Path(path).read_bytes()  # So that both sides find the files in the page cache.
+            Path(path).read_bytes()  # fill the page cache for both sides
 
         feeder, sides = two_sides(source, options)
         warm_up(options, len(source.classes))
         with feeder:
             for epoch in range(options.epochs):
-                # The first goes last in the next epoch: a machine that slows down steadily favours neither.
+                # Reverse the order in every other epoch, so that a machine that slows down favours neither side.
                 for side in sides if epoch % 2 == 0 else reversed(sides):
                     name = f"{epoch + 1}: {side.name}"
                     task = progress.add_task(name, total=len(feeder), note="")
@@ -271,15 +270,15 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def warm_up(options: argparse.Namespace, classes: int) -> None:
-    """One step that nobody counts: torch compiles its kernels for these shapes."""
+    """Take one step that is not measured, in which torch prepares its kernels for these shapes."""
     images = torch.zeros(options.batch_size, 3, options.size, options.size, dtype=torch.uint8)
     labels = torch.zeros(options.batch_size, dtype=torch.int64)
     train_step(Side("", lambda epoch: iter(()), network(classes)), images, labels)
 
 
 def comparison(sides: list[Side]) -> Table:
-    """Both sides, one column each."""
-    caption = "CPU time: all processes, training included. The very first batch waits for workers or threads to start."
+    """A table with one column per side."""
+    caption = "CPU time: all processes, with the training. The very first batch waits for workers or threads to start."
     table = Table(title="The same training, fed by", caption=caption, title_justify="left", caption_justify="left")
     table.add_column("")
     for side in sides:
@@ -289,7 +288,7 @@ def comparison(sides: list[Side]) -> Table:
         table.add_row(label, *[value(side) for side in sides])
 
     row("images per second", lambda side: f"{side.images / side.wall_s:.0f}")
-    row("waited for data, of all time", lambda side: f"{side.stall_s / side.wall_s:.1%}")
+    row("share of time waiting for data", lambda side: f"{side.stall_s / side.wall_s:.1%}")
     row("first batch, first epoch", lambda side: f"{side.first_batch_s[0] * 1000:.0f} ms")
     if all(side.first_batch_s[1:] for side in sides):
         row("first batch, later epochs", lambda side: f"{np.mean(side.first_batch_s[1:]) * 1000:.0f} ms")
@@ -300,19 +299,19 @@ def comparison(sides: list[Side]) -> Table:
 
 
 def where_the_time_went(statistics: aiofeed.FeedStatistics) -> Table:
-    """What aiofeed's own counters say, over all epochs."""
+    """A table of aiofeed's statistics over all epochs."""
     table = Table(title=f"Where aiofeed's {statistics.wall_s:.1f} s went", title_justify="left")
     table.add_column("")
     table.add_column("seconds", justify="right")
-    table.add_column("of all time", justify="right")
+    table.add_column("share of time", justify="right")
     table.add_column("")
     for name, seconds, meaning in (
-        ("read", statistics.read_s, "summed over reads, which overlap"),
-        ("decode", statistics.decode_s, f"summed over {statistics.decode_threads} threads"),
+        ("read", statistics.read_s, "sum over reads, which overlap"),
+        ("decode", statistics.decode_s, f"sum over {statistics.decode_threads} threads"),
         ("collate", statistics.collate_s, "putting batches together"),
         ("copy", statistics.copy_s, "issuing copies to a device"),
-        ("stall", statistics.stall_s, "the training waited until a batch was ready"),
-        ("idle", statistics.idle_s, "all was ready, aiofeed waited for the training"),
+        ("stall", statistics.stall_s, "the training waited for a batch"),
+        ("idle", statistics.idle_s, "aiofeed waited for the training"),
     ):
         table.add_row(name, f"{seconds:.2f}", f"{seconds / statistics.wall_s:.1%}", meaning)
     return table
@@ -320,17 +319,17 @@ def where_the_time_went(statistics: aiofeed.FeedStatistics) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=3000, help="how many images to make (%(default)s)")
+    parser.add_argument("--images", type=int, default=3000, help="number of images to generate (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--size", type=int, default=224, help="edge of what the network sees, pixels (%(default)s)")
+    parser.add_argument("--size", type=int, default=224, help="side of the network's input in pixels (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--data", type=Path, default=DATA, help="where the images are kept (%(default)s)")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder for the images (%(default)s)")
     options = parser.parse_args()
     for name in ("epochs", "size", "batch_size"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if options.images < max(options.batch_size, 10):
-        parser.error(f"--images must be 10 or more and fill a batch of {options.batch_size}, got {options.images}")
+        parser.error(f"--images must be at least 10 and fill a batch of {options.batch_size}, got {options.images}")
     try:
         run(options, Console())
     except KeyboardInterrupt:

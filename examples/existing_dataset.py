@@ -1,8 +1,8 @@
-"""A Dataset that was written for DataLoader, fed four ways: the batches are equal, the times are not.
+"""A Dataset written for DataLoader, fed in four ways: compares the batches and the times.
 
     python examples/existing_dataset.py
 
-The step stands for one on an accelerator, which leaves the CPU alone: it sleeps.
+A step sleeps, like a step on an accelerator, which does not use the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import aiofeed
 
 
 class Spectrograms(Dataset[tuple[torch.Tensor, int]]):
-    """One second of a noisy tone as a spectrogram, and which tone it is. Knows nothing of aiofeed."""
+    """Spectrograms of one second of a noisy tone, with the tone's number. Does not use aiofeed."""
 
     RATE = 16_000
 
@@ -40,13 +40,13 @@ class Spectrograms(Dataset[tuple[torch.Tensor, int]]):
 
 
 def epoch(batches: Iterable[list[torch.Tensor]], step_s: float) -> tuple[list[list[torch.Tensor]], float]:
-    """The batches of an epoch, each followed by a step, and the seconds it took."""
-    began = time.perf_counter()
-    kept = []
+    """The batches of an epoch, and its time in seconds, with a step after each batch."""
+    started = time.perf_counter()
+    received = []
     for batch in batches:
         time.sleep(step_s)
-        kept.append(batch)
-    return kept, time.perf_counter() - began
+        received.append(batch)
+    return received, time.perf_counter() - started
 
 
 def equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
@@ -65,7 +65,7 @@ def main() -> None:
 
     dataset = Spectrograms(options.samples)
     unchanged: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(dataset, batch_size=size)
-    # Spectrograms keeps nothing between calls, so two threads may call it at once.
+    # Spectrograms has no state that changes, so two threads may call it at once.
     two_threads: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
         aiofeed.FromDataset(dataset, threads=2), batch_size=size
     )
@@ -78,11 +78,11 @@ def main() -> None:
     }
     with unchanged, two_threads:
         for name, batches in ways.items():
-            found, seconds = epoch(batches, options.step_s)
-            same = equal(expected, found)
+            received, seconds = epoch(batches, options.step_s)
+            same = equal(expected, received)
             print(f"{name:<44}{seconds:6.2f} s, batches {'equal' if same else 'DIFFER'}")
             if not same:
-                sys.exit(f"{name} gave other batches than DataLoader")
+                sys.exit(f"the batches of {name} differ from DataLoader's")
 
 
 if __name__ == "__main__":

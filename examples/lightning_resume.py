@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a feeder: broken off in mid-epoch, resumed from the checkpoint, nothing seen twice.
+"""Lightning's Trainer on a feeder: stops in mid-epoch and resumes from the checkpoint; no sample is seen twice.
 
 python examples/lightning_resume.py
 """
@@ -21,16 +21,16 @@ EPOCHS = 2
 
 
 class Line(lightning.LightningModule):
-    """Learns y = 2 x, and remembers which x it was shown."""
+    """Learns y = 2 x, and records each x."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(1, 1)
-        self.shown: list[int] = []
+        self.seen: list[int] = []
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         x, y = batch
-        self.shown += x.flatten().int().tolist()
+        self.seen += x.flatten().int().tolist()
         return torch.nn.functional.mse_loss(self.linear(x / 100), y / 100)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -55,17 +55,17 @@ def main() -> None:
         with new_feeder() as feeder:
             first = Line()
             new_trainer(Path(folder), max_steps=5, **quiet).fit(first, train_dataloaders=feeder)
-            print(f"broken off after step 5 of {len(feeder)}: {len(first.shown)} samples seen")
-        # As in a new process: another model, another trainer, another feeder.
+            print(f"stopped after step 5 of {len(feeder)}: {len(first.seen)} samples seen")
+        # As in a new process: a new model, trainer and feeder.
         with new_feeder() as feeder:
             second = Line()
             checkpoint = Path(folder) / "step=5.ckpt"
             new_trainer(Path(folder), max_epochs=EPOCHS, **quiet).fit(
                 second, train_dataloaders=feeder, ckpt_path=checkpoint
             )
-    rest = 100 - len(first.shown)
-    once = sorted(first.shown + second.shown[:rest]) == list(range(100))
-    print(f"resumed: {rest} more samples in epoch 0, {len(second.shown) - rest} in epoch 1")
+    rest = 100 - len(first.seen)
+    once = sorted(first.seen + second.seen[:rest]) == list(range(100))
+    print(f"resumed: {rest} more samples in epoch 0, {len(second.seen) - rest} in epoch 1")
     print(f"epoch 0, each sample once: {once}")
 
 

@@ -1,10 +1,9 @@
-"""Load N + 1 while N is being worked on: loads of 1 s, steps of 0.3 s, scaled down to a tenth.
+"""Loads sample N + 1 during step N, with loads of 1 s and steps of 0.3 s, scaled to a tenth.
 
     python examples/overlap.py           or: python examples/overlap.py --scale 1
 
-The source only sleeps, so what is printed is the order of events and nothing else. First one load at a time, the
-classic picture; then four, as one would from slow storage (the very first goes alone: nobody knows yet how large
-samples are).
+Prints the order of events for one load at a time, then for four, as one would use for slow storage. The source only
+sleeps. The very first sample loads alone, because the size of samples is not known yet.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOAD_S, STEP_S = 1.0, 0.3
 
 
 class SlowSource:
-    """Samples 0, 1, 2, ..., each of which takes its time to arrive."""
+    """Samples 0, 1, 2, ..., each of which takes ``load_s`` to load."""
 
     def __init__(self, samples: int, load_s: float, report: Callable[[str], None]) -> None:
         self.samples, self.load_s, self.report = samples, load_s, report
@@ -39,13 +38,13 @@ class SlowSource:
 
 
 def run(samples: int, scale: float, loads: int) -> None:
-    """Print what happens with ``loads`` loads at a time, and what it took."""
+    """Print the events with ``loads`` loads at a time, and the total time."""
     load_s, step_s = LOAD_S * scale, STEP_S * scale
 
     def report(event: str) -> None:
         indent = "" if event.startswith("load") else " " * 20
-        # One write for each line: the loads report from another thread than the steps.
-        print(f"{time.perf_counter() - began:7.3f} s   {indent}{event}\n", end="", flush=True)
+        # One write per line: loads and steps report from different threads.
+        print(f"{time.perf_counter() - started:7.3f} s   {indent}{event}\n", end="", flush=True)
 
     feeder: aiofeed.Feeder[list[str]] = aiofeed.Feeder(
         SlowSource(samples, load_s, report),
@@ -53,19 +52,20 @@ def run(samples: int, scale: float, loads: int) -> None:
         batch_size=1,
         limits=aiofeed.Limits(read_concurrency=loads, prefetch_batches=loads),
     )
-    began = time.perf_counter()
+    started = time.perf_counter()
     with feeder:
         for batch in feeder:
             report(f"step {batch[0]} begins")
             time.sleep(step_s)
             report(f"step {batch[0]} ends")
-        took = time.perf_counter() - began
+        overlapped = time.perf_counter() - started
     sequential, ideal = samples * (load_s + step_s), ideal_s(samples, load_s, step_s, loads)
-    print(f"\nsequential {sequential:.2f} s, overlapped {took:.2f} s, ideal {ideal:.2f} s ({took / ideal:.2f} of it)\n")
+    ratio = overlapped / ideal
+    print(f"\nsequential {sequential:.2f} s, overlapped {overlapped:.2f} s, ideal {ideal:.2f} s (ratio {ratio:.2f})\n")
 
 
 def ideal_s(samples: int, load_s: float, step_s: float, loads: int) -> float:
-    """When the last step ends if nothing but loads and steps takes time: loads come in rounds, steps in a row."""
+    """The end of the last step if only loads and steps take time: loads run in groups, steps one after the other."""
     end = 0.0
     for sample in range(samples):
         loaded = (sample // loads + 1) * load_s
@@ -76,7 +76,7 @@ def ideal_s(samples: int, load_s: float, step_s: float, loads: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--scale", type=float, default=0.1, help="of the 1 s and the 0.3 s (%(default)s)")
+    parser.add_argument("--scale", type=float, default=0.1, help="factor for both durations (%(default)s)")
     options = parser.parse_args()
     if options.samples < 1 or options.scale <= 0:
         parser.error(f"--samples and --scale must be above 0, got {options.samples} and {options.scale}")

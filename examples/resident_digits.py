@@ -1,8 +1,8 @@
-"""Data that fit into memory, uploaded once: scikit-learn's digits, trained; then MNIST's size, side by side.
+"""Data that fit into memory: trains on scikit-learn's digits, then compares ways to batch data of MNIST's size.
 
     python examples/resident_digits.py           or: python examples/resident_digits.py --device auto
 
-Needs scikit-learn. The second part has made-up pixels and no step: it shows what batches themselves cost.
+Needs scikit-learn. The second part uses random pixels and has no step, so it shows the cost of the batches alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Batch = list[torch.Tensor]
 
 
 def train(device: str | None, epochs: int) -> float:
-    """Train a small network on 1,500 digits of 8 x 8; the share of the other 297 that it gets right."""
+    """Train a small network on 1,500 digits of 8 x 8; returns its accuracy on the other 297."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(digits.target)
     torch.set_num_threads(1)  # the network is too small for more
     torch.manual_seed(0)
-    order = torch.randperm(len(images))  # the last ones are in other people's hands
+    order = torch.randperm(len(images))  # the last ones were written by other people
     images, labels = images[order], labels[order]
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 64), nn.ReLU(),
@@ -56,15 +56,15 @@ def train(device: str | None, epochs: int) -> float:
 
 
 def indexed(images: torch.Tensor, labels: torch.Tensor, size: int) -> Iterator[Batch]:
-    """What is usually written where data are in memory: no state, no ranks."""
+    """Shuffled batches by indexing, as usually written for data in memory; without state and ranks."""
     order = torch.randperm(len(images), device=images.device)
     for first in range(0, len(images), size):
-        chosen = order[first : first + size]
-        yield [images[chosen], labels[chosen]]
+        indices = order[first : first + size]
+        yield [images[indices], labels[indices]]
 
 
 def sliced(images: torch.Tensor, labels: torch.Tensor, size: int) -> Iterator[Batch]:
-    """Without shuffle, the least there can be: each batch a slice."""
+    """Batches in order as slices, which is the least work possible."""
     for first in range(0, len(images), size):
         yield [images[first : first + size], labels[first : first + size]]
 
@@ -75,20 +75,20 @@ def moved(loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def milliseconds(epoch: Callable[[], Iterable[Batch]], device: torch.device) -> float:
-    """Of an epoch without a step, the best of three after the first."""
-    taken = []
+    """Time of an epoch without steps: the best of three after the first."""
+    times = []
     for _ in range(4):
-        began = time.perf_counter()
+        started = time.perf_counter()
         for _ in epoch():
             pass
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        taken.append((time.perf_counter() - began) * 1e3)
-    return min(taken[1:])
+        times.append((time.perf_counter() - started) * 1e3)
+    return min(times[1:])
 
 
 def compare(samples: int, size: int, device: torch.device) -> None:
-    """Batches of bytes, as MNIST has them."""
+    """Print the times of an epoch of byte images, like MNIST's."""
     images = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8)
     labels = torch.randint(10, (samples,))
     data, on_device = TensorDataset(images, labels), device.type != "cpu"
@@ -96,17 +96,19 @@ def compare(samples: int, size: int, device: torch.device) -> None:
     loader = DataLoader(
         data, batch_size=size, shuffle=True, num_workers=workers, pin_memory=on_device, persistent_workers=on_device
     )
-    there = images.to(device), labels.to(device)
-    # With alias=True unshuffled batches are slices of the data themselves, as by hand.
+    uploaded = images.to(device), labels.to(device)
+    # With alias=True unshuffled batches are slices of the data.
     feeders: list[aiofeed.Feeder[Batch]] = [
-        aiofeed.Feeder(aiofeed.Tensors(*there, alias=not shuffle), batch_size=size, shuffle=shuffle, device=device.type)
+        aiofeed.Feeder(
+            aiofeed.Tensors(*uploaded, alias=not shuffle), batch_size=size, shuffle=shuffle, device=device.type
+        )
         for shuffle in (True, False)
     ]
     ways: dict[str, Callable[[], Iterable[Batch]]] = {
         "DataLoader": lambda: moved(loader, device) if on_device else loader,
-        "indexed by hand": lambda: indexed(*there, size),
+        "indexed by hand": lambda: indexed(*uploaded, size),
         "Feeder(Tensors(...))": lambda: feeders[0],
-        "sliced, no shuffle": lambda: sliced(*there, size),
+        "sliced, no shuffle": lambda: sliced(*uploaded, size),
         "Feeder, no shuffle": lambda: feeders[1],
     }
     print(f"\nan epoch of {samples} samples of 28 x 28 bytes, batch {size}, on {device}")
@@ -118,16 +120,16 @@ def compare(samples: int, size: int, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=12, help="of the digits (%(default)s)")
-    parser.add_argument("--samples", type=int, default=60_000, help="of the made-up pixels (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=12, help="epochs of the training on digits (%(default)s)")
+    parser.add_argument("--samples", type=int, default=60_000, help="samples of random pixels (%(default)s)")
     parser.add_argument("--device", help='"auto", "cuda" (default: the CPU)')
     options = parser.parse_args()
-    where = options.device or "cpu"
-    if where == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        where = "cpu" if found is None else found.type
+    device = options.device or "cpu"
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = "cpu" if accelerator is None else accelerator.type
     print(f"test accuracy {train(options.device, options.epochs):.1%}")
-    compare(options.samples, 64, torch.device(where))
+    compare(options.samples, 64, torch.device(device))
 
 
 if __name__ == "__main__":

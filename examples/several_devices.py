@@ -1,19 +1,19 @@
-"""One process, several devices: each batch comes in parts, one on each.
+"""One process, several devices: each batch is split into one part per device.
 
-    python examples/several_devices.py                              the GPUs, else two "devices" on the CPU
+    python examples/several_devices.py                              all GPUs, else two "devices" on the CPU
     python examples/several_devices.py --devices cuda:0 cuda:1
 
-The model is copied to every device, each copy works on its part of the batch, and the gradients are averaged: what
-``torch.nn.DataParallel`` does, with the parts on their devices before the step asks for them. On GPUs that is
-``replicate``, ``parallel_apply`` and ``gather``; they need CUDA, so on the CPU the same is written out.
+The model is copied to every device, each copy works on its part of the batch, and the gradients are averaged, as in
+``torch.nn.DataParallel``, but the parts are on their devices before the step. On GPUs this example uses ``replicate``,
+``parallel_apply`` and ``gather``; they need CUDA, so on the CPU it does the same explicitly.
 
-The other way is one process per device, which is what torch recommends, since one Python drives one GPU faster than
-eight: ``DistributedDataParallel``, a feeder in each process with ``device="cuda"``, which takes its rank's share of the
-samples by itself. That is examples/torchrun_ddp.py. One process is simpler to start and to debug, keeps one copy of the
-data set's index, and does for models that are cheap to launch.
+The alternative is one process per device, which torch recommends, since one Python process launches work for one GPU
+faster than for eight: ``DistributedDataParallel``, and in each process a feeder with ``device="cuda"``, which gets its
+rank's shard of the samples. See examples/torchrun_ddp.py. One process is simpler to start and to debug, has one copy of
+the dataset's index, and suffices for models that are cheap to launch.
 
-Batches should be a multiple of the number of devices, so that the mean over the parts is that over the batch, and
-``drop_last=True`` keeps a short last batch from leaving a device without samples.
+Use batch sizes that are a multiple of the number of devices, so that the mean over the parts equals the mean over the
+batch, and ``drop_last=True``, so that every device gets samples of the last batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def train_on_gpus(model: torch.nn.Module, feeder: aiofeed.Feeder, devices: list[
         losses = [mse_loss(output, y).unsqueeze(0) for output, (_, y) in zip(outputs, parts, strict=True)]
         loss = gather(losses, devices[0]).mean()
         optimizer.zero_grad()
-        loss.backward()  # through gather and replicate: the gradients meet on the first device
+        loss.backward()  # through gather and replicate, which sum the gradients on the first device
         optimizer.step()
     return loss.item()
 

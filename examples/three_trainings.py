@@ -1,8 +1,8 @@
-"""Three trainings on the same images, which are read and decoded once: one server, three processes attached to it.
+"""Three trainings on the same images: one server reads and decodes each image once for three attached processes.
 
     python examples/three_trainings.py
 
-Each training has a learning rate of its own, and sees every batch. Without PATH the images are generated.
+Each training has its own learning rate and gets every batch. Without PATH the images are generated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RATES = (0.02, 0.05, 0.1)
 SIZE = 32
 
 
-def train(address: str, rate: float, epochs: int, classes: int, told: Connection) -> None:
-    """One of the trainings, in a process of its own."""
+def train(address: str, rate: float, epochs: int, classes: int, result: Connection) -> None:
+    """One of the trainings, in its own process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIZE * SIZE, classes))
@@ -43,11 +43,11 @@ def train(address: str, rate: float, epochs: int, classes: int, told: Connection
                 count += len(labels)
             losses.append(total / count)
             seen += count
-    told.send((seen, losses[0], losses[-1]))
+    result.send((seen, losses[0], losses[-1]))
 
 
 def generate(folder: Path, per_class: int = 40) -> None:
-    """Small JPEGs in three colours."""
+    """Write small JPEGs in three colours."""
     random = np.random.default_rng(0)
     for channel, name in enumerate(("red", "green", "blue")):
         (folder / name).mkdir()
@@ -62,27 +62,27 @@ def main() -> None:
     parser.add_argument("path", type=Path, nargs="?", help="a folder of images, one subfolder per class")
     parser.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = options.path
         if folder is None:
-            folder = Path(place) / "images"
+            folder = Path(temporary) / "images"
             folder.mkdir()
             generate(folder)
         source = aiofeed.ImageFolder(folder)
         feeder = aiofeed.Feeder(source, decode=aiofeed.DecodeImage((SIZE, SIZE)), batch_size=16, shuffle=True)
-        address = os.path.join(place, "feed.sock")
+        address = os.path.join(temporary, "feed.sock")
         context = multiprocessing.get_context("spawn")
         trainings = []
         for rate in RATES:
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=train, args=(address, rate, options.epochs, len(source.classes), theirs))
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=train, args=(address, rate, options.epochs, len(source.classes), sender))
             process.start()
-            trainings.append((rate, process, ours))
+            trainings.append((rate, process, receiver))
         with feeder:
-            # The first epoch begins when all three are there.
+            # The first epoch begins when all three are attached.
             aiofeed.serve(feeder, address, min_consumers=len(RATES)).run(epochs=options.epochs)
-            for rate, process, ours in trainings:
-                seen, first, last = ours.recv()
+            for rate, process, receiver in trainings:
+                seen, first, last = receiver.recv()
                 print(
                     f"learning rate {rate}: {seen} images, loss {first:.3f} in the first epoch, {last:.3f} in the last"
                 )

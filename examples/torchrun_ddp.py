@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 examples/torchrun_ddp.py
     python examples/torchrun_ddp.py --self-test
 
-The second line runs the first for five steps, and then again, with three processes, from the checkpoint.
+``--self-test`` launches torchrun for five steps with two processes, then resumes with three.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def train(checkpoint: Path, steps: int | None) -> None:
     torch.distributed.init_process_group("gloo")
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x = torch.arange(float(SAMPLES)).unsqueeze(1)
-    # Each process takes its own part: the feeder asks torch.distributed which.
+    # The feeder gets rank and world size from torch.distributed, and feeds each process its shard.
     feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
         TensorDataset(x, 2 * x), batch_size=8, shuffle=True, seed=0
     )
@@ -50,13 +50,13 @@ def train(checkpoint: Path, steps: int | None) -> None:
             optimizer.step()
             seen += len(inputs)
             step += 1
-            if rank == 0:  # The feeder's state is the same on every rank.
+            if rank == 0:  # the feeder's state is the same on every rank
                 temporary = checkpoint.with_suffix(".part")
                 torch.save({"model": linear.state_dict(), "feeder": feeder.state_dict()}, temporary)
                 os.replace(temporary, checkpoint)
             if step == steps:
                 break
-    # In one write, so that the lines of several processes do not mix.
+    # One write, so that lines of several processes do not mix.
     sys.stdout.write(f"process {rank} of {processes}: {seen} samples\n")
     sys.stdout.flush()
     torch.distributed.destroy_process_group()
@@ -73,19 +73,21 @@ def self_test() -> None:
             done = subprocess.run(launch, check=True, stdout=subprocess.PIPE, encoding="utf-8", env=environment)
             print(done.stdout, end="")
             seen += sum(map(int, re.findall(r": (\d+) samples", done.stdout)))
-    print(f"self-test: {seen} samples seen: {SAMPLES}, and {seen - SAMPLES} repeated to make the processes even")
+    print(f"self-test: {seen} samples seen: {SAMPLES}, and {seen - SAMPLES} repeated, so that all ranks have as many")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("torchrun_ddp.pt"), help="(%(default)s)")
-    parser.add_argument("--steps", type=int, help="stop after so many steps (at the end of the epoch)")
-    parser.add_argument("--self-test", action="store_true", help="launch torchrun, break off, and resume with more")
+    parser.add_argument("--steps", type=int, help="stop after this number of steps (at the end of the epoch)")
+    parser.add_argument(
+        "--self-test", action="store_true", help="launch torchrun, stop, and resume with more processes"
+    )
     options = parser.parse_args()
     if options.self_test:
         self_test()
     elif "RANK" not in os.environ:
-        parser.error("run it by torchrun --nproc-per-node=2, or with --self-test")
+        parser.error("run it with torchrun --nproc-per-node=2, or with --self-test")
     else:
         train(options.checkpoint, options.steps)
 

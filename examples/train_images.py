@@ -2,7 +2,7 @@
 
     python examples/train_images.py PATH
 
-PATH/cat/1.jpg, PATH/dog/2.png, ...: any format that Pillow reads. `make demo` makes such a folder and says where.
+PATH/cat/1.jpg, PATH/dog/2.png, ...: any format that Pillow reads. `make demo` creates such a folder, and prints it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def train(source: aiofeed.ImageFolder, options: argparse.Namespace) -> None:
         shuffle=True,
         device="auto",
     )
-    # What "auto" means. A build for CUDA names its accelerator where there is none, too.
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = found or torch.device("cpu")
+    # The device that "auto" selects. Without is_available(), a CUDA build returns "cuda" on any machine.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
     model = network(len(source.classes)).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     with feeder:
         for epoch in range(options.epochs):
-            loss_sum, right = torch.zeros((), device=device), torch.zeros((), device=device)
+            loss_sum, correct = torch.zeros((), device=device), torch.zeros((), device=device)
             for images, labels in track(feeder, f"epoch {epoch + 1} of {options.epochs}"):
                 logits = model(images.float() / 255)
                 loss = nn.functional.cross_entropy(logits, labels)
@@ -50,8 +50,8 @@ def train(source: aiofeed.ImageFolder, options: argparse.Namespace) -> None:
                 loss.backward()
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
-                right += (logits.argmax(1) == labels).sum()
-            print(f"loss {loss_sum.item() / len(source):.4f}, accuracy {right.item() / len(source):.1%}")
+                correct += (logits.argmax(1) == labels).sum()
+            print(f"loss {loss_sum.item() / len(source):.4f}, accuracy {correct.item() / len(source):.1%}")
             print(feeder.statistics())
     torch.save({"model": model.state_dict(), "classes": source.classes, "size": options.size}, options.checkpoint)
     print(f"saved {options.checkpoint}")
@@ -61,12 +61,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", metavar="PATH", type=Path, nargs="?", help="a folder with one sub-folder per class")
     parser.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--size", type=int, default=224, help="edge of what the network sees, pixels (%(default)s)")
+    parser.add_argument("--size", type=int, default=224, help="side of the network's input in pixels (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=Path("model.pt"), help="where to save (%(default)s)")
     options = parser.parse_args()
     if options.path is None:
-        parser.error("which images? Give a folder with one sub-folder per class; `make demo` makes one and says where")
+        parser.error("PATH is missing: a folder with one sub-folder per class; `make demo` creates one")
     try:
         source = aiofeed.ImageFolder(options.path)
         train(source, options)

@@ -1,4 +1,4 @@
-"""What every test gets: small images, a limit on its time, and a look at what it leaves behind."""
+"""Fixtures of all tests: generated images, a time limit for async tests, and a check for leaked threads and files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 
 ASYNC_TIMEOUT_S = 100.0
-"""Ends an async test by cancelling it, so that it can clean up, before pytest-timeout interrupts it."""
+"""An async test is cancelled after this time, so that it can clean up before pytest-timeout interrupts it."""
 
 THREAD_GRACE_S = 30.0
-"""How long threads may take to end after a test: milliseconds, and a busy machine takes what it wants."""
+"""Time that threads have to end after a test; it takes milliseconds, or longer on a busy machine."""
 
-# Deadlines per example measure the machine. On CI the examples are the same each time.
+# No deadlines per example, which would measure the machine. On CI the examples are the same in every run.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put a limit on every async test."""
+    """Wrap every async test in a time limit."""
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             marker = item.get_closest_marker("timeout")
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """The test, cancelled and failed after `limit_s`; a `TimeoutError` of the test's own passes through."""
+    """The test, cancelled and failed after `limit_s`; a `TimeoutError` of the test itself passes through."""
 
     @functools.wraps(test)
     async def limited(*args: Any, **kwargs: Any) -> None:
@@ -66,33 +66,36 @@ def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[...
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, and let child processes hear it, though a shell that starts this in the background masks it."""
+    """Handle SIGINT in this process and its children, although a shell ignores it for background commands."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# --- what a test leaves behind ----------------------------------------------------------------------------------------
+# --- leaks ------------------------------------------------------------------------------------------------------------
 
 
 def join_threads(threads: Iterable[threading.Thread], grace_s: float = THREAD_GRACE_S) -> list[threading.Thread]:
-    """Wait until all have ended, `grace_s` together at most; returns those that have not."""
+    """Wait for all threads to end, up to `grace_s` in total; returns those that have not ended."""
     deadline = time.monotonic() + grace_s
     threads = list(threads)
     for thread in threads:
-        with contextlib.suppress(RuntimeError):  # one that is just being started cannot be joined
+        with contextlib.suppress(RuntimeError):  # a thread that is just starting cannot be joined
             thread.join(max(0.0, deadline - time.monotonic()))
     return [thread for thread in threads if thread.is_alive()]
 
 
 def feed_threads() -> set[threading.Thread]:
-    """The threads of aiofeed that run now."""
+    """The running threads of aiofeed."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
 
 
-def open_descriptors() -> dict[int, str]:
-    """The open file descriptors and what they stand for; empty where the system does not list them.
+def open_descriptors(*, cuda: bool) -> dict[int, str]:
+    """The open file descriptors with their targets; empty if the system does not list them.
 
-    The driver of a GPU opens more of its own as it is used in new ways, and keeps them: they are left out.
+    A GPU's driver opens its device files at any time and keeps them, so they are left out. In a test that uses
+    `cuda`, pipes, event descriptors and sockets are left out too: the driver may open some when memory is registered
+    or shared for the first time, and Triton when it compiles. The epoll descriptor of its event loop still shows a
+    feeder that leaks.
     """
     folder = Path("/proc/self/fd")
     if not folder.is_dir():
@@ -101,9 +104,9 @@ def open_descriptors() -> dict[int, str]:
     for name in os.listdir(folder) if folder.is_dir() else ():
         try:
             os.fstat(int(name))  # The listing's own descriptor is closed by now.
-            what = os.readlink(folder / name) if folder.parts[1] == "proc" else "open"
-            if not what.startswith("/dev/nvidia"):
-                descriptors[int(name)] = what
+            target = os.readlink(folder / name) if folder.parts[1] == "proc" else "open"
+            if not target.startswith(("/dev/nvidia", *(("pipe:", "socket:", "anon_inode:[eventfd]") if cuda else ()))):
+                descriptors[int(name)] = target
         except OSError:
             continue
     return descriptors
@@ -111,7 +114,7 @@ def open_descriptors() -> dict[int, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def opened_once() -> None:
-    """Have libuv open the pipe for signals that it keeps for the life of the process."""
+    """Create an event loop, for which libuv opens a pipe for signals and keeps it."""
     from aiofeed.runtime.event_loop import new_event_loop
 
     new_event_loop().close()
@@ -124,7 +127,7 @@ passed_key = pytest.StashKey[bool]()
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note for the fixture below whether the test itself passed."""
+    """Record for the fixture below whether the test itself passed."""
     report = yield
     if report.when == "call":
         item.stash[passed_key] = report.passed
@@ -134,26 +137,27 @@ def pytest_runtest_makereport(
 @pytest.fixture(autouse=True)
 def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which threads of aiofeed still run, or more files are open than before."""
-    if request.node.get_closest_marker("cuda"):
-        start_cuda()  # Opens descriptors that stay.
+    cuda = request.node.get_closest_marker("cuda") is not None
+    if cuda:
+        start_cuda()  # opens descriptors, and keeps them
     threads_before = feed_threads()
-    descriptors_before = open_descriptors()
+    descriptors_before = open_descriptors(cuda=cuda)
     yield
     if not request.node.stash.get(passed_key, False):
-        return  # The traceback keeps what the test made alive.
+        return  # the traceback keeps the test's objects alive
     deadline = time.monotonic() + THREAD_GRACE_S
     while (left := feed_threads() - threads_before) and time.monotonic() < deadline:
-        # A feeder that was dropped within a reference cycle has not been told yet. More than once: what an earlier
-        # thread still held the first time is within reach the next.
+        # A feeder in a reference cycle stops when it is collected. Collect repeatedly: a thread that ends may have
+        # referred to another feeder.
         gc.collect()
         join_threads(left, 0.2)
     if left:
         pytest.fail("threads still run after the test: " + ", ".join(sorted(thread.name for thread in left)))
-    if len(open_descriptors()) > len(descriptors_before):
+    if len(open_descriptors(cuda=cuda)) > len(descriptors_before):
         gc.collect()
-    descriptors = open_descriptors()
+    descriptors = open_descriptors(cuda=cuda)
     if len(descriptors) > len(descriptors_before):
-        opened = {fd: what for fd, what in descriptors.items() if descriptors_before.get(fd) != what}
+        opened = {fd: target for fd, target in descriptors.items() if descriptors_before.get(fd) != target}
         pytest.fail(f"file descriptors still open after the test: {opened}")
 
 
@@ -161,7 +165,7 @@ def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> It
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip the tests marked `cuda` where there is no such device."""
+    """Skip the tests marked `cuda` on a machine without CUDA."""
     if item.get_closest_marker("cuda"):
         import torch
 
@@ -171,7 +175,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @functools.cache
 def start_cuda() -> None:
-    """Make torch's context, once, and use what else has threads and pipes of its own."""
+    """Initialize CUDA, pinned memory, streams and events, once per process."""
     import torch
 
     pinned = torch.zeros(1, pin_memory=True)
@@ -184,7 +188,7 @@ def start_cuda() -> None:
 
 @pytest.fixture(scope="module")
 def accelerator_started() -> None:
-    """For tests that take what accelerator there is: its driver has opened what it keeps before they begin."""
+    """Initialize the accelerator, if there is one, before tests that may use it."""
     import torch
 
     if torch.cuda.is_available():
@@ -195,11 +199,11 @@ def accelerator_started() -> None:
 
 CLASSES = ("ant", "bee", "cat")
 SIZES = ((64, 48), (48, 64), (80, 80), (33, 65), (120, 90), (97, 41))
-"""(width, height) of the generated images, in turn: landscape, portrait, square, odd."""
+"""(width, height) of the generated images, in rotation: landscape, portrait, square, odd."""
 
 
 def write_image_folder(root: Path, per_class: int, *, seed: int = 0) -> Path:
-    """`root/<class>/<number>.jpg`: smooth random pictures in three classes, the same for the same seed."""
+    """Write smooth random pictures as `root/<class>/<number>.jpg` in three classes, the same for the same seed."""
     import numpy as np
     from PIL import Image
 
@@ -222,21 +226,21 @@ def make_image_folder() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def jpeg_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """36 small JPEGs in the classes ant, bee and cat, of various sizes. Shared by all tests: read only."""
+    """36 small JPEGs of various sizes in three classes. All tests share the folder, so it must not be changed."""
     return write_image_folder(tmp_path_factory.mktemp("images") / "jpeg", per_class=12)
 
 
 @pytest.fixture(autouse=True)
-def _silent_about_the_gil(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Decoders as small as the tests' are Python alone: whether a machine lets that be noticed is not their matter."""
+def _no_gil_warning(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Drop the warning of GIL-bound decoding, which the tests' tiny decoders cause on some machines."""
     log = logging.getLogger("aiofeed.feeder")
 
-    def other(record: logging.LogRecord) -> bool:
-        return "held up by the GIL" not in str(record.msg)
+    def is_other(record: logging.LogRecord) -> bool:
+        return "GIL" not in str(record.msg)
 
     if "tuning" in request.module.__name__ or "test_concurrency" in request.module.__name__:
         yield
         return
-    log.addFilter(other)
+    log.addFilter(is_other)
     yield
-    log.removeFilter(other)
+    log.removeFilter(is_other)

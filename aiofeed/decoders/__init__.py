@@ -1,4 +1,4 @@
-"""Decoders that come with aiofeed. Nothing is imported until it is named: no PIL, no numpy; torch never is here."""
+"""Decoders that come with aiofeed. Importing this package imports neither PIL nor numpy; ``DecodeImage`` does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiofeed.decoders.image import DecodeImage as DecodeImage
 
-_HOMES = {"DecodeImage": "aiofeed.decoders.image"}
+_MODULES = {"DecodeImage": "aiofeed.decoders.image"}
 
 __all__ = ["DecodeImage"]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(home), name)
-    return found
+    value = globals()[name] = getattr(import_module(module), name)
+    return value

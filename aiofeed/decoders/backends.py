@@ -1,4 +1,4 @@
-"""Who decodes a file: the library that is built with aiofeed, simplejpeg, or Pillow, whose word is the last."""
+"""Chooses the backend of each file: the native library or simplejpeg for plain JPEGs, Pillow for everything else."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import numpy as np
 from aiofeed.decoders.geometry import View
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.pillow import load_picture, render
-from aiofeed.decoders.simplejpeg import decode_jpeg_into, jpeg_decoder, required_decoder
+from aiofeed.decoders.simplejpeg import decode_jpeg_into, required_simplejpeg_decoder, simplejpeg_decoder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-_NAMES = ("auto", "native", "pillow", "turbo")
-
 
 @dataclass(frozen=True)
 class JpegDispatch:
-    """The backends of a ``DecodeImage``, whose arguments these are.
+    """Decodes files with the backends that a ``DecodeImage`` allows; the fields are its arguments.
 
     Raises:
-        ValueError: there is no such backend, or it is not for exact pixels.
-        ImportError: the one that is insisted on is not there.
+        ValueError: the backend is unknown, or cannot give the exact pixels that ``scaled=False`` asks for.
+        ImportError: the backend "native" or "turbo" is not installed.
     """
 
     backend: Literal["auto", "native", "pillow", "turbo"]
@@ -36,71 +34,78 @@ class JpegDispatch:
     formats: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.backend not in _NAMES:
+        if self.backend not in ("auto", "native", "pillow", "turbo"):
             raise ValueError(f'backend must be "auto", "native", "pillow" or "turbo", got {self.backend!r}')
         if self.backend == "native" and not self.scaled:
-            raise ValueError('backend="native" is faster than it is exact; scaled=False is for exact pixels')
+            raise ValueError('backend="native" is not exact, so it needs scaled=True; scaled=False is for exact pixels')
         if self.backend == "turbo":
-            required_decoder()
+            required_simplejpeg_decoder()
         elif self.backend == "native":
             required_native_decoder()
 
-    def library(self) -> NativeDecoder | None:
-        """What decodes many at once, where it may."""
-        if not self.scaled or self.backend in ("pillow", "turbo") or not self._takes_jpegs():
+    def native(self) -> NativeDecoder | None:
+        """The native library, or ``None`` if it is not installed or the arguments rule it out."""
+        if not self.scaled or self.backend in ("pillow", "turbo") or not self._allows_jpeg():
             return None
-        # Asked for here and not kept: a decoder may be pickled on one machine and decode on another.
+        # Looked up at each call: a decoder may be pickled on one machine and decode on another.
         return required_native_decoder() if self.backend == "native" else native_decoder()
 
-    def _takes_jpegs(self) -> bool:
+    def _allows_jpeg(self) -> bool:
         return "JPEG" in self.formats or "MPO" in self.formats
 
-    def decode(self, data: bytes, out: NDArray[np.uint8], choose: Callable[[int, int], View]) -> None:
-        """Fill ``out``, uint8 [H, W, 3], with what is chosen of an upright picture of (width, height)."""
-        library = self.library()
-        if library is None or library.decode(
-            [data], out[np.newaxis], lambda _, width, height: choose(width, height), max_pixels=self.max_pixels
+    def decode(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
+        """Fill ``out``, uint8 [H, W, 3], with ``choose_view(width, height)`` of the upright picture."""
+        native = self.native()
+        if native is None or native.decode(
+            [data], out[np.newaxis], lambda _, width, height: choose_view(width, height), max_pixels=self.max_pixels
         ):
-            self._decode_alone(data, out, choose)
+            self._decode_one(data, out, choose_view)
 
     def decode_many(
         self,
         files: Sequence[bytes],
         out: NDArray[np.uint8],
-        choose: Callable[[int, int, int], View],
+        choose_view: Callable[[int, int, int], View],
         errors: list[Exception | None],
     ) -> None:
-        """Fill rows of ``out``, uint8 [N, H, W, 3]; at once if it can.
+        """Fill rows of ``out``, uint8 [N, H, W, 3], with views of N files; the native library takes all JPEGs at once.
 
         Args:
-            files: N of them.
-            choose: called with which of them it is, and the width and height of the upright picture.
-            errors: of each; those that have one already are passed over.
+            files: N files.
+            choose_view: called with the file's position and the width and height of its upright picture.
+            errors: N entries, set for files that fail. Files that have an error already are skipped.
         """
-        library = self.library()
-        left: Iterable[int] = range(len(files))
-        if library is not None:
-            left = library.decode(files, out, choose, max_pixels=self.max_pixels)
-        for at in left:
-            if errors[at] is None:
+        native = self.native()
+        remaining: Iterable[int] = range(len(files))
+        if native is not None:
+            remaining = native.decode(files, out, choose_view, max_pixels=self.max_pixels)
+        for i in remaining:
+            if errors[i] is None:
                 try:
-                    self._decode_alone(files[at], out[at], functools.partial(choose, at))
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is of this file and not of the others
-                    errors[at] = error
+                    self._decode_one(files[i], out[i], functools.partial(choose_view, i))
+                except Exception as error:  # noqa: BLE001 - one file's error must not affect the other files
+                    errors[i] = error
 
-    def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose: Callable[[int, int], View]) -> None:
-        """By simplejpeg or by Pillow."""
-        if self.backend in ("auto", "turbo") and self._takes_jpegs():
-            every = self.backend == "turbo"
-            jpegs = required_decoder() if every else jpeg_decoder()
-            if jpegs is not None and decode_jpeg_into(
-                out, data, choose, jpegs, scaled=self.scaled, max_pixels=self.max_pixels, large=every
+    def _decode_one(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
+        """Decode one file with simplejpeg or Pillow."""
+        if self.backend in ("auto", "turbo") and self._allows_jpeg():
+            any_size = self.backend == "turbo"
+            simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
+            if simplejpeg is not None and decode_jpeg_into(
+                out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
             ):
                 return
-        picture, view = self.load(data, choose, (out.shape[1], out.shape[0]))
+        picture, view = self.load(data, choose_view, (out.shape[1], out.shape[0]))
         render(picture, view, out)
 
-    def load(self, data: bytes, choose: Callable[[int, int], View], size: tuple[int, int]) -> tuple[Image.Image, View]:
-        """An upright picture by Pillow, to be shown at ``size`` (width, height), and what is chosen of it."""
-        target = size if self.scaled else None
-        return load_picture(data, choose, target=target, max_pixels=self.max_pixels, formats=self.formats)
+    def load(
+        self, data: bytes, choose_view: Callable[[int, int], View], target: tuple[int, int]
+    ) -> tuple[Image.Image, View]:
+        """Load an upright picture with Pillow, and its view, to be resized to ``target`` (width, height)."""
+        return load_picture(
+            data,
+            choose_view,
+            target=target if self.scaled else None,
+            max_pixels=self.max_pixels,
+            formats=self.formats,
+        )

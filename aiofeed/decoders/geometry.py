@@ -1,7 +1,7 @@
-"""Which part of a picture is shown, and at what scale a JPEG is decoded for it. Pure arithmetic.
+"""Computes the part of a picture that a sample shows, and the scale at which a JPEG is decoded for it. Pure arithmetic.
 
 Lengths are pixels of the upright picture (EXIF orientation applied) unless a name says otherwise. A box is
-(left, upper, right, lower), may end between pixels and never leaves the picture.
+(left, upper, right, lower), in fractions of pixels, inside the picture.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from aiofeed.core.random_numbers import SplitMix64
 
 Box: TypeAlias = tuple[float, float, float, float]
 
-# What libjpeg can decode at by leaving out frequencies, most saving first.
-JPEG_FACTORS = (8, 4, 2)
+# EXIF orientations that reverse the upright picture's x axis (y axis) relative to the stored axis it comes from.
+_REVERSES_X = frozenset({2, 3, 6, 7})
+_REVERSES_Y = frozenset({3, 4, 7, 8})
 
-# EXIF orientations whose upright picture has its right (lower) edge where the stored picture begins.
-_RIGHT_IS_FIRST = frozenset({2, 3, 6, 7})
-_LOWER_IS_FIRST = frozenset({3, 4, 7, 8})
-
-# The same, seen from the stored picture.
-_STORED_RIGHT_IS_FIRST = frozenset({2, 3, 7, 8})
-_STORED_LOWER_IS_FIRST = frozenset({3, 4, 6, 7})
+# EXIF orientations that reverse the stored picture's x axis (y axis) in the upright picture.
+_REVERSES_STORED_X = frozenset({2, 3, 7, 8})
+_REVERSES_STORED_Y = frozenset({3, 4, 6, 7})
 
 
 class View(NamedTuple):
-    """What one sample shows of its picture.
+    """The part of a picture that one sample shows.
 
     Args:
-        box: the part that fills the sample.
-        flip: mirrored left to right.
+        box: resized to the sample's size.
+        flip: mirror left to right.
     """
 
     box: Box
@@ -38,16 +35,16 @@ class View(NamedTuple):
 
 
 def center_box(width: int, height: int, size: int, resize: int) -> Box:
-    """The box that ``Resize(resize)`` and ``CenterCrop(size)`` of torchvision leave of a picture.
+    """The box of a picture that torchvision's ``Resize(resize)`` and ``CenterCrop(size)`` keep.
 
-    The long side becomes ``int(resize * long / short)``; the crop begins at ``round((side - size) / 2)``, half to even.
+    The long side becomes ``int(resize * long / short)``; the crop starts at ``round((side - size) / 2)``, half to even.
     """
     if width <= height:
         new_width, new_height = resize, int(resize * height / width)
     else:
         new_width, new_height = int(resize * width / height), resize
     left, upper = round((new_width - size) / 2.0), round((new_height - size) / 2.0)
-    # One product and one quotient each: exact at the edges, where new_width is size.
+    # One multiplication and one division each: exact at the edges if new_width equals size.
     return (
         left * width / new_width,
         upper * height / new_height,
@@ -59,7 +56,7 @@ def center_box(width: int, height: int, size: int, resize: int) -> Box:
 def random_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], numbers: SplitMix64
 ) -> Box:
-    """The box of torchvision's ``RandomResizedCrop``: ten tries, then the largest central one within ``ratio``."""
+    """The box of torchvision's ``RandomResizedCrop``: ten attempts, then the largest central box within ``ratio``."""
     area = width * height
     low, high = log(ratio[0]), log(ratio[1])
     random = numbers.random
@@ -71,61 +68,61 @@ def random_box(
             upper = int(random() * (height - h + 1))
             left = int(random() * (width - w + 1))
             return left, upper, left + w, upper + h
-    whole = width / height
+    aspect = width / height
     w, h = width, height
-    if whole < ratio[0]:
+    if aspect < ratio[0]:
         h = min(max(round(width / ratio[0]), 1), height)
-    elif whole > ratio[1]:
+    elif aspect > ratio[1]:
         w = min(max(round(height * ratio[1]), 1), width)
     upper, left = (height - h) // 2, (width - w) // 2
     return left, upper, left + w, upper + h
 
 
 def stored_box(box: Box, width: int, height: int, orientation: int) -> Box:
-    """``box`` of the upright picture in the pixels of the stored one, which is of width x height."""
-    first, second, third, fourth = box
-    if orientation >= 5:  # the axes are exchanged
-        first, second, third, fourth = second, first, fourth, third
-    if orientation in _STORED_RIGHT_IS_FIRST:
-        first, third = max(width - third, 0), width - first
-    if orientation in _STORED_LOWER_IS_FIRST:
-        second, fourth = max(height - fourth, 0), height - second
-    return first, second, third, fourth
+    """Convert ``box`` of the upright picture to pixels of the stored picture, which is width x height."""
+    left, upper, right, lower = box
+    if orientation >= 5:  # the axes are swapped
+        left, upper, right, lower = upper, left, lower, right
+    if orientation in _REVERSES_STORED_X:
+        left, right = max(width - right, 0), width - left
+    if orientation in _REVERSES_STORED_Y:
+        upper, lower = max(height - lower, 0), height - upper
+    return left, upper, right, lower
 
 
 def jpeg_factor(box: Box, target_width: int, target_height: int) -> int:
-    """The largest of 8, 4, 2, 1 at which ``box`` is still decoded to twice the target or more on both axes.
+    """The largest of 8, 4, 2, 1 by which libjpeg can shrink ``box`` and keep at least twice the target on both axes.
 
-    1 where the box has less than four times the target already.
+    1 if the box has less than four times the target.
     """
-    spare_width = (box[2] - box[0]) / (2 * target_width)
-    spare_height = (box[3] - box[1]) / (2 * target_height)
-    for factor in JPEG_FACTORS:
-        if spare_width >= factor and spare_height >= factor:
+    most_width = (box[2] - box[0]) / (2 * target_width)
+    most_height = (box[3] - box[1]) / (2 * target_height)
+    for factor in (8, 4, 2):
+        if most_width >= factor and most_height >= factor:
             return factor
     return 1
 
 
 def draft_size(width: int, height: int, factor: int) -> tuple[int, int]:
-    """The (width, height) to ask ``Image.draft`` for so that it takes exactly ``factor``.
+    """The (width, height) to pass to ``Image.draft`` so that it uses exactly ``factor``.
 
-    ``draft`` takes the largest of 8, 4, 2, 1 that is not above ``min(width // w, height // h)``. Rounding the request
-    down puts both quotients in [factor, 2 * factor); rounding it up would miss (9 // ceil(9 / 8) is 4).
+    ``draft`` uses the largest of 8, 4, 2, 1 that is at most ``min(width // w, height // h)``. Rounding the request
+    down keeps both quotients in [factor, 2 * factor); rounding it up would not (9 // ceil(9 / 8) is 4).
     """
     return width // factor, height // factor
 
 
 def scaled_box(box: Box, width: int, height: int, factor: int, orientation: int) -> Box:
-    """``box`` of the upright picture of width x height in pixels of its decode at 1/``factor``.
+    """Convert ``box`` of the upright picture of width x height to pixels of its decode at 1/``factor``.
 
-    libjpeg rounds the decoded size up: the last column and row show less than ``factor`` pixels each. Orientations
-    that mirror an axis bring that part pixel to the front, so that the picture begins inside it.
+    libjpeg rounds the decoded size up: the last stored column and row cover fewer than ``factor`` pixels. An
+    orientation that reverses an axis moves that partial pixel to the start, and the picture starts inside it.
     """
     if factor == 1:
         return box
     decoded_width, decoded_height = -(-width // factor), -(-height // factor)
-    dx = decoded_width - width / factor if orientation in _RIGHT_IS_FIRST else 0.0
-    dy = decoded_height - height / factor if orientation in _LOWER_IS_FIRST else 0.0
+    dx = decoded_width - width / factor if orientation in _REVERSES_X else 0.0
+    dy = decoded_height - height / factor if orientation in _REVERSES_Y else 0.0
     return (
         box[0] / factor + dx,
         box[1] / factor + dy,

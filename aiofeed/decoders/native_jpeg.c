@@ -1,13 +1,13 @@
-/* Plain JPEGs into rows of a batch: many in one call, without Python and so without its lock.
+/* Decodes plain JPEGs into rows of a batch: many in one call, without Python's GIL.
  *
- * libjpeg-turbo gives the planes as they are stored (brightness in full, colour usually at half the size). Only the part
- * that is shown is worked on: rows below it are not decoded at all, of rows above it only the codes are read. Each plane
- * is brought to the wanted size by Pillow's antialiased triangle filter, and what is left is turned into RGB. Colour is
- * therefore neither enlarged nor converted at the size of the file.
+ * libjpeg-turbo returns the planes as they are stored (luma at full size, chroma usually at half the size). Only the
+ * part that is shown is processed: rows below it are not decoded, rows above it are only entropy-decoded. Pillow's
+ * antialiased triangle filter resizes each plane to the target, and the result is converted to RGB. So chroma is
+ * neither enlarged nor converted at the size of the file.
  *
- * Whatever is out of the ordinary, damage above all, is a status, and the caller asks Pillow: every complaint of
- * libjpeg's, a warning too, ends the picture. Nothing is printed, nothing is kept between calls, `out` is written to
- * only once all that is needed has been decoded.
+ * A file that is damaged or unusual gets a status, and the caller decodes it with Pillow: any error or warning of
+ * libjpeg ends the picture. Prints nothing, keeps no state between calls, and writes to `out` only after all the data
+ * that is needed has been decoded.
  */
 
 #include <limits.h>
@@ -42,83 +42,83 @@
 #define WITH_AVX2 0
 #endif
 
-#define TEXT(words) #words
+#define TEXT(tokens) #tokens
 #define VERSION_TEXT(version) TEXT(version)
 #define INLINE static inline __attribute__((always_inline))
 #define AVX2 __attribute__((target("avx2")))
 #define EXPORT __attribute__((visibility("default")))
 
-enum { DONE = 0, ASK_PILLOW = 1, NO_MEMORY = 2 };
+enum { DONE = 0, USE_PILLOW = 1, NO_MEMORY = 2 };
 enum { PLAIN = 0, WITH_METADATA = 1, NOT_PLAIN = 2 };
 
-/* Rows of planes are read in blocks: this much behind each is ours. */
-#define SLACK 64
-#define MOST_TAPS 256
-/* Weights of a pixel add up to this: 1.0. */
+/* The vector code reads and writes rows in blocks: bytes allocated after each row. */
+#define ROW_PADDING 64
+#define MAX_TAPS 256
+/* The weights of a pixel add up to ONE, which stands for 1.0. */
 #define ONE_BITS 14
 #define ONE (1 << ONE_BITS)
-/* What is kept from one picture to the next within a call. */
-#define KEPT_BYTES ((size_t)64 << 20)
-#define SIDES_MAX 65500
+/* A larger plane is freed after its picture, a smaller one is reused within the call. */
+#define MAX_REUSED_BYTES ((size_t)64 << 20)
+#define MAX_SIDE 65500
 
-/* One picture. The caller's side is in native.py, which checks that the size is the same. */
+/* One picture. `_PICTURE` in native_jpeg.py has the same layout; NativeDecoder compares the sizes. */
 typedef struct {
     const uint8_t *data;
     uint64_t size;
     uint8_t *out;        /* [out_height][out_width][3] */
-    double box[4];       /* left, upper, right, lower, in pixels of the file, as stored */
-    int32_t width;       /* of the file, as stored; what the caller was told */
+    double box[4];       /* left, upper, right, lower, in stored pixels of the file */
+    int32_t width;       /* of the file, as stored and as aiofeed_headers found it */
     int32_t height;
     int32_t out_width;   /* upright */
     int32_t out_height;
     int32_t factor;      /* 1, 2, 4 or 8: decoded at 1 / factor */
     int32_t orientation; /* EXIF's, 1 to 8 */
-    int32_t flip;        /* mirrored, left to right, when upright */
-    int32_t status;      /* set by us */
+    int32_t flip;        /* mirror the upright picture left to right */
+    int32_t status;      /* output */
 } picture_t;
 
-/* How one side of a plane becomes one side of the result: for each pixel its first source, and weights. */
+/* Resamples one axis of a plane: for each target pixel its first source pixel, and weights. */
 typedef struct {
     double start, end, widest;
-    int limit, count, columns; /* of what it was made */
+    int limit, count, columns; /* arguments of prepare_axis */
     int valid;
-    int taps, step;            /* most weights of a pixel; how many are stored for each */
-    int lowest, highest;       /* sources are in [lowest, highest) */
-    int shuffled;              /* sources of 16 / step pixels lie within 16 bytes, in the order that `masks` says */
+    int taps, step;            /* most weights of a pixel; weights stored per pixel */
+    int lowest, highest;       /* source pixels are in [lowest, highest) */
+    int shuffled;              /* the sources of 16 / step pixels lie within 16 bytes; `masks` selects them */
     int *first;
     int *used;
     int16_t *weights;
     uint8_t *masks;
-    size_t room;
+    size_t capacity;
 } axis_t;
 
 typedef struct {
     uint8_t *memory;
-    size_t room;
+    size_t capacity;
     size_t stride;
-    int wide, high;  /* pixels that count */
-    int first;       /* the row of the plane that is the first one in memory */
+    int wide, high;  /* size in pixels, padding excluded */
+    int first;       /* row of the plane at the start of `memory` */
     axis_t *across, *down;
 } plane_t;
 
 typedef struct {
-    struct jpeg_error_mgr errors; /* first: libjpeg hands us a pointer to it */
-    jmp_buf back;
+    struct jpeg_error_mgr errors; /* first member: libjpeg passes a pointer to it */
+    jmp_buf jump;
     struct jpeg_decompress_struct info;
     plane_t planes[3];
-    axis_t axes[4]; /* across and down, of brightness and of colour */
-    uint8_t *lines; /* those of lines_t */
-    size_t lines_room;
+    axis_t axes[4]; /* across and down of luma, then of chroma */
+    uint8_t *lines; /* memory of lines_t */
+    size_t lines_capacity;
 } work_t;
 
-/* --- libjpeg's complaints */
+/* --- libjpeg's errors and warnings */
 
 static void on_error(j_common_ptr info) {
-    longjmp(((work_t *)info->err)->back, 1);
+    longjmp(((work_t *)info->err)->jump, 1);
 }
 
 static void on_message(j_common_ptr info, int level) {
-    if (level < 0) longjmp(((work_t *)info->err)->back, 1); /* a warning: Pillow's to judge */
+    if (level < 0) longjmp(((work_t *)info->err)->jump, 1); /* a warning: Pillow decodes the file */
 }
 
 static void on_output(j_common_ptr info) {
@@ -127,35 +127,36 @@ static void on_output(j_common_ptr info) {
 
 /* --- memory */
 
-static int reserve(void **memory, size_t *room, size_t wanted) {
-    if (wanted <= *room) return 1;
+static int reserve(void **memory, size_t *capacity, size_t wanted) {
+    if (wanted <= *capacity) return 1;
     free(*memory);
-    *room = 0;
-    *memory = calloc(1, wanted); /* weights of 0 meet what is here: it must be defined */
+    *capacity = 0;
+    *memory = calloc(1, wanted); /* weights of 0 multiply these bytes: they must be initialised */
     if (*memory == NULL) return 0;
-    *room = wanted;
+    *capacity = wanted;
     return 1;
 }
 
-/* --- weights: Pillow's precompute_coeffs for a triangle, in whole numbers that add up */
+/* --- weights: Pillow's precompute_coeffs for a triangle, as integers that add up to ONE */
 
-/* Which of 16 bytes meet the weights of 16 / step pixels. */
-static void prepare_masks(axis_t *axis, int places) {
+/* Shuffle masks that pair 16 source bytes with the weights of 16 / step pixels. */
+static void prepare_masks(axis_t *axis, int count) {
     const int step = axis->step, group = 16 / step;
     axis->shuffled = 1;
-    for (int at = 0; at < places; at++) {
+    for (int at = 0; at < count; at++) {
         const int offset = axis->first[at] - axis->first[at / group * group];
         if (offset + axis->used[at] > 16) axis->shuffled = 0;
-        for (int k = 0; k < step; k++) axis->masks[(size_t)at * step + k] = (uint8_t)(offset + k > 15 ? 15 : offset + k);
+        for (int k = 0; k < step; k++)
+            axis->masks[(size_t)at * step + k] = (uint8_t)(offset + k > 15 ? 15 : offset + k);
     }
 }
 
-static void prepare_weights(axis_t *axis, int at, double center, double reach, int most) {
-    double weights[MOST_TAPS];
+static void prepare_weights(axis_t *axis, int at, double center, double reach, int most_taps) {
+    double weights[MAX_TAPS];
     int low = center - reach + 0.5 < 0 ? 0 : (int)(center - reach + 0.5), high = (int)(center + reach + 0.5);
     if (low >= axis->limit) low = axis->limit - 1;
     if (high > axis->limit) high = axis->limit;
-    if (high > low + most) high = low + most;
+    if (high > low + most_taps) high = low + most_taps;
     if (high <= low) high = low + 1;
     double total = 0;
     const double slope = 1.0 / reach;
@@ -165,17 +166,17 @@ static void prepare_weights(axis_t *axis, int at, double center, double reach, i
         total += weights[k - low];
     }
     if (!(total > 0)) weights[0] = total = 1;
-    const double share = ONE / total;
-    int16_t *whole = axis->weights + (size_t)at * axis->step;
+    const double factor = ONE / total;
+    int16_t *integers = axis->weights + (size_t)at * axis->step;
     int sum = 0, largest = 0, used = 1;
     for (int k = 0; k < high - low; k++) {
-        const int value = (int)(weights[k] * share + 0.5);
-        whole[k] = (int16_t)value;
+        const int value = (int)(weights[k] * factor + 0.5);
+        integers[k] = (int16_t)value;
         sum += value;
-        if (whole[k] > whole[largest]) largest = k;
+        if (integers[k] > integers[largest]) largest = k;
         if (value) used = k + 1;
     }
-    whole[largest] = (int16_t)(whole[largest] + ONE - sum);
+    integers[largest] = (int16_t)(integers[largest] + ONE - sum);
     axis->first[at] = low;
     axis->used[at] = used;
     if (used > axis->taps) axis->taps = used;
@@ -189,31 +190,31 @@ static int prepare_axis(axis_t *axis, double start, double end, double widest, i
         return 1;
     const double scale = (end - start) / count;
     const double reach = fmax(fmax(scale, 1.0), widest);
-    if (!(start >= 0 && start < end && end <= limit && reach < MOST_TAPS / 2 - 2)) return 0;
-    const int most = (int)(2 * reach) + 1;
-    const int step = !columns ? most : most <= 4 ? 4 : (most + 7) / 8 * 8;
-    const size_t places = ((size_t)count + 7) / 8 * 8; /* eight at a time */
-    const size_t wanted = places * (2 * sizeof(int) + (size_t)step * (sizeof(int16_t) + 1));
+    if (!(start >= 0 && start < end && end <= limit && reach < MAX_TAPS / 2 - 2)) return 0;
+    const int most_taps = (int)(2 * reach) + 1;
+    const int step = !columns ? most_taps : most_taps <= 4 ? 4 : (most_taps + 7) / 8 * 8;
+    const size_t padded = ((size_t)count + 7) / 8 * 8; /* the vector code computes eight pixels at a time */
+    const size_t wanted = padded * (2 * sizeof(int) + (size_t)step * (sizeof(int16_t) + 1));
     axis->valid = 0;
     void *memory = axis->first;
-    const int there = reserve(&memory, &axis->room, wanted);
+    const int reserved = reserve(&memory, &axis->capacity, wanted);
     axis->first = memory;
-    if (!there) return 0;
+    if (!reserved) return 0;
     memset(memory, 0, wanted);
-    axis->used = axis->first + places;
-    axis->weights = (int16_t *)(axis->used + places);
-    axis->masks = (uint8_t *)(axis->weights + places * (size_t)step);
+    axis->used = axis->first + padded;
+    axis->weights = (int16_t *)(axis->used + padded);
+    axis->masks = (uint8_t *)(axis->weights + padded * (size_t)step);
     axis->start = start, axis->end = end, axis->widest = widest;
     axis->limit = limit, axis->count = count, axis->columns = columns, axis->step = step;
     axis->lowest = limit, axis->highest = 0, axis->taps = 1, axis->shuffled = 0;
-    for (int at = 0; at < count; at++) prepare_weights(axis, at, start + (at + 0.5) * scale, reach, most);
-    for (size_t at = (size_t)count; at < places; at++) axis->first[at] = axis->first[count - 1];
-    if (columns && step <= 8) prepare_masks(axis, (int)places);
+    for (int at = 0; at < count; at++) prepare_weights(axis, at, start + (at + 0.5) * scale, reach, most_taps);
+    for (size_t at = (size_t)count; at < padded; at++) axis->first[at] = axis->first[count - 1];
+    if (columns && step <= 8) prepare_masks(axis, (int)padded);
     axis->valid = 1;
     return 1;
 }
 
-/* --- pixels, for any processor */
+/* --- pixels, portable */
 
 static void mix_rows(const plane_t *plane, int at, uint8_t *line) {
     const axis_t *down = plane->down;
@@ -223,7 +224,7 @@ static void mix_rows(const plane_t *plane, int at, uint8_t *line) {
     for (int x = from; x < to; x++) {
         int sum = ONE / 2;
         for (int k = 0; k < used; k++) sum += top[(size_t)k * plane->stride + x] * weights[k];
-        line[x] = (uint8_t)(sum / ONE); /* weights are not below 0 and add up to ONE: never above 255 */
+        line[x] = (uint8_t)(sum / ONE); /* weights are at least 0 and add up to ONE: at most 255 */
     }
 }
 
@@ -237,15 +238,15 @@ static void mix_columns(const axis_t *across, const uint8_t *line, uint8_t *to) 
     }
 }
 
-INLINE uint8_t clipped(int value) {
+INLINE uint8_t clamp(int value) {
     return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value);
 }
 
-/* ITU T.871, section 7, in libjpeg's whole numbers. */
+/* ITU T.871, section 7, in libjpeg's fixed point. */
 INLINE void pixel_to_rgb(int y, int u, int v, uint8_t *rgb) {
-    rgb[0] = clipped(y + ((91881 * v + 32768) >> 16));
-    rgb[1] = clipped(y + ((-22554 * u - 46802 * v + 32768) >> 16));
-    rgb[2] = clipped(y + ((116130 * u + 32768) >> 16));
+    rgb[0] = clamp(y + ((91881 * v + 32768) >> 16));
+    rgb[1] = clamp(y + ((-22554 * u - 46802 * v + 32768) >> 16));
+    rgb[2] = clamp(y + ((116130 * u + 32768) >> 16));
 }
 
 static void to_rgb(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, uint8_t *rgb, int count) {
@@ -256,7 +257,7 @@ static void grey_to_rgb(const uint8_t *y, uint8_t *rgb, int count) {
     for (int x = 0; x < count; x++) rgb[3 * x] = rgb[3 * x + 1] = rgb[3 * x + 2] = y[x];
 }
 
-/* --- the same, for one with AVX2 */
+/* --- pixels, with AVX2 */
 
 #if WITH_AVX2
 AVX2 static void mix_rows_avx2(const plane_t *plane, int at, uint8_t *line) {
@@ -265,7 +266,7 @@ AVX2 static void mix_rows_avx2(const plane_t *plane, int at, uint8_t *line) {
     const int used = down->used[at], from = plane->across->lowest, to = plane->across->highest;
     const uint8_t *top = plane->memory + (size_t)(down->first[at] - plane->first) * plane->stride;
     const __m256i zero = _mm256_setzero_si256();
-    /* A weight of 1 << 14 over a value of 8 + 8 bits leaves 6 bits behind the point, cut off at each product. */
+    /* A 14-bit weight times a value shifted left by 8 keeps 6 fractional bits after mulhi; each product is truncated. */
     const __m256i half = _mm256_set1_epi16((int16_t)(32 + used / 2));
     for (int x = from; x < to; x += 32) {
         const uint8_t *column = top + x;
@@ -332,11 +333,11 @@ AVX2 static void mix_columns_avx2(const axis_t *across, const uint8_t *line, uin
                                                             : _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
         sums = _mm256_permutevar8x32_epi32(sums, order);
         __m128i pixels = _mm_packus_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-        _mm_storel_epi64((__m128i *)(to + x), _mm_packus_epi16(pixels, pixels)); /* lines end with room for it */
+        _mm_storel_epi64((__m128i *)(to + x), _mm_packus_epi16(pixels, pixels)); /* lines are padded */
     }
 }
 
-/* Three times sixteen bytes, one after the other, to sixteen times three. */
+/* Interleave sixteen bytes each of red, green and blue. */
 AVX2 static inline void interleave(__m128i r, __m128i g, __m128i b, uint8_t *rgb) {
     const __m128i a0 = _mm_setr_epi8(0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1, 5);
     const __m128i a1 = _mm_setr_epi8(-1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1);
@@ -382,53 +383,53 @@ AVX2 static void to_rgb_avx2(const uint8_t *y, const uint8_t *cb, const uint8_t 
 }
 #endif
 
-/* --- a picture's lines */
+/* --- rendering */
 
 typedef struct {
-    uint8_t *down[3], *across[3], *rgb; /* of each plane: its rows mixed, then its columns too */
+    uint8_t *down[3], *across[3], *rgb; /* per plane: one row after mix_rows, then after mix_columns */
 } lines_t;
 
-static void render(work_t *work, const picture_t *picture, int colours, const lines_t *lines) {
+static void render(work_t *work, const picture_t *picture, int components, const lines_t *lines) {
     void (*rows)(const plane_t *, int, uint8_t *) = mix_rows;
     void (*columns)(const axis_t *, const uint8_t *, uint8_t *) = mix_columns;
     void (*convert)(const uint8_t *, const uint8_t *, const uint8_t *, uint8_t *, int) = to_rgb;
 #if WITH_AVX2
     if (__builtin_cpu_supports("avx2")) rows = mix_rows_avx2, columns = mix_columns_avx2, convert = to_rgb_avx2;
 #endif
-    const int turned = picture->orientation >= 5;
-    const int wide = turned ? picture->out_height : picture->out_width;
-    const int high = turned ? picture->out_width : picture->out_height;
-    /* Where stored pixels go: EXIF's orientations are mirrors of the stored axes and, from 5 on, their exchange. */
+    const int swapped = picture->orientation >= 5;
+    const int wide = swapped ? picture->out_height : picture->out_width;
+    const int high = swapped ? picture->out_width : picture->out_height;
+    /* Target address of each stored pixel: EXIF orientations reverse the stored axes and, from 5 on, swap them. */
     const int o = picture->orientation;
     const ptrdiff_t row = (ptrdiff_t)picture->out_width * 3;
-    int right_first = o == 2 || o == 3 || o == 7 || o == 8;
-    int lower_first = o == 3 || o == 4 || o == 6 || o == 7;
+    int reverse_x = o == 2 || o == 3 || o == 7 || o == 8;
+    int reverse_y = o == 3 || o == 4 || o == 6 || o == 7;
     if (picture->flip) {
-        if (turned) lower_first = !lower_first;
-        else right_first = !right_first;
+        if (swapped) reverse_y = !reverse_y;
+        else reverse_x = !reverse_x;
     }
-    ptrdiff_t dx = turned ? row : 3, dy = turned ? 3 : row;
+    ptrdiff_t dx = swapped ? row : 3, dy = swapped ? 3 : row;
     uint8_t *begin = picture->out;
-    if (right_first) begin += (wide - 1) * dx, dx = -dx;
-    if (lower_first) begin += (high - 1) * dy, dy = -dy;
-    const uint8_t *given[3];
+    if (reverse_x) begin += (wide - 1) * dx, dx = -dx;
+    if (reverse_y) begin += (high - 1) * dy, dy = -dy;
+    const uint8_t *ready[3];
     for (int at = 0; at < high; at++) {
-        for (int part = 0; part < colours; part++) {
+        for (int part = 0; part < components; part++) {
             const plane_t *plane = &work->planes[part];
             const uint8_t *line = lines->down[part];
-            if (plane->down->used[at] == 1) /* as it is: not even copied, each row of a plane ends with room */
+            if (plane->down->used[at] == 1) /* no filter: used in place, each row of a plane is padded */
                 line = plane->memory + (size_t)(plane->down->first[at] - plane->first) * plane->stride;
             else
                 rows(plane, at, lines->down[part]);
             if (plane->across->taps == 1 && plane->across->lowest == 0 && plane->across->highest == wide)
-                given[part] = line;
+                ready[part] = line;
             else
-                columns(plane->across, line, lines->across[part]), given[part] = lines->across[part];
+                columns(plane->across, line, lines->across[part]), ready[part] = lines->across[part];
         }
         uint8_t *to = begin + at * dy;
         uint8_t *rgb = dx == 3 ? to : lines->rgb;
-        if (colours == 3) convert(given[0], given[1], given[2], rgb, wide);
-        else grey_to_rgb(given[0], rgb, wide);
+        if (components == 3) convert(ready[0], ready[1], ready[2], rgb, wide);
+        else grey_to_rgb(ready[0], rgb, wide);
         if (dx != 3)
             for (int x = 0; x < wide; x++) {
                 to[0] = rgb[3 * x], to[1] = rgb[3 * x + 1], to[2] = rgb[3 * x + 2];
@@ -437,55 +438,55 @@ static void render(work_t *work, const picture_t *picture, int colours, const li
     }
 }
 
-static int render_lines(work_t *work, const picture_t *picture, int colours) {
+static int render_lines(work_t *work, const picture_t *picture, int components) {
     size_t longest = (size_t)(picture->orientation >= 5 ? picture->out_height : picture->out_width);
-    for (int part = 0; part < colours; part++)
+    for (int part = 0; part < components; part++)
         if ((size_t)work->planes[part].wide > longest) longest = (size_t)work->planes[part].wide;
-    /* What a weight of 0 meets behind the end has to be ours, not to be anything. */
-    const size_t room = longest + SLACK + MOST_TAPS;
-    if (!reserve((void **)&work->lines, &work->lines_room, 9 * room)) return 0;
+    /* Weights of 0 may multiply bytes after the end: they must be allocated, their values do not matter. */
+    const size_t line_bytes = longest + ROW_PADDING + MAX_TAPS;
+    if (!reserve((void **)&work->lines, &work->lines_capacity, 9 * line_bytes)) return 0;
     lines_t lines;
     for (int part = 0; part < 3; part++) {
-        lines.down[part] = work->lines + (size_t)part * room;
-        lines.across[part] = work->lines + (size_t)(3 + part) * room;
+        lines.down[part] = work->lines + (size_t)part * line_bytes;
+        lines.across[part] = work->lines + (size_t)(3 + part) * line_bytes;
     }
-    lines.rgb = work->lines + 6 * room;
-    render(work, picture, colours, &lines);
+    lines.rgb = work->lines + 6 * line_bytes;
+    render(work, picture, components, &lines);
     return 1;
 }
 
 /* --- one picture */
 
-/* How the sides of a plane map to the result, and which rows of blocks are needed; 0: no memory, or out of bounds. */
+/* Prepare the axes of a plane, and extend the range of block rows that are needed; 0: no memory, or out of bounds. */
 static int plan_plane(work_t *work, const picture_t *picture, int part, int *top, int *bottom) {
     struct jpeg_decompress_struct *info = &work->info;
     jpeg_component_info *component = &info->comp_info[part];
     plane_t *plane = &work->planes[part];
-    const int turned = picture->orientation >= 5;
+    const int swapped = picture->orientation >= 5;
     const double x = component->h_samp_factor * BLOCK_WIDTH(component) / (double)(info->max_h_samp_factor * DCTSIZE);
     const double y = component->v_samp_factor * BLOCK_HEIGHT(component) / (double)(info->max_v_samp_factor * DCTSIZE);
     const double full = 1.0 / picture->factor;
     plane->wide = (int)component->downsampled_width;
     plane->high = (int)component->downsampled_height;
-    const int out_wide = turned ? picture->out_height : picture->out_width;
-    const int out_high = turned ? picture->out_width : picture->out_height;
+    const int out_wide = swapped ? picture->out_height : picture->out_width;
+    const int out_high = swapped ? picture->out_width : picture->out_height;
     double across[2] = {picture->box[0] * x, fmin(picture->box[2] * x, plane->wide)};
     double down[2] = {picture->box[1] * y, fmin(picture->box[3] * y, plane->high)};
-    /* Pillow enlarges colour first, with a triangle too, and makes the whole smaller after: one triangle as wide as
-     * the two together. */
-    double narrow = x / full, low = y / full;
+    /* Pillow enlarges chroma first, with a triangle filter too, and then shrinks the picture: use one triangle as
+     * wide as both together. */
+    double scale_x = x / full, scale_y = y / full;
     double wider = 0, higher = 0;
-    if (narrow < 1) {
-        double own = fmax((across[1] - across[0]) / out_wide, narrow);
-        wider = sqrt(1 + own * own - narrow * narrow);
+    if (scale_x < 1) {
+        double own = fmax((across[1] - across[0]) / out_wide, scale_x);
+        wider = sqrt(1 + own * own - scale_x * scale_x);
     }
-    if (low < 1) {
-        double own = fmax((down[1] - down[0]) / out_high, low);
-        higher = sqrt(1 + own * own - low * low);
+    if (scale_y < 1) {
+        double own = fmax((down[1] - down[0]) / out_high, scale_y);
+        higher = sqrt(1 + own * own - scale_y * scale_y);
     }
     plane->across = &work->axes[part ? 2 : 0];
     plane->down = &work->axes[part ? 3 : 1];
-    /* Two planes of colour that differ in size would be rare indeed. */
+    /* The chroma planes share their axes; files with chroma planes of different sizes are rare. */
     if (part == 2 && (plane->wide != work->planes[1].wide || plane->high != work->planes[1].high)) return 0;
     if (!prepare_axis(plane->across, across[0], across[1], wider, plane->wide, out_wide, 1)) return 0;
     if (!prepare_axis(plane->down, down[0], down[1], higher, plane->high, out_high, 0)) return 0;
@@ -505,11 +506,12 @@ static int read_planes(work_t *work, int top, int bottom) {
         jpeg_component_info *component = &info->comp_info[part];
         plane_t *plane = &work->planes[part];
         const size_t high = (size_t)(component->v_samp_factor * BLOCK_HEIGHT(component));
-        plane->stride = (size_t)component->width_in_blocks * (size_t)BLOCK_WIDTH(component) + SLACK;
+        plane->stride = (size_t)component->width_in_blocks * (size_t)BLOCK_WIDTH(component) + ROW_PADDING;
         plane->first = top * (int)high;
-        if (!reserve((void **)&plane->memory, &plane->room, plane->stride * high * (size_t)(bottom - top) + MOST_TAPS))
+        const size_t bytes = plane->stride * high * (size_t)(bottom - top) + MAX_TAPS;
+        if (!reserve((void **)&plane->memory, &plane->capacity, bytes))
             return NO_MEMORY;
-        component->component_needed = top == 0; /* else the codes are read, and that is all */
+        component->component_needed = top == 0; /* otherwise only entropy-decoded */
     }
     const JDIMENSION lines = (JDIMENSION)(info->max_v_samp_factor * PICTURE_BLOCK(info));
     for (int strip = 0; strip < bottom; strip++) {
@@ -521,25 +523,25 @@ static int read_planes(work_t *work, int top, int bottom) {
             for (int row = 0; row < high; row++) rows[part][row] = plane->memory + (at + (size_t)row) * plane->stride;
             if (strip == top) component->component_needed = TRUE;
         }
-        if (jpeg_read_raw_data(info, all, lines) != lines) return ASK_PILLOW;
+        if (jpeg_read_raw_data(info, all, lines) != lines) return USE_PILLOW;
     }
-    /* What is behind the last row is looked at as Pillow does, for one more chance of a complaint. */
-    if (bottom == (int)info->total_iMCU_rows && !jpeg_finish_decompress(info)) return ASK_PILLOW;
+    /* After the last row, read the rest of the file as Pillow does: libjpeg may warn about it. */
+    if (bottom == (int)info->total_iMCU_rows && !jpeg_finish_decompress(info)) return USE_PILLOW;
     return DONE;
 }
 
-static int well_posed(const picture_t *picture) {
+static int is_valid(const picture_t *picture) {
     const double *box = picture->box;
     return picture->data != NULL && picture->out != NULL && picture->size > 3 && picture->size <= ULONG_MAX &&
-           picture->width > 0 && picture->width <= SIDES_MAX && picture->height > 0 && picture->height <= SIDES_MAX &&
-           picture->out_width > 0 && picture->out_width <= SIDES_MAX && picture->out_height > 0 &&
-           picture->out_height <= SIDES_MAX && picture->orientation >= 1 && picture->orientation <= 8 &&
+           picture->width > 0 && picture->width <= MAX_SIDE && picture->height > 0 && picture->height <= MAX_SIDE &&
+           picture->out_width > 0 && picture->out_width <= MAX_SIDE && picture->out_height > 0 &&
+           picture->out_height <= MAX_SIDE && picture->orientation >= 1 && picture->orientation <= 8 &&
            (picture->factor == 1 || picture->factor == 2 || picture->factor == 4 || picture->factor == 8) &&
            box[0] >= 0 && box[1] >= 0 && box[0] < box[2] && box[1] < box[3] && box[2] <= picture->width &&
            box[3] <= picture->height;
 }
 
-static void begin(work_t *work) {
+static void init_errors(work_t *work) {
     memset(&work->info, 0, sizeof work->info);
     work->info.err = jpeg_std_error(&work->errors);
     work->errors.error_exit = on_error;
@@ -547,8 +549,8 @@ static void begin(work_t *work) {
     work->errors.output_message = on_output;
 }
 
-/* Grey, or colour of which each pixel belongs to 1, 2 or 4 whole ones of brightness on either axis; in one scan. */
-static int is_common(const struct jpeg_decompress_struct *info) {
+/* Whether a file is baseline grey, or YCbCr whose chroma is subsampled by 1, 2 or 4 on each axis. */
+static int is_supported(const struct jpeg_decompress_struct *info) {
     const jpeg_component_info *parts = info->comp_info;
     if (info->data_precision != 8 || info->progressive_mode || info->arith_code) return 0;
     if (info->num_components == 1) return info->jpeg_color_space == JCS_GRAYSCALE;
@@ -560,17 +562,17 @@ static int is_common(const struct jpeg_decompress_struct *info) {
 
 static int decode(work_t *work, const picture_t *picture) {
     struct jpeg_decompress_struct *info = &work->info;
-    if (!well_posed(picture)) return ASK_PILLOW;
-    begin(work);
-    if (setjmp(work->back)) {
+    if (!is_valid(picture)) return USE_PILLOW;
+    init_errors(work);
+    if (setjmp(work->jump)) {
         if (info->mem != NULL) jpeg_destroy_decompress(info);
-        return ASK_PILLOW;
+        return USE_PILLOW;
     }
     jpeg_create_decompress(info);
-    int status = ASK_PILLOW;
+    int status = USE_PILLOW;
     jpeg_mem_src(info, (unsigned char *)picture->data, (unsigned long)picture->size);
     if (jpeg_read_header(info, TRUE) == JPEG_HEADER_OK && info->image_width == (JDIMENSION)picture->width &&
-        info->image_height == (JDIMENSION)picture->height && is_common(info) && !jpeg_has_multiple_scans(info)) {
+        info->image_height == (JDIMENSION)picture->height && is_supported(info) && !jpeg_has_multiple_scans(info)) {
         info->scale_num = 1;
         info->scale_denom = (unsigned)picture->factor;
         info->raw_data_out = TRUE;
@@ -586,29 +588,29 @@ static int decode(work_t *work, const picture_t *picture) {
     return status;
 }
 
-/* --- what Python calls */
+/* --- functions that Python calls */
 
 EXPORT int aiofeed_picture_bytes(void) {
     return (int)sizeof(picture_t);
 }
 
-static int starts(work_t *work) {
-    begin(work);
-    if (setjmp(work->back)) return 0;
+static int can_decompress(work_t *work) {
+    init_errors(work);
+    if (setjmp(work->jump)) return 0;
     jpeg_create_decompress(&work->info);
     jpeg_destroy_decompress(&work->info);
     return 1;
 }
 
-/* The libjpeg-turbo that this was built for; NULL where the one that was loaded is another. */
+/* Version of libjpeg-turbo that this was built for; NULL if an incompatible one was loaded. */
 EXPORT const char *aiofeed_libjpeg(void) {
     work_t *work = calloc(1, sizeof *work);
-    const int fine = work != NULL && starts(work);
+    const int usable = work != NULL && can_decompress(work);
     free(work);
-    return fine ? VERSION_TEXT(LIBJPEG_TURBO_VERSION) : NULL;
+    return usable ? VERSION_TEXT(LIBJPEG_TURBO_VERSION) : NULL;
 }
 
-/* Which of two ways the pixels are computed: they may differ by a level. */
+/* The instruction set that computes the pixels: the results of the two may differ by one level. */
 EXPORT const char *aiofeed_arithmetic(void) {
 #if WITH_AVX2
     if (__builtin_cpu_supports("avx2")) return "AVX2";
@@ -616,17 +618,17 @@ EXPORT const char *aiofeed_arithmetic(void) {
     return "portable";
 }
 
-/* Sets `status` of each; the work of a whole chunk without the interpreter. */
+/* Decode `count` pictures, and set the status of each. */
 EXPORT void aiofeed_decode(picture_t *pictures, int count) {
     work_t *work = calloc(1, sizeof *work);
     for (int at = 0; at < count; at++) {
         pictures[at].status = work == NULL ? NO_MEMORY : decode(work, &pictures[at]);
         if (work == NULL) continue;
         for (int part = 0; part < 3; part++)
-            if (work->planes[part].room > KEPT_BYTES) {
+            if (work->planes[part].capacity > MAX_REUSED_BYTES) {
                 free(work->planes[part].memory);
                 work->planes[part].memory = NULL;
-                work->planes[part].room = 0;
+                work->planes[part].capacity = 0;
             }
     }
     if (work == NULL) return;
@@ -640,13 +642,13 @@ static unsigned u16(const uint8_t *at) {
     return (unsigned)at[0] << 8 | at[1];
 }
 
-/* Width and height, as stored, and whether the file is plain. Source: ITU T.81, annex B. */
-static int read_header(const uint8_t *data, uint64_t size, int64_t most, int32_t *wide, int32_t *high) {
+/* Read width and height, as stored; returns whether the file is plain. Source: ITU T.81, annex B. */
+static int read_header(const uint8_t *data, uint64_t size, int64_t max_metadata, int32_t *wide, int32_t *high) {
     int kind = PLAIN;
     uint64_t at = 2;
     *wide = *high = 0;
     if (size < 8 || memcmp(data, "\xff\xd8\xff", 3) || memcmp(data + size - 2, "\xff\xd9", 2)) return NOT_PLAIN;
-    while (at + 4 <= size && at < (uint64_t)most) {
+    while (at + 4 <= size && at < (uint64_t)max_metadata) {
         const unsigned marker = u16(data + at), length = u16(data + at + 2);
         if (length < 2 || at + 2 + length > size) return NOT_PLAIN;
         if (marker == 0xFFC0 || marker == 0xFFC1) {
@@ -668,8 +670,9 @@ static int read_header(const uint8_t *data, uint64_t size, int64_t most, int32_t
     return NOT_PLAIN;
 }
 
-/* `found`: three numbers for each: kind, width, height. */
-EXPORT void aiofeed_headers(const uint8_t *const *data, const uint64_t *sizes, int count, int64_t most,
-                            int32_t *found) {
-    for (int at = 0; at < count; at++, found += 3) found[0] = read_header(data[at], sizes[at], most, found + 1, found + 2);
+/* Read the headers of `count` files; writes kind, width and height of each to `headers`. */
+EXPORT void aiofeed_headers(const uint8_t *const *data, const uint64_t *sizes, int count, int64_t max_metadata,
+                            int32_t *headers) {
+    for (int at = 0; at < count; at++, headers += 3)
+        headers[0] = read_header(data[at], sizes[at], max_metadata, headers + 1, headers + 2);
 }

@@ -1,9 +1,9 @@
-"""Plain JPEGs of a whole chunk in one call: ``native_jpeg.c``, which is built with the package where it can be.
+"""Decodes the plain JPEGs of a whole chunk in one call of ``native_jpeg.c``, a library that is built at installation.
 
-The call lets go of the interpreter's lock, once for all of them. What it gives is not Pillow's picture to the bit:
-colour, which most files keep at half the size, is brought to the wanted size directly, where Pillow enlarges it to that
-of the file first. Of photographs no result is below 45 dB PSNR against Pillow's of the same scale (worst measured: 49);
-grey pictures differ by one level of 255 at most.
+The call releases the GIL once for all of them. Its pixels differ slightly from Pillow's: it resizes the colour planes,
+which most files store at half the size, straight to the target, where Pillow first enlarges them to the size of the
+file. On photographs the result is at least 45 dB PSNR from Pillow's at the same scale (worst measured: 49); grey
+pictures differ by at most one level of 255.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiofeed.decoders.geometry import View, jpeg_factor, stored_box
-from aiofeed.decoders.metadata import JPEG_METADATA
+from aiofeed.decoders.metadata import JPEG_METADATA_BYTES
 from aiofeed.decoders.simplejpeg import read_header
 
 if TYPE_CHECKING:
@@ -28,36 +28,37 @@ if TYPE_CHECKING:
 _log = logging.getLogger("aiofeed.decoders")
 
 LIBRARY = Path(__file__).with_name("_native_jpeg.so")
-BUILD = (
+INSTALL = (
     "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then aiofeed: "
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed"
 )
 
 _PLAIN, _WITH_METADATA = 0, 1
 _DONE = 0
-# ``picture_t`` of native_jpeg.c: addresses and size, the box, sizes and ways, the status that is set there.
+# `picture_t` of native_jpeg.c: 2 addresses and a size, the box, 7 integers, and the status that the library sets.
 _PICTURE = struct.Struct("@3Q4d8i")
 _STATUS = struct.Struct("@i")
+_STATUS_OFFSET = _PICTURE.size - _STATUS.size
 
 
 class NativeDecoder:
-    """The library, loaded.
+    """The loaded library.
 
     Raises:
-        OSError: it cannot be used.
+        OSError: the library is for another libjpeg or another version of aiofeed.
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:
         library = ctypes.CDLL(str(path))
         library.aiofeed_libjpeg.restype = ctypes.c_char_p
-        found: bytes | None = library.aiofeed_libjpeg()
-        if found is None:
-            raise OSError("the libjpeg that it finds is not the one that it was built for; install aiofeed again")
+        libjpeg: bytes | None = library.aiofeed_libjpeg()
+        if libjpeg is None:
+            raise OSError("it was built for another version of libjpeg; install aiofeed again")
         if library.aiofeed_picture_bytes() != _PICTURE.size:
-            raise OSError("it was built for another release of aiofeed; install aiofeed again")
+            raise OSError("it was built for another version of aiofeed; install aiofeed again")
         library.aiofeed_arithmetic.restype = ctypes.c_char_p
-        self.version = f"{found.decode()}, {library.aiofeed_arithmetic().decode()}"
-        """Of libjpeg-turbo, and which of the library's two ways computes the pixels here."""
+        self.version = f"{libjpeg.decode()}, {library.aiofeed_arithmetic().decode()}"
+        """Version of libjpeg-turbo, and the instruction set that computes the pixels."""
         self._headers, self._decode = library.aiofeed_headers, library.aiofeed_decode
         self._headers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
         self._decode.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -67,86 +68,87 @@ class NativeDecoder:
         self,
         data: Sequence[bytes],
         out: NDArray[np.uint8],
-        choose: Callable[[int, int, int], View],
+        choose_view: Callable[[int, int, int], View],
         *,
         max_pixels: int,
     ) -> list[int]:
-        """Fill rows of ``out`` with what is chosen of plain JPEGs, at the scales that ``load_picture`` would take.
+        """Fill rows of ``out`` with views of plain JPEGs, decoded at the scales that ``load_picture`` uses.
 
         Args:
-            data: what may be JPEG files.
-            out: uint8 [N, H, W, 3]; each of the N C-contiguous.
-            choose: called with which of ``data`` it is, and the width and height of the upright picture.
+            data: N files, JPEG or not.
+            out: uint8 [N, H, W, 3]; each row C-contiguous.
+            choose_view: called with the file's position and the width and height of its upright picture.
 
         Returns:
-            Which of ``data`` are left, for whatever reason, for Pillow to be asked; their rows are as they were.
+            Positions of the files that Pillow has to decode; their rows are unchanged.
         """
         count = len(data)
         if not count:
             return []
-        # Addresses are numpy's to tell: ctypes would raise an audit event for each.
+        # numpy reads the addresses: ctypes would raise an audit event for each.
         starts = np.ndarray((count,), np.uintp, (ctypes.c_char_p * count)(*data))  # type: ignore[arg-type]
         lengths = np.fromiter(map(len, data), np.uint64, count)
-        found = np.empty((count, 3), np.int32)
-        self._headers(starts.ctypes.data, lengths.ctypes.data, count, JPEG_METADATA, found.ctypes.data)
+        headers = np.empty((count, 3), np.int32)
+        self._headers(starts.ctypes.data, lengths.ctypes.data, count, JPEG_METADATA_BYTES, headers.ctypes.data)
         height, width = out.shape[1:3]
-        rows, step = out.ctypes.data, out.strides[0]
+        rows, row_bytes = out.ctypes.data, out.strides[0]
         addresses = starts.tolist()
-        left: list[int] = []
-        ours: list[int] = []
+        remaining: list[int] = []
+        submitted: list[int] = []
         pictures = bytearray(_PICTURE.size * count)
-        for at, (kind, wide, high) in enumerate(found.tolist()):
+        for i, (kind, stored_width, stored_height) in enumerate(headers.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:
-                header = read_header(data[at])
+                header = read_header(data[i])
                 kind, orientation = (kind, 1) if header is None else (_PLAIN, header.orientation)
-            if kind != _PLAIN or wide * high > max_pixels:
-                left.append(at)
+            if kind != _PLAIN or stored_width * stored_height > max_pixels:
+                remaining.append(i)
                 continue
+            upright = (stored_width, stored_height) if orientation < 5 else (stored_height, stored_width)
             try:
-                box, flip = choose(at, wide, high) if orientation < 5 else choose(at, high, wide)
-            except Exception:  # noqa: BLE001 - whoever is asked next chooses too, and raises it where it belongs
-                left.append(at)
+                box, flip = choose_view(i, *upright)
+            except Exception:  # noqa: BLE001 - the next backend calls choose_view again, and reports its error
+                remaining.append(i)
                 continue
             factor = jpeg_factor(box, width, height)
             if orientation != 1:
-                box = stored_box(box, wide, high, orientation)
-            place = len(ours) * _PICTURE.size
-            memory = rows + at * step
-            sizes = (wide, high, width, height, factor, orientation, flip, -1)
-            _PICTURE.pack_into(pictures, place, addresses[at], len(data[at]), memory, *box, *sizes)
-            ours.append(at)
-        if ours:
-            self._decode(np.frombuffer(pictures, np.uint8).ctypes.data, len(ours))
-            last = _PICTURE.size - _STATUS.size
-            for number, at in enumerate(ours):
-                if _STATUS.unpack_from(pictures, number * _PICTURE.size + last)[0] != _DONE:
-                    left.append(at)
-        return left
+                box = stored_box(box, stored_width, stored_height, orientation)
+            offset = len(submitted) * _PICTURE.size
+            integers = (stored_width, stored_height, width, height, factor, orientation, flip, -1)
+            _PICTURE.pack_into(pictures, offset, addresses[i], len(data[i]), rows + i * row_bytes, *box, *integers)
+            submitted.append(i)
+        if submitted:
+            self._decode(np.frombuffer(pictures, np.uint8).ctypes.data, len(submitted))
+            for number, i in enumerate(submitted):
+                if _STATUS.unpack_from(pictures, number * _PICTURE.size + _STATUS_OFFSET)[0] != _DONE:
+                    remaining.append(i)
+        return remaining
 
 
 @functools.cache
 def native_decoder() -> NativeDecoder | None:
-    """The library; ``None`` where it was not built, or is of no use."""
+    """The library, or ``None`` if it was not built or cannot be used."""
     if not LIBRARY.exists():
         return None
     try:
-        found = NativeDecoder()
+        decoder = NativeDecoder()
     except (OSError, AttributeError) as error:
-        # One that is there but does not load, since libjpeg was removed, say, would go unnoticed.
+        # A library that does not load (libjpeg was removed, say) would go unnoticed.
         _log.warning("%s cannot be used, JPEGs are decoded without it: %s", LIBRARY, error)
         return None
-    _log.info("plain JPEGs are decoded by libjpeg-turbo %s, a chunk at a time", found.version)
-    return found
+    _log.info("plain JPEGs are decoded by libjpeg-turbo %s, one chunk per call", decoder.version)
+    return decoder
 
 
 def required_native_decoder() -> NativeDecoder:
-    """The same.
+    """The library.
 
     Raises:
-        ImportError: there is none; says how.
+        ImportError: it was not built; the message says how to build it.
     """
-    found = native_decoder()
-    if found is None:
-        raise ImportError(f'backend="native" needs a library that was not built: {BUILD}; backend="auto" does without')
-    return found
+    decoder = native_decoder()
+    if decoder is None:
+        raise ImportError(
+            f'backend="native" needs a library that was not built: {INSTALL}; backend="auto" works without'
+        )
+    return decoder

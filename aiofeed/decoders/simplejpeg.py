@@ -1,15 +1,14 @@
-"""JPEGs by libjpeg-turbo through simplejpeg, from the same bytes to the same pixels as Pillow, in less Python.
+"""Decodes plain JPEGs with simplejpeg (libjpeg-turbo) to the same pixels as Pillow, in less Python.
 
-Pillow spends some 30 microseconds of Python, all under the GIL, before and after libjpeg works on a file; this spends
-less than 10. So it pays for small pictures, and for several threads. Only the plain is taken: sequential, 8 bits, grey
-or three colours, nothing odd in front of the pixels, no complaint of libjpeg's while decoding. All else is left to
-Pillow, whose verdict on a damaged file is therefore the only one.
+Pillow spends about 30 microseconds of Python per file under the GIL, this module less than 10. That pays for small
+pictures, and for several threads. Only plain files are decoded: sequential, 8 bits, grey or three colours, only
+standard segments before the pixels, no warning of libjpeg while decoding. Pillow decodes all others, so that damaged
+files always have Pillow's outcome.
 
-The rest of the way is Pillow's too: its resize reads simplejpeg's memory in place, and is as fast as it is exact.
-OpenCV's ``INTER_AREA`` takes three times as long (500x400 to 224x224: 627 us to 199 us; worst PSNR against Pillow
-36 dB), and ``INTER_LINEAR`` does not antialias (133 us, 28 dB). What is faster is not to convert and resize all three
-colours at the size of the file: ``native``, which needs a compiler. This is for where there is none, and for exact
-pixels.
+Pillow also does the resize: it reads simplejpeg's memory in place and is exact. Measured for 500x400 to 224x224: Pillow
+199 us; OpenCV's ``INTER_AREA`` 627 us and at worst 36 dB PSNR against Pillow; ``INTER_LINEAR`` 133 us and 28 dB,
+without antialiasing. ``native_jpeg`` is faster: it resizes the colour planes before it converts them. This module is
+for installations without that library, and for exact pixels.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from aiofeed.decoders.geometry import View, jpeg_factor, scaled_box
-from aiofeed.decoders.metadata import JPEG_METADATA, orientation_in_info
-from aiofeed.decoders.pillow import check_pixels, render, turned
+from aiofeed.decoders.metadata import JPEG_METADATA_BYTES, orientation_in_info
+from aiofeed.decoders.pillow import check_pixels, render, turn_upright
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("aiofeed.decoders")
 
-# Beyond, a file's Python is a small share of its work: measured with simplejpeg 1.9.0 and Pillow-SIMD 12.1.1, CPU per
-# picture, 64x64 2.0 times as fast, 224x224 1.3 times, 341x256 1.1 times, 500x400 and 1024x768 0.96 times.
+# In larger files the Python per file is a small share of the work. Speed relative to Pillow, in CPU time per picture,
+# with simplejpeg 1.9.0 and Pillow-SIMD 12.1.1: 64x64 2.0, 224x224 1.3, 341x256 1.1, 500x400 and 1024x768 0.96.
 WORTHWHILE_PIXELS = 1 << 17
 INSTALL = "pip install 'aiofeed[turbo]'"
 
-_SOF = (0xFFC0, 0xFFC1)
+_SOF = (0xFFC0, 0xFFC1)  # baseline and extended sequential frames
 _SOS = 0xFFDA
 _APP1 = 0xFFE1
-# Tables, restart intervals, application data, comments. A file with anything else before its first scan is not plain.
+# Tables, restart intervals, application data, comments. A file with other segments before its first scan is not plain.
 _SKIPPED = frozenset({0xFFDB, 0xFFC4, 0xFFDD, *range(0xFFE0, 0xFFF0), 0xFFFE})
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _segment = struct.Struct(">HH").unpack_from
@@ -49,7 +48,7 @@ _frame = struct.Struct(">BHHB").unpack_from
 
 
 class JpegHeader(NamedTuple):
-    """What is told in front of a JPEG's first scan; pixels as stored."""
+    """Width and height as stored, and EXIF orientation, 1 to 8."""
 
     width: int
     height: int
@@ -57,35 +56,35 @@ class JpegHeader(NamedTuple):
 
 
 @functools.cache
-def jpeg_decoder() -> Callable[..., Any] | None:
-    """``simplejpeg.decode_jpeg``; ``None`` where it is not installed, or of no use."""
+def simplejpeg_decoder() -> Callable[..., Any] | None:
+    """``simplejpeg.decode_jpeg``, or ``None`` if simplejpeg is not installed or cannot be imported."""
     try:
         simplejpeg = import_module("simplejpeg")
     except ImportError as error:
-        # One that is there but does not load, for a numpy of another age say, would go unnoticed.
+        # An installed package that cannot be imported (built for another numpy, say) would go unnoticed.
         if not (isinstance(error, ModuleNotFoundError) and error.name == "simplejpeg"):
-            _log.warning("simplejpeg is installed but cannot be imported, JPEGs are left to Pillow: %s", error)
+            _log.warning("simplejpeg is installed but cannot be imported, Pillow decodes JPEGs: %s", error)
         return None
-    found: Callable[..., Any] = simplejpeg.decode_jpeg
+    decoder: Callable[..., Any] = simplejpeg.decode_jpeg
     _log.info("plain JPEGs are decoded by simplejpeg %s", simplejpeg.__version__)
-    return found
+    return decoder
 
 
-def required_decoder() -> Callable[..., Any]:
-    """The same.
+def required_simplejpeg_decoder() -> Callable[..., Any]:
+    """``simplejpeg.decode_jpeg``.
 
     Raises:
-        ImportError: it is not installed; says how.
+        ImportError: simplejpeg is not installed; the message says how to install it.
     """
-    decoder = jpeg_decoder()
+    decoder = simplejpeg_decoder()
     if decoder is None:
-        raise ImportError(f'backend="turbo" needs simplejpeg: {INSTALL}; backend="auto" does without where it must')
+        raise ImportError(f'backend="turbo" needs simplejpeg: {INSTALL}; backend="auto" works without it')
     return decoder
 
 
 def read_header(data: bytes) -> JpegHeader | None:
-    """The header of a plain JPEG; ``None`` for all that is better left to Pillow. Source: ITU T.81, annex B."""
-    if len(data) > JPEG_METADATA or not data.startswith(b"\xff\xd8\xff"):
+    """The header of a plain JPEG, or ``None`` for data that Pillow has to decode. Source: ITU T.81, annex B."""
+    if len(data) > JPEG_METADATA_BYTES or not data.startswith(b"\xff\xd8\xff"):
         return None
     at, width = 2, 0
     info: dict[str, bytes] | None = None
@@ -94,7 +93,7 @@ def read_header(data: bytes) -> JpegHeader | None:
             marker, length = _segment(data, at)
             if marker in _SKIPPED:
                 if marker == _APP1:
-                    info = _metadata(data[at + 4 : at + 2 + length], info or {})
+                    info = _add_metadata(data[at + 4 : at + 2 + length], info or {})
                     if info is None:
                         return None
             elif marker in _SOF and not width:
@@ -108,13 +107,13 @@ def read_header(data: bytes) -> JpegHeader | None:
             if length < 2:
                 return None
             at += 2 + length
-    except struct.error:  # it ends before its pixels begin
+    except struct.error:  # the data ends before the first scan
         return None
     return JpegHeader(width, height, 1 if info is None else orientation_in_info(info))
 
 
-def _metadata(payload: bytes, info: dict[str, bytes]) -> dict[str, bytes] | None:
-    """``info`` with what Pillow would keep of an APP1 segment; ``None`` where it would put two together."""
+def _add_metadata(payload: bytes, info: dict[str, bytes]) -> dict[str, bytes] | None:
+    """``info`` with the EXIF or XMP of an APP1 segment; ``None`` for a second one, which Pillow would join."""
     name = "exif" if payload.startswith(b"Exif\0\0") else "xmp" if payload.startswith(_XMP) else None
     if name is None:
         return info
@@ -126,22 +125,22 @@ def _metadata(payload: bytes, info: dict[str, bytes]) -> dict[str, bytes] | None
 def decode_jpeg_into(
     out: NDArray[np.uint8],
     data: bytes,
-    choose: Callable[[int, int], View],
+    choose_view: Callable[[int, int], View],
     decoder: Callable[..., Any],
     *,
     scaled: bool,
     max_pixels: int,
-    large: bool,
+    any_size: bool,
 ) -> bool:
-    """Fill ``out``, C-contiguous uint8 [H, W, 3], with what ``choose(width, height)`` shows of a plain JPEG.
+    """Fill ``out``, C-contiguous uint8 [H, W, 3], with ``choose_view(width, height)`` of a plain JPEG.
 
     Args:
         decoder: ``simplejpeg.decode_jpeg``.
         scaled: decode at a smaller scale, by the rule of ``load_picture``.
-        large: take pictures of more than ``WORTHWHILE_PIXELS`` too.
+        any_size: also decode pictures of more than ``WORTHWHILE_PIXELS``.
 
     Returns:
-        False where Pillow is to be asked; ``out`` is as it was.
+        False if Pillow has to decode the file; ``out`` is unchanged then.
 
     Raises:
         ValueError: more than ``max_pixels`` pixels.
@@ -151,39 +150,39 @@ def decode_jpeg_into(
         return False
     width, height, orientation = header
     check_pixels((width, height), max_pixels)
-    if width * height > WORTHWHILE_PIXELS and not large:
+    if width * height > WORTHWHILE_PIXELS and not any_size:
         return False
-    shown = (width, height) if orientation < 5 else (height, width)
-    view = choose(*shown)
+    upright = (width, height) if orientation < 5 else (height, width)
+    view = choose_view(*upright)
     if view == ((0, 0, width, height), False) and out.shape == (height, width, 3) and orientation == 1:
-        # As it is. It costs a copy of its own, since a file that ends too early must leave ``out`` alone.
-        pixels = _decoded(decoder, data, "RGB", (width, height), 1)
+        # No resize. The pixels are still copied: a file that ends too early must leave `out` unchanged.
+        pixels = _decode(decoder, data, "RGB", (width, height), 1)
         if pixels is None:
             return False
         out[:] = pixels
         return True
     factor = jpeg_factor(view.box, out.shape[1], out.shape[0]) if scaled else 1
     size = -(-width // factor), -(-height // factor)
-    pixels = _decoded(decoder, data, "RGBX", size, factor)
+    pixels = _decode(decoder, data, "RGBX", size, factor)
     if pixels is None:
         return False
-    # RGBX is what Pillow has in memory for RGB: it works on these bytes where they are.
-    picture = turned(Image.frombuffer("RGBX", size, pixels, "raw", "RGBX", 0, 1), orientation)
-    render(picture, View(scaled_box(view.box, *shown, factor, orientation), view.flip), out)
+    # RGBX is Pillow's memory layout of RGB: Pillow reads these bytes in place.
+    picture = turn_upright(Image.frombuffer("RGBX", size, pixels, "raw", "RGBX", 0, 1), orientation)
+    render(picture, View(scaled_box(view.box, *upright, factor, orientation), view.flip), out)
     return True
 
 
-def _decoded(
+def _decode(
     decoder: Callable[..., Any], data: bytes, mode: str, size: tuple[int, int], factor: int
 ) -> NDArray[np.uint8] | None:
-    """The pixels at 1/``factor``, which is ``size`` (width, height); ``None`` where libjpeg is not quite happy."""
+    """The pixels at 1/``factor``, which has ``size`` (width, height); ``None`` if libjpeg warns or fails."""
     width, height = size
     try:
-        # Strict: what libjpeg only warns about (a file cut off, a broken code) is an error here, and Pillow's to judge.
-        # The least width and height, as they are exactly those of one scale, select it.
+        # strict turns libjpeg's warnings (a truncated file, a broken code) into errors, and Pillow decodes the file.
+        # min_width and min_height are exactly those of one scale, which selects it.
         pixels: NDArray[np.uint8] = decoder(
             data, mode, min_height=height, min_width=width, min_factor=factor, strict=True
         )
-    except Exception:  # noqa: BLE001 - whatever its reason: Pillow is asked next
+    except Exception:  # noqa: BLE001 - for any reason: Pillow decodes the file next
         return None
     return pixels if pixels.shape == (height, width, len(mode)) else None

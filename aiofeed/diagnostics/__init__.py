@@ -1,4 +1,4 @@
-"""What the machine has for feeding a training, and what is amiss. Reads only; no network."""
+"""Reports the machine's accelerators, packages and limits, with advice for problems. Reads only; uses no network."""
 
 from aiofeed.core.types import public
 from aiofeed.devices.resolve import explain_no_accelerator
@@ -12,14 +12,14 @@ __all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
 
 @public
 def device_report(*, measure: bool = True) -> DeviceReport:
-    """What the machine has for feeding a training, and what is amiss: ``print(aiofeed.device_report())``.
+    """Report accelerators, packages and limits, with advice for problems: ``print(aiofeed.device_report())``.
 
-    Changes nothing and needs no network. Looking at accelerators starts them: the process can no longer fork.
+    Changes nothing and uses no network. Initializes the accelerators, so the process can no longer fork.
 
     Args:
-        measure: whether to measure how fast each accelerator copies, less than 0.5 s for each.
+        measure: measure the copy rates of each accelerator, which takes less than 0.5 s for each.
     """
-    found = inspect_environment()
-    seen = find_accelerators(measure=measure) if not found.forked else ()
-    absent = None if seen else explain_no_accelerator()
-    return DeviceReport(seen, absent, found, advise(seen, absent, found))
+    environment = inspect_environment()
+    accelerators = () if environment.forked else find_accelerators(measure=measure)
+    absent = None if accelerators else explain_no_accelerator()
+    return DeviceReport(accelerators, absent, environment, advise(accelerators, absent, environment))

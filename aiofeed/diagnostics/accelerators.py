@@ -1,4 +1,4 @@
-"""The accelerators as torch sees them. Starts them: a process that has done so can no longer fork."""
+"""Describes and measures the accelerators that torch sees. Initializes them, so the process can no longer fork."""
 
 from __future__ import annotations
 
@@ -16,96 +16,95 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend
 
-
-NBYTES = 32 << 20
-SECONDS = 0.1
+COPY_BYTES = 32 << 20
+MEASURE_S = 0.1
 
 
 def find_accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
     """Every accelerator that torch sees.
 
     Args:
-        measure: whether to measure how fast each copies, which takes about 0.3 s and 64 MiB of it.
+        measure: measure the copy rates of each, which takes about 0.3 s and 64 MiB of its memory.
     """
     import torch
 
     if not torch.accelerator.is_available():
         return ()
-    found = []
+    reports = []
     for index in range(torch.accelerator.device_count()):
         backend = resolve_device(index)
         assert backend is not None
         report = describe_accelerator(backend)
-        found.append(measure_copies(report, backend, NBYTES) if measure else report)
-    return tuple(found)
+        reports.append(measure_copies(report, backend, COPY_BYTES) if measure else report)
+    return tuple(reports)
 
 
 def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
-    """Name and memory of one accelerator; what its part of torch does not say is ``None``."""
+    """Name and memory of one accelerator; ``None`` for values that torch does not report."""
     import torch
 
     device = backend.device
-    # torch.cuda, torch.xpu, ...: of the same make, each with some of it; torch.accelerator has some for all.
+    # torch.cuda, torch.xpu, ... have some of these functions, and torch.accelerator has some for all devices.
     module: Any = getattr(torch, device.type, None)
     common: Any = torch.accelerator
-    free, total = _ask(module, "mem_get_info", device) or _ask(common, "get_memory_info", device) or (None, None)
+    free, total = _call(module, "mem_get_info", device) or _call(common, "get_memory_info", device) or (None, None)
     return AcceleratorReport(
         device=backend.name,
-        name=_ask(module, "get_device_name", device) or device.type,
+        name=_call(module, "get_device_name", device) or device.type,
         total_bytes=total,
         free_bytes=free,
-        allocated_bytes=_ask_either(module, common, "memory_allocated", device),
-        reserved_bytes=_ask_either(module, common, "memory_reserved", device),
+        allocated_bytes=_call_either(module, common, "memory_allocated", device),
+        reserved_bytes=_call_either(module, common, "memory_reserved", device),
         own_stream=device.type != "mps",
     )
 
 
 def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
-    """The report with how fast copies are, pinned and pageable.
+    """``report`` with the rates of pinned and pageable copies.
 
     Args:
-        report: of the same device.
+        report: describes the same device.
         backend: the device.
-        nbytes: of one copy.
+        nbytes: size of one copy.
     """
     import numpy as np
 
-    pageable = _attempt(lambda: copy_rate(backend, np.ones(nbytes, np.uint8), SECONDS))
+    pageable = _attempt(lambda: copy_rate(backend, np.ones(nbytes, np.uint8), MEASURE_S))
     pinned = pin_error = None
     try:
         memory = backend.pin(nbytes)
-    except Exception as error:  # noqa: BLE001 - whatever the driver says is what the report is for
+    except Exception as error:  # noqa: BLE001 - the driver's error, of any type, belongs into the report
         pin_error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
     else:
         memory[:] = 1
-        pinned = _attempt(lambda: copy_rate(backend, memory, SECONDS))
+        pinned = _attempt(lambda: copy_rate(backend, memory, MEASURE_S))
     return replace(report, pinned_bytes_per_s=pinned, pageable_bytes_per_s=pageable, pin_error=pin_error)
 
 
-def _ask(module: Any, name: str, device: Any) -> Any:
+def _call(module: Any, name: str, device: Any) -> Any:
     function = getattr(module, name, None)
     return None if function is None else _attempt(lambda: function(device))
 
 
-def _ask_either(module: Any, common: Any, name: str, device: Any) -> Any:
-    found = _ask(module, name, device)
-    return _ask(common, name, device) if found is None else found
+def _call_either(module: Any, common: Any, name: str, device: Any) -> Any:
+    value = _call(module, name, device)
+    return _call(common, name, device) if value is None else value
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
     try:
         return function()
-    except Exception:  # noqa: BLE001 - a device that is full or busy is still reported, without this fact
+    except Exception:  # noqa: BLE001 - a full or busy device is still reported, without this value
         return None
 
 
 def copy_rate(backend: DeviceBackend, memory: NDArray[np.uint8], seconds: float) -> float:
-    """Bytes per second of copies from ``memory``, on the side stream, one after the other.
+    """Bytes per second of copies from ``memory`` on the side stream.
 
     Args:
         backend: the device.
         memory: host memory, pinned or not.
-        seconds: how long to go on; two copies are made at least, the first of which does not count.
+        seconds: duration of the measurement; makes at least three copies, the first of which is not counted.
     """
     import torch
 
@@ -115,11 +114,11 @@ def copy_rate(backend: DeviceBackend, memory: NDArray[np.uint8], seconds: float)
         backend.record(side).synchronize()
         copies, started = 0, time.perf_counter()
         while True:
-            # Two at a time: the second is queued when the first ends.
+            # Two copies at a time: the second is queued before the first ends.
             for _ in range(2):
                 backend.copy(source)
             backend.record(side).synchronize()
             copies += 2
-            took = time.perf_counter() - started
-            if took >= seconds:
-                return copies * memory.nbytes / took
+            elapsed = time.perf_counter() - started
+            if elapsed >= seconds:
+                return copies * memory.nbytes / elapsed

@@ -1,36 +1,26 @@
-"""``python -m aiofeed``: the subcommands."""
+"""The command line: ``python -m aiofeed``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from aiofeed.diagnostics import device_report
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that ``arguments`` (default: the command line's) name; its exit code."""
+    """Run the subcommand in ``arguments`` (default: those of the command line); returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m aiofeed", description="Feeds PyTorch training.")
     commands = parser.add_subparsers(metavar="command", required=True)
-    _add_doctor(commands)
-    given = parser.parse_args(arguments)
-    code: int = given.run(given)
+    doctor = commands.add_parser("doctor", help="report accelerators, packages and limits, with advice for problems")
+    doctor.add_argument("--quick", action="store_true", help="do not measure copy rates")
+    doctor.set_defaults(run=_doctor)
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
     return code
 
 
-def _add_doctor(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "doctor", help="what the machine has for feeding a training, what is amiss, and how to mend it"
-    )
-    parser.add_argument("--quick", action="store_true", help="measure nothing")
-    parser.set_defaults(run=_doctor)
-
-
-def _doctor(given: argparse.Namespace) -> int:
-    """Print the report; 0, whatever it says."""
-    print(device_report(measure=not given.quick))
+def _doctor(options: argparse.Namespace) -> int:
+    """Print the report; returns 0 whatever it contains."""
+    print(device_report(measure=not options.quick))
     return 0

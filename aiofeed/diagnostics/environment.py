@@ -1,4 +1,4 @@
-"""Facts about the machine and its packages; nothing is changed, and nothing heavy is imported."""
+"""Reads the versions of packages and the machine's cores, memory and limits. Changes nothing, imports no decoders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiofeed.diagnostics.report import Environment
 from aiofeed.runtime import machine
 from aiofeed.sources.native_files import group_reader
 
-# What can be imported, and the packages that bring it.
+# Modules that decode images, and the packages that install them.
 _DECODERS = {
     "simplejpeg": ("simplejpeg",),
     "cv2": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
@@ -26,7 +26,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def inspect_environment() -> Environment:
-    """What is around torch."""
+    """Read the facts of the running process and its machine."""
     import torch
 
     pillow = _pillow()
@@ -38,13 +38,14 @@ def inspect_environment() -> Environment:
         torch=f"{torch.__version__}, {_built_for()}",
         torch_threads=torch.get_num_threads(),
         pillow=pillow,
-        # Pillow-SIMD's versions are Pillow's with ".post" and a number.
+        # Pillow-SIMD's versions are Pillow's followed by ".post" and a number.
         pillow_simd=pillow is not None and ".post" in pillow,
         pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
         x86=platform.machine().lower() in ("x86_64", "amd64"),
-        decoders=_own_decoder() | {name: _version(packages) for name, packages in _DECODERS.items() if _there(name)},
+        decoders=_native_decoder()
+        | {name: _version(packages) for name, packages in _DECODERS.items() if _importable(name)},
         small_files=group_reader() is not None,
-        uvloop=_version(("uvloop",)) if _there("uvloop") else None,
+        uvloop=_version(("uvloop",)) if _importable("uvloop") else None,
         affinity=machine.affinity(),
         cpu_quota=machine.cpu_quota(),
         cores=machine.cpus(),
@@ -71,7 +72,7 @@ def _built_for() -> str:
 
 
 def _pillow() -> str | None:
-    # The package's own word counts: both distributions may be installed, and the later one serves.
+    # The module's version, not the metadata's: both packages may be installed, and the later one is active.
     try:
         found: str = importlib.import_module("PIL").__version__
     except ImportError:
@@ -79,16 +80,16 @@ def _pillow() -> str | None:
     return found
 
 
-def _own_decoder() -> dict[str, str]:
-    """The library that is built with aiofeed, by the libjpeg-turbo that it goes by."""
+def _native_decoder() -> dict[str, str]:
+    """The native JPEG library with the version of its libjpeg-turbo, if it was built."""
     try:
-        found: Any = importlib.import_module("aiofeed.decoders.native_jpeg").native_decoder()
-    except ImportError:  # no Pillow: images are decoded by nothing of ours
+        decoder: Any = importlib.import_module("aiofeed.decoders.native_jpeg").native_decoder()
+    except ImportError:  # it needs Pillow
         return {}
-    return {} if found is None else {"aiofeed's own over libjpeg-turbo": found.version}
+    return {} if decoder is None else {"native library with libjpeg-turbo": decoder.version}
 
 
-def _there(name: str) -> bool:
+def _importable(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ValueError:  # in sys.modules, without a spec
@@ -110,7 +111,7 @@ def _limit(name: str) -> tuple[int, int] | None:
     try:
         resource: Any = importlib.import_module("resource")
         soft, hard = resource.getrlimit(getattr(resource, name))
-    except (ImportError, AttributeError):  # Windows; a limit that this system does not have
+    except (ImportError, AttributeError):  # Windows; a system without this limit
         return None
     soft, hard = (-1 if limit == resource.RLIM_INFINITY else int(limit) for limit in (soft, hard))
     return soft, hard
@@ -118,10 +119,10 @@ def _limit(name: str) -> tuple[int, int] | None:
 
 def _shm_bytes() -> int | None:
     try:
-        found = os.statvfs(_DEV / "shm")
+        shm = os.statvfs(_DEV / "shm")
     except (AttributeError, OSError):  # Windows; macOS
         return None
-    return found.f_frsize * found.f_blocks
+    return shm.f_frsize * shm.f_blocks
 
 
 def _driver() -> str | None:

@@ -1,4 +1,4 @@
-"""What may be in flight, batches, bytes and reads: whoever wants more waits here."""
+"""Admission control: limits the batches, bytes and reads in flight. The engine's planner waits here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from functools import partial
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.engine.batch import ReorderBuffer
 
-# How fast the estimate forgets a large batch; at 0.95 half of it is gone after fourteen smaller ones.
+# Decay of the memory estimate per batch: at 0.95 half of a large batch's effect is gone after fourteen smaller ones.
 _DECAY = 0.95
 
 
 class Admission:
-    """Room within the limits.
+    """The limits, and what is in use of them. Used on the engine's loop only.
 
     Args:
-        limits: what may be in flight at first.
+        limits: the initial limits.
         batch_size: samples of a full batch.
         budget: bytes in flight.
         buffer: batches in flight.
@@ -29,49 +29,49 @@ class Admission:
         self._budget = budget
         self._buffer = buffer
         self.limits = limits
-        self._most_batches = limits.batches_in_flight(batch_size)
+        self._max_batches = limits.batches_in_flight(batch_size)
         # Samples that are being read.
         self.reading = 0
-        # Whether the plan last waited for reads to end, rather than for room.
-        self.held_by_reads = False
-        # Nothing more is to come: whoever waits is let go.
+        # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
+        self.waited_for_reads = False
+        # Nothing more will be delivered: nobody has to wait.
         self.closed = False
         # Set whenever there may be more room.
         self.room = asyncio.Event()
 
     def change(self, limits: ResolvedLimits) -> None:
-        """From now on these limits count."""
+        """Replace the limits."""
         self.limits = limits
-        self._most_batches = limits.batches_in_flight(self._batch_size)
+        self._max_batches = limits.batches_in_flight(self._batch_size)
         self.room.set()
 
     def has_room(self, samples: int) -> bool:
-        """Whether a batch of so many samples may be begun."""
+        """Whether a batch of ``samples`` may start."""
         if self.closed:
             return True
         buffer = self._buffer
-        if buffer.assembling + buffer.waiting >= self._most_batches:
+        if buffer.assembling + buffer.waiting >= self._max_batches:
             return False
-        # In order, the first batch goes alone until its size is known. Out of order it may be the one that is slow, and
-        # must not hold up the others.
+        # In order, the first batch runs alone until its size is known. Out of order it may be a slow one, which must
+        # not delay the others.
         return self._budget.admits(samples) or not (buffer.in_order or self._budget.known)
 
     def may_read(self, samples: int) -> bool:
-        """Whether so many more may be read at a time; where none are, always.
+        """Whether ``samples`` more may be read now; always if nothing is being read.
 
-        A chunk is cut to the limit as it is then; while it waits the limit may become less than the chunk.
+        The limit may fall below the size of a chunk while the chunk waits.
         """
         return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for room."""
+        """Wait until ``condition()`` is true; checked whenever ``room`` is set."""
         while not condition():
             self.room.clear()
             await self.room.wait()
 
     @asynccontextmanager
     async def read_slot(self) -> AsyncIterator[None]:
-        """One read more, within ``read_concurrency``."""
+        """Wait for, and occupy, one of the ``read_concurrency`` reads."""
         await self.until(partial(self.may_read, 1))
         self.reading += 1
         try:
@@ -82,55 +82,57 @@ class Admission:
 
 
 class MemoryBudget:
-    """Reservations of memory against a limit. Used on the engine's loop only.
+    """Reserves memory for batches, by an estimate of bytes per sample. Used on the engine's loop only.
+
+    A batch's reservation goes through ``reserve``, ``raise_to`` once its encoded size is known, ``correct`` once it is
+    complete, and ``release``.
 
     Args:
-        limit_bytes: most that may be reserved, one batch excepted.
-        bytes_per_sample: first estimate; 0 where nothing is known, and then the first batch goes alone.
+        limit_bytes: most that may be reserved; one batch may always proceed.
+        bytes_per_sample: initial estimate; 0 if unknown, which makes the first batch run alone.
     """
 
     def __init__(self, limit_bytes: int, bytes_per_sample: float = 0.0) -> None:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         self._per_sample = bytes_per_sample
-        self._holders = 0
+        self._batches = 0
 
     @property
     def known(self) -> bool:
         """Whether there is an estimate."""
         return self._per_sample > 0.0
 
-    def estimate(self, samples: int) -> int:
-        """What a batch of ``samples`` will probably take."""
+    def _estimate(self, samples: int) -> int:
         return int(self._per_sample * samples)
 
     def admits(self, samples: int) -> bool:
-        """Whether one more batch fits."""
-        if self._holders == 0:
+        """Whether a batch of ``samples`` fits."""
+        if self._batches == 0:
             return True
         if not self.known:
             return False
-        return self.reserved_bytes + self.estimate(samples) <= self.limit_bytes
+        return self.reserved_bytes + self._estimate(samples) <= self.limit_bytes
 
     def reserve(self, samples: int) -> int:
-        """Take the estimate for a batch; give the returned figure to ``correct`` or ``release``."""
-        taken = self.estimate(samples)
-        self.reserved_bytes += taken
-        self._holders += 1
-        return taken
+        """Reserve the estimate for a batch; returns the reserved bytes."""
+        reserved = self._estimate(samples)
+        self.reserved_bytes += reserved
+        self._batches += 1
+        return reserved
 
-    def correct(self, taken: int, actual: int, samples: int) -> int:
-        """Replace an estimate by what the batch really takes; returns the figure to release later."""
-        self.reserved_bytes += actual - taken
+    def raise_to(self, reserved: int, known: int) -> int:
+        """Raise a reservation to the bytes that a batch is known to take; returns the reserved bytes."""
+        self.reserved_bytes += max(known - reserved, 0)
+        return max(known, reserved)
+
+    def correct(self, reserved: int, actual: int, samples: int) -> int:
+        """Replace a reservation by the bytes that a batch takes; updates the estimate, returns the reserved bytes."""
+        self.reserved_bytes += actual - reserved
         self._per_sample = max(actual / max(samples, 1), self._per_sample * _DECAY)
         return actual
 
-    def at_least(self, taken: int, known: int) -> int:
-        """Raise an estimate to what a batch is known to take by now; returns the figure to ``correct`` later."""
-        self.reserved_bytes += max(known - taken, 0)
-        return max(known, taken)
-
-    def release(self, taken: int) -> None:
-        """Give a batch's bytes back."""
-        self.reserved_bytes -= taken
-        self._holders -= 1
+    def release(self, reserved: int) -> None:
+        """End a reservation."""
+        self.reserved_bytes -= reserved
+        self._batches -= 1

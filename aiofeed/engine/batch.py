@@ -1,4 +1,4 @@
-"""A batch on its way: what the engine's tasks and decode threads know of it."""
+"""A batch in the engine, and the buffer that puts finished batches in order."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Batch:
     """One batch, from its plan to its delivery.
 
     Args:
-        plan: what is in it.
-        counters: of its epoch.
-        failure_counter: of its epoch's failures.
-        reserved: bytes reserved for it.
-        unread: chunks that have not been read; 1 before there are any.
-        unaccounted: chunks the loop has not heard the outcome of.
-        undecoded: chunks that are not decoded; guarded by ``lock``, as ``errors`` is.
-        encoded_bytes: of what was read.
-        lease: its memory, once the first chunk is decoded.
-        builder: where its samples are put.
-        errors: by position, as they came.
-        gate: set when it may be decoded.
+        plan: its samples.
+        counters: statistics of its epoch.
+        failure_counter: failures of its epoch.
+        reserved: bytes reserved for it in the ``MemoryBudget``.
+        unread: chunks that are not read; 1 before the chunks are created.
+        uncounted: chunks whose outcome the event loop has not processed.
+        undecoded: chunks that are not decoded; guarded by ``lock``, like ``errors``.
+        encoded_bytes: size of the encoded samples.
+        lease: its buffer, from the first decoded chunk on.
+        builder: puts its samples together in the buffer.
+        errors: (position, error) of failed samples and chunks, in the order of their occurrence.
+        decode_permit: set when its chunks may be decoded.
         result: the finished batch.
-        kept: positions of the samples that are left; ``None``: all.
-        failures: of samples that were skipped or replaced, in order.
-        error: raised in its turn.
-        complete: whether it may leave.
+        kept: positions of the samples that remain after skipping; ``None``: all.
+        failures: errors of samples that were skipped or replaced, in a fixed order.
+        error: raised to the consumer instead of the batch.
+        complete: whether it may be delivered.
     """
 
     plan: BatchPlan
@@ -49,14 +49,14 @@ class Batch:
     failure_counter: FailureCounter
     reserved: int
     unread: int = 1
-    unaccounted: int = 0
+    uncounted: int = 0
     undecoded: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     encoded_bytes: int = 0
     lease: BufferLease | None = None
     builder: BatchBuilder | None = None
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    decode_permit: asyncio.Event = field(default_factory=asyncio.Event)
     result: Any = None
     kept: Sequence[int] | None = None
     failures: list[SampleError] = field(default_factory=list)
@@ -64,13 +64,13 @@ class Batch:
     complete: bool = False
 
     def count_read(self, read: ReadResult) -> None:
-        """Count what was read; on the loop."""
+        """Add a read to the statistics; on the loop."""
         self.counters.bytes_read += read.nbytes
         self.counters.retries += read.retries
         self.encoded_bytes += read.nbytes
 
     def count(self, outcome: ChunkOutcome) -> None:
-        """Count what came of a job; on the loop."""
+        """Add a decode job to the statistics; on the loop."""
         counters = self.counters
         counters.read_s += outcome.read_s
         counters.bytes_read += outcome.nbytes
@@ -81,12 +81,12 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were read for it, and of its memory."""
+        """Bytes of its encoded samples and of its buffer."""
         return self.encoded_bytes + (self.builder.nbytes if self.builder is not None else 0)
 
 
 class BatchKeys(Sequence[str]):
-    """The names of a batch's samples, asked for only where an error needs them."""
+    """The keys of a batch's samples, computed only if an error message needs them."""
 
     def __init__(self, plan: BatchPlan, fetcher: Fetcher) -> None:
         self._plan = plan
@@ -100,47 +100,49 @@ class BatchKeys(Sequence[str]):
 
 
 class ReorderBuffer:
-    """Batches that were admitted and have not left yet, in order, with the ends of epochs between them.
+    """Batches in the engine in their order, with the ends of epochs between them.
+
+    Grants decode permits, and returns batches in the order of delivery.
 
     Args:
-        in_order: batches leave in order; otherwise whichever of an epoch is complete.
-        prefetch_batches: how many may be decoded, or finished and waiting for the consumer.
+        in_order: deliver batches in order; otherwise each epoch's batches as they finish.
+        prefetch_batches: most batches that are being decoded, or are finished and wait for the consumer.
     """
 
     def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:
         self.in_order = in_order
         self.prefetch_batches = prefetch_batches
-        self.line: deque[Batch | EpochEnds] = deque()
-        # Of the line: how many batches, and how many may be decoded. Then how many have left and are not yet taken.
-        self.assembling = self.opened = self.waiting = 0
+        self.entries: deque[Batch | EpochEnds] = deque()
+        # Number of batches in `entries`, of those with a decode permit, and of those in the queue to the consumer.
+        self.assembling = self.permitted = self.waiting = 0
 
-    def open_gates(self) -> None:
-        """Let batches be decoded, as many as may be finished and waiting.
+    def grant_permits(self) -> None:
+        """Permit decoding for as many batches as may be finished and wait.
 
-        In order: the first of the line. Otherwise those that have been read, of the first epoch alone: one of the
-        next cannot be handed out before that has ended, and would keep its place from those that can.
+        In order: for the first entries. Out of order: for batches that are read, of the first epoch only. A batch of
+        the next epoch cannot be delivered before this epoch ends, and would take a place from one that can.
         """
-        for entry in self.line:
-            if self.opened + self.waiting >= self.prefetch_batches:
+        for entry in self.entries:
+            if self.permitted + self.waiting >= self.prefetch_batches:
                 return
             if isinstance(entry, EpochEnds):
                 if not self.in_order:
                     return
-            elif not entry.gate.is_set() and (self.in_order or entry.unread == 0):
-                entry.gate.set()
-                self.opened += 1
+            elif not entry.decode_permit.is_set() and (self.in_order or entry.unread == 0):
+                entry.decode_permit.set()
+                self.permitted += 1
 
     def pop(self) -> Batch | EpochEnds | None:
-        """Take out what may leave: a complete batch whose turn it is, or the end of an epoch behind its last batch."""
-        if self.line and isinstance(self.line[0], EpochEnds):
-            return self.line.popleft()
-        for entry in self.line:
+        """Remove and return the next entry to deliver: a complete batch, or an epoch's end behind its last batch."""
+        if self.entries and isinstance(self.entries[0], EpochEnds):
+            return self.entries.popleft()
+        for entry in self.entries:
             if isinstance(entry, EpochEnds):
                 return None
             if entry.complete:
-                self.line.remove(entry)
+                self.entries.remove(entry)
                 self.assembling -= 1
-                self.opened -= 1
+                self.permitted -= 1
                 return entry
             if self.in_order:
                 return None

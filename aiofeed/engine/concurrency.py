@@ -1,4 +1,4 @@
-"""How many threads decode and how many samples are read at a time: what was found out is put into force."""
+"""Measures jobs and reads for the tuner, and applies the tuner's choices to the limits and the decode threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
 
 from aiofeed.engine.admission import Admission
 from aiofeed.engine.fetch.fetcher import Fetcher
@@ -20,14 +19,14 @@ log = logging.getLogger("aiofeed.engine")
 
 
 class Concurrency:
-    """Measures of jobs and reads go to a tuner, and its choices to the threads and to the limits.
+    """Controls the number of decode threads and the read concurrency of an engine.
 
     Args:
         admission: has the limits.
-        fetcher: says how many threads are worth using.
+        fetcher: limits the number of useful decode threads.
         executor: the decode threads.
-        tuner: chooses; ``None``: the limits stay.
-        tell: told on the loop, once, where the GIL turns out to be what limits decoding.
+        tuner: chooses both numbers; ``None``: they stay as in the limits.
+        on_gil_limit: called once, on the loop, if the GIL limits decoding.
     """
 
     def __init__(
@@ -37,18 +36,18 @@ class Concurrency:
         fetcher: Fetcher,
         executor: ThreadPool,
         tuner: Tuner | None,
-        tell: Callable[[GilLimit], None] | None,
+        on_gil_limit: Callable[[GilLimit], None] | None,
     ) -> None:
         self._admission = admission
         self._fetcher = fetcher
         self._executor = executor
         self._tuner = tuner
-        self._tell_limit = tell
+        self._on_gil_limit = on_gil_limit
         if tuner is not None:
-            self.follow(tuner)
+            self.apply(tuner)
 
-    def open_lanes(self) -> None:
-        """Let as many threads decode as are worth it, or as the user said."""
+    def resize_executor(self) -> None:
+        """Let as many threads decode as are useful, or as the user specified."""
         max_running = self._admission.limits.decode_threads
         if self._tuner is None or not self._tuner.decoding.given:
             max_running = self._fetcher.max_running(max_running)
@@ -57,54 +56,56 @@ class Concurrency:
         if max_running != self._executor.max_running:
             self._executor.set_max_running(max_running)
 
-    def follow(self, tuner: Tuner) -> None:
-        """Take over what was chosen."""
+    def apply(self, tuner: Tuner) -> None:
+        """Apply the tuner's choices, if they changed."""
         limits = self._admission.limits
-        chosen = tuner.decoding.threads, tuner.reading.concurrency
-        if chosen != (limits.decode_threads, limits.read_concurrency):
-            log.debug("tuned: %d decode threads, %d reads at a time", *chosen)
-            self._admission.change(replace(limits, decode_threads=chosen[0], read_concurrency=chosen[1]))
-            self.open_lanes()
+        threads, reads = tuner.decoding.threads, tuner.reading.concurrency
+        if threads != limits.decode_threads or reads != limits.read_concurrency:
+            log.debug("tuned: %d decode threads, read concurrency %d", threads, reads)
+            self._admission.change(replace(limits, decode_threads=threads, read_concurrency=reads))
+            self.resize_executor()
 
-    def learn(self, tuner: Tuner, job: JobTiming, *, wanted: bool) -> None:
-        """Let a job that was measured count, unless the consumer has enough: then it says nothing."""
-        tuner.decoding.observe(job if wanted else replace(job, threads=0))
-        self.follow(tuner)
-        if (found := tuner.news()) is not None and self._tell_limit is not None:
-            self._tell_limit(found)
+    def observe_job(self, tuner: Tuner, job: JobTiming, *, saturated: bool) -> None:
+        """Pass a decode job's timing to the tuner; not ``saturated``: a finished batch waits for the consumer."""
+        tuner.decoding.observe(job if saturated else replace(job, threads=0))
+        self.apply(tuner)
+        if (limit := tuner.news()) is not None and self._on_gil_limit is not None:
+            self._on_gil_limit(limit)
 
-    def learn_reads(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
-        """Let a chunk's reads count."""
-        starving = self._admission.held_by_reads and self._executor.running < self._executor.max_running
-        now = perf_counter()
+    def observe_read(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
+        """Pass the timing of a chunk's read to the tuner."""
+        starving = self._admission.waited_for_reads and self._executor.running < self._executor.max_running
+        now = time.perf_counter()
         tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
-        self.follow(tuner)
+        self.apply(tuner)
 
 
 class JobTimer:
-    """Begun and read in the job's own thread. It costs some ten microseconds, most of them for the wait for a core.
+    """Times one decode job, from its construction to ``job()``, in the job's thread.
+
+    Costs some ten microseconds, most of them for reading how long the thread waited for a core.
 
     Args:
-        pool: the job's.
+        pool: the job's threads.
     """
 
     __slots__ = ("_cpu", "_pool", "_queued", "_threads", "_wall")
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
-        self._threads = _at_work(pool)
+        self._threads = _busy_threads(pool)
         self._queued = machine.queued_s()
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
-        """What it took until now, for so many samples, of which it read and wrote so many bytes."""
+        """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         queued = machine.queued_s() - self._queued
-        threads = self._threads if self._threads == _at_work(self._pool) else 0
+        threads = self._threads if self._threads == _busy_threads(self._pool) else 0
         return JobTiming(samples, wall, cpu, queued, threads, nbytes)
 
 
-def _at_work(pool: ThreadPool) -> int:
-    """How many threads may be at work, if all of them are; else 0."""
+def _busy_threads(pool: ThreadPool) -> int:
+    """The number of threads that may run jobs, if all of them do; otherwise 0."""
     max_running = pool.max_running
     return max_running if pool.running >= max_running else 0

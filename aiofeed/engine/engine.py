@@ -1,9 +1,19 @@
-"""The engine of one epoch: plan, assemble, deliver. The only place that knows of tasks and of cancellation.
+"""The engine of one iterator: plans batches, reads and decodes their chunks, delivers them.
 
-One coroutine plans. It alone waits for limited resources, in order: room for another batch, bytes, reads. Each chunk
-of a batch is a task of its own: read, wait until the batch is among those that may be decoded, decode. A batch that
-is complete leaves in its turn. Since whoever waits for room waits in order, and room comes back from what stands
-before it, nothing can deadlock.
+A batch passes through these steps, all on the engine's event loop except decoding:
+
+1. ``_plan`` takes the next batch plan. It alone waits for limited resources: for room for a batch, then for reads.
+   Batches acquire resources in order and release them in order, so there is no circular wait.
+2. ``_read_and_decode`` runs as one task per chunk: read, wait for the batch's decode permit, decode in a thread.
+3. The decode job of the last chunk puts the batch together. If samples failed, ``_recover`` skips or replaces them, or
+   sets the batch's error.
+4. ``_deliver`` puts complete batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
+   a ``FeedFailure``, after which nothing is delivered.
+5. ``taken`` ends the batch's memory reservation when the consumer has taken it, and permits the next one.
+
+The end of an epoch is an entry between batches, and becomes an ``EndOfEpoch`` after the epoch's last batch. The next
+epoch's batches are planned meanwhile. ``run`` returns when all plans are delivered, after a failure, or when its task
+is cancelled, which also ends the chunk tasks.
 """
 
 from __future__ import annotations
@@ -21,9 +31,9 @@ from aiofeed.core.failures import FailureCounter
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.statistics import EpochStats
 from aiofeed.engine.admission import Admission, MemoryBudget
-from aiofeed.engine.assembler import AssemblyFactory, DecodeStage
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
+from aiofeed.engine.decode_stage import BuilderFactory, DecodeStage
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
@@ -41,22 +51,22 @@ class Engine:
     """Turns batch plans into finished batches, on the running loop.
 
     Args:
-        steps: what to assemble, in order, and where epochs begin and end.
+        steps: batch plans in order, between the begins and ends of epochs.
         batch_size: samples of a full batch.
         fetcher: reads and decodes chunks.
-        new_builder: makes the place where a batch is put together.
-        wrap: turns a batch of ``ArrayLeaf`` into what is handed over.
-        memory: where its memory comes from.
+        new_builder: creates the builder of a batch in its buffer.
+        wrap: converts a batch of ``HostTensor`` to the form that is delivered.
+        memory: buffers of batches.
         executor: the decode threads.
-        queue: where finished batches go.
-        limits: what may be in flight.
+        queue: receives finished batches.
+        limits: limits on what is in flight.
         budget: bytes in flight.
-        in_order: hand batches out in order; otherwise whichever of an epoch is finished.
-        policy: what becomes of samples that fail.
-        length: of the source; what ``max_failures`` is a part of.
-        tuner: chooses how many threads decode and how many samples are read at a time; ``None``: ``limits`` says.
-        tell: told on the loop, once, where the GIL turns out to be what limits decoding.
-        buffer: whose turn it is, where others decide that.
+        in_order: deliver batches in order; otherwise each epoch's batches as they finish.
+        policy: what happens to samples that fail.
+        length: of the source, for a relative ``max_failures``.
+        tuner: chooses decode threads and read concurrency; ``None``: ``limits`` fixes both.
+        on_gil_limit: called once, on the loop, if the GIL limits decoding.
+        buffer: replaces the engine's reorder buffer.
     """
 
     def __init__(
@@ -65,7 +75,7 @@ class Engine:
         *,
         batch_size: int,
         fetcher: Fetcher,
-        new_builder: AssemblyFactory,
+        new_builder: BuilderFactory,
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
@@ -76,7 +86,7 @@ class Engine:
         policy: FailurePolicy | None = None,
         length: int = 0,
         tuner: Tuner | None = None,
-        tell: Callable[[GilLimit], None] | None = None,
+        on_gil_limit: Callable[[GilLimit], None] | None = None,
         buffer: ReorderBuffer | None = None,
     ) -> None:
         self._steps = steps
@@ -86,13 +96,15 @@ class Engine:
         self._buffer = buffer or ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self._admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self._buffer)
         self._tuner = tuner
-        self._concurrency = Concurrency(self._admission, fetcher=fetcher, executor=executor, tuner=tuner, tell=tell)
+        self._concurrency = Concurrency(
+            self._admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
+        )
         self._policy = policy or FailurePolicy()
         self._length = length
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         self._stop = StopFlag()
-        self._assembler = DecodeStage(
+        self._decode_stage = DecodeStage(
             fetcher=fetcher,
             new_builder=new_builder,
             wrap=wrap,
@@ -103,25 +115,26 @@ class Engine:
             read_slot=self._admission.read_slot,
             tuner=None if tuner is None else tuner.decoding,
         )
+        # When the queue became full, until the next batch is taken.
         self._full_since: float | None = None
         # See ``ReadyBatch``.
         self._note: Callable[[ReadyBatch], bool] | None = None
         self.chunk_size = 0
 
     async def run(self) -> None:
-        """Assemble every plan; ends when all are delivered, one has failed, or the task is cancelled."""
+        """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 with TaskScope():
                     await self._plan()
         except BaseExceptionGroup as errors:
-            # A bug, of ours or in a fetcher: the consumer must hear of it rather than wait.
+            # A bug in the engine or a fetcher: raise it in the consumer, which would wait forever.
             self._deliver_failure(errors.exceptions[0])
-        except Exception as error:  # noqa: BLE001 - a source whose plans or keys fail, say; the consumer must hear of it
+        except Exception as error:  # noqa: BLE001 - a sampler or source failed: raise its error in the consumer
             self._deliver_failure(error)
         finally:
             self._stop.stopped = True
-            self._buffer.line.clear()  # the feeder may keep this engine, and with it the memory of half-made batches
+            self._buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
@@ -129,6 +142,8 @@ class Engine:
         if not self._admission.closed:
             self._admission.closed = True
             self._queue.put(FeedFailure(error, number, failures))
+
+    # --- planning
 
     async def _plan(self) -> None:
         for step in self._steps:
@@ -141,90 +156,93 @@ class Engine:
             self._counters = step.counters
             self._failure_counter = FailureCounter(self._policy, self._length)
         elif isinstance(step, EpochEnds):
-            self._buffer.line.append(step)
+            self._buffer.entries.append(step)
             self._deliver()
         else:
             samples = len(step.indices)
             admission = self._admission
             if not admission.has_room(samples):
-                admission.held_by_reads = False
+                admission.waited_for_reads = False
                 await admission.until(partial(admission.has_room, samples))
             if admission.closed:
                 return
             batch = Batch(step, self._counters, self._failure_counter, self._budget.reserve(samples))
-            self._buffer.line.append(batch)
+            self._buffer.entries.append(batch)
             self._buffer.assembling += 1
-            self._buffer.open_gates()
+            self._buffer.grant_permits()
             await self._start_chunks(batch, samples)
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         admission = self._admission
         size = min(self._fetcher.chunk_size(samples, admission.limits), admission.limits.read_concurrency)
         self.chunk_size = size
-        self._concurrency.open_lanes()
+        self._concurrency.resize_executor()
         starts = range(0, samples, size)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: planned, %d samples in %d chunks", batch.plan.number, samples, len(starts))
-        batch.unread = batch.unaccounted = batch.undecoded = len(starts)
+        batch.unread = batch.uncounted = batch.undecoded = len(starts)
         for start in starts:
             stop = min(start + size, samples)
             if not admission.may_read(stop - start):
-                admission.held_by_reads = True
+                admission.waited_for_reads = True
                 await admission.until(partial(admission.may_read, stop - start))
             admission.reading += stop - start
-            self._group.create_task(self._chunk(batch, start, stop))
+            self._group.create_task(self._read_and_decode(batch, start, stop))
 
-    async def _chunk(self, batch: Batch, start: int, stop: int) -> None:
+    # --- reading and decoding
+
+    async def _read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
         try:
             started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
             try:
                 read = await self._fetcher.read(batch.plan.indices[start:stop])
                 if self._tuner is not None and not read.retries:
                     seconds = time.perf_counter() - started
-                    self._concurrency.learn_reads(self._tuner, seconds, stop - start, read.nbytes, concurrency)
+                    self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
             finally:
                 self._admission.reading -= stop - start
                 self._admission.room.set()
             ended = time.perf_counter()
             batch.counters.read_s += ended - started
             batch.count_read(read)
-            batch.reserved = self._budget.at_least(batch.reserved, batch.encoded_bytes)
+            batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
             batch.unread -= 1
             if not self._buffer.in_order:
-                self._buffer.open_gates()
+                self._buffer.grant_permits()
             if log.isEnabledFor(logging.DEBUG):
                 ms = (ended - started) * 1e3
                 log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
-            # First let the plan hear of the room, start its next chunk, and that begin its reads: three turns of the
-            # loop. Once the decode thread has work, it wants the GIL, and they would wait for it half a millisecond.
+            # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
+            # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
             for _ in range(3 if read.waited else 0):
                 await asyncio.sleep(0)
-            if not batch.gate.is_set():
-                await batch.gate.wait()
-            decoding = self._assembler.decode(batch, start, read.samples)
+            if not batch.decode_permit.is_set():
+                await batch.decode_permit.wait()
+            decoding = self._decode_stage.decode(batch, start, read.samples)
             del read
             self._count(batch, await decoding)
         except asyncio.CancelledError:
-            raise _cancelled(batch) from None
+            raise _cancellation_error(batch) from None
 
     def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        """Count a decoded chunk; after a batch's last chunk, recover from its errors or complete it."""
         batch.count(outcome)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: decoded a chunk in %.1f ms", batch.plan.number, outcome.decode_s * 1e3)
         if outcome.job is not None and self._tuner is not None:
-            self._concurrency.learn(self._tuner, outcome.job, wanted=not self._buffer.waiting)
-        batch.unaccounted -= 1
-        if batch.unaccounted == 0:
+            self._concurrency.observe_job(self._tuner, outcome.job, saturated=not self._buffer.waiting)
+        batch.uncounted -= 1
+        if batch.uncounted == 0:
             if batch.errors and not self._admission.closed:
-                self._group.create_task(self._mend(batch))
+                self._group.create_task(self._recover(batch))
             else:
                 self._complete(batch)
 
-    async def _mend(self, batch: Batch) -> None:
+    async def _recover(self, batch: Batch) -> None:
         try:
-            await self._assembler.mend(batch)
+            await self._decode_stage.recover(batch)
         except asyncio.CancelledError:
-            raise _cancelled(batch) from None
+            raise _cancellation_error(batch) from None
         self._complete(batch)
 
     def _complete(self, batch: Batch) -> None:
@@ -232,26 +250,29 @@ class Engine:
         batch.complete = True
         self._deliver()
 
+    # --- delivery
+
     def _deliver(self) -> None:
-        """Hand over what may leave: the batches whose turn it is, and the ends of epochs behind their last batch."""
+        """Deliver the complete batches that are next, and the ends of epochs after their last batch."""
         while not self._admission.closed and (entry := self._buffer.pop()) is not None:
             if isinstance(entry, EpochEnds):
                 self._queue.put(EndOfEpoch())
-                self._buffer.open_gates()
+                self._buffer.grant_permits()
             else:
-                self._hand_over(entry)
+                self._deliver_batch(entry)
         if self._full_since is None and self._buffer.waiting >= self._buffer.prefetch_batches:
             self._full_since = time.perf_counter()
         self._admission.room.set()
 
-    def _hand_over(self, batch: Batch) -> None:
+    def _deliver_batch(self, batch: Batch) -> None:
         failures = tuple(batch.failures)
         if failures:
             batch.failure_counter.count(failures)
             batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
         if batch.error is not None:
             self._deliver_failure(batch.error, batch.plan.number, failures)
-            batch.error = None  # its traceback may refer to frames that refer to the batch
+            # Break the cycle: the error's traceback may refer to frames that refer to the batch.
+            batch.error = None
             batch.failures = []
             return
         self._buffer.waiting += 1
@@ -274,21 +295,21 @@ class Engine:
         )
 
     def taken(self, item: ReadyBatch) -> None:
-        """A batch has left the queue; called on the loop."""
+        """Release a batch that the consumer has taken from the queue; called on the loop."""
         self._buffer.waiting -= 1
         self._budget.release(item.reserved)
         if self._full_since is not None:
-            # A pause between epochs is nobody's: an epoch is idle no earlier than it was asked for, and no longer than
-            # until the batch left, whenever that is heard of.
+            # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
+            # epochs does not count), until the batch left the queue, which the loop learns later.
             if asked_at := item.counters.asked_at:
                 item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
             self._full_since = None
-        self._buffer.open_gates()
+        self._buffer.grant_permits()
         self._admission.room.set()
 
 
-def _cancelled(batch: Batch) -> BaseException:
-    """What a cancelled task of a batch raises; an error, which is heard of, where that was not the engine's end."""
+def _cancellation_error(batch: Batch) -> BaseException:
+    """``CancelledError`` if the engine ends; otherwise an error, which tells the consumer of a foreign cancellation."""
     if is_cancelled():
         return asyncio.CancelledError()
     return FeedError(f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed")

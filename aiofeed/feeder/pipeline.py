@@ -89,7 +89,7 @@ class StreamingPipeline:
             Engine,
             new_builder=partial(_new_builder, config, self._fetcher),
             tuner=self.tuner,
-            tell=partial(_tell_limit, config),
+            on_gil_limit=partial(_tell_limit, config),
         )
         limits = config.limits
         if self._processes is not None:

@@ -1,7 +1,7 @@
-/* Reads a group of small files in one call, without the GIL.
+/* Reads small files, several in one call, without Python's GIL.
  *
- * The results are those of sources/file_io.py, which also handles every other case (a file that is missing, large, empty,
- * not regular, or that changes while it is read) and reports the errors.
+ * Returns the bytes that sources/file_io.py would return. A file that is missing, large, empty, not a regular file, or
+ * changed during the read is marked as not read: file_io.py reads it and reports what is wrong.
  */
 
 #define _GNU_SOURCE
@@ -16,49 +16,51 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { RELEASE = 1, LEFT = -1 };
+enum { VERSION = 1, NOT_READ = -1 };
 
 #ifdef __APPLE__
-#define MODIFIED(seen) ((seen)->st_mtimespec)
+#define MODIFIED(status) ((status)->st_mtimespec)
 #else
-#define MODIFIED(seen) ((seen)->st_mtim)
+#define MODIFIED(status) ((status)->st_mtim)
 #endif
 
-/* Increase it when the signature of aiofeed_read_group changes. */
-EXPORT int32_t aiofeed_groups_release(void) { return RELEASE; }
+/* Version of the interface; native_files.py expects the same number. */
+EXPORT int32_t aiofeed_files_version(void) { return VERSION; }
 
-static int same(const struct stat *one, const struct stat *other)
+static int is_unchanged(const struct stat *before, const struct stat *after)
 {
-    return one->st_size == other->st_size && MODIFIED(one).tv_sec == MODIFIED(other).tv_sec &&
-           MODIFIED(one).tv_nsec == MODIFIED(other).tv_nsec;
+    return before->st_size == after->st_size && MODIFIED(before).tv_sec == MODIFIED(after).tv_sec &&
+           MODIFIED(before).tv_nsec == MODIFIED(after).tv_nsec;
 }
 
-/* Reads `count` files, whose NUL-terminated names are in `names`, into `out`, one after another. `sizes[i]` is the number
- * of bytes of file `i`, or LEFT. Returns the number of files processed, which is less than `count` if the next file does
- * not fit into `out`. Any file fits into an empty `out`, which has more than `most` bytes. */
-EXPORT int32_t aiofeed_read_group(const char *names, int32_t count, int32_t flags, uint64_t most, uint8_t *out,
-                                  uint64_t room, int64_t *sizes)
+/* Read `count` files of at most `max_bytes` each into `out`, one after the other.
+ *
+ * `names` holds their paths, each ended by a NUL. Sets `sizes[i]` to the bytes of file `i`, or to NOT_READ. Returns the
+ * number of files processed, which is less than `count` if `out` is full. `capacity` must exceed `max_bytes`, so that
+ * any file fits into an empty `out`. */
+EXPORT int32_t aiofeed_read_group(const char *names, int32_t count, int32_t flags, uint64_t max_bytes, uint8_t *out,
+                                  uint64_t capacity, int64_t *sizes)
 {
     for (int32_t at = 0; at < count; at++, names += strlen(names) + 1) {
         struct stat before, after;
         int file = open(names, flags);
 
-        sizes[at] = LEFT;
+        sizes[at] = NOT_READ;
         if (file < 0)
             continue;
         if (fstat(file, &before) == 0 && S_ISREG(before.st_mode) && before.st_size > 0 &&
-            (uint64_t)before.st_size <= most) {
-            /* One more byte detects a file that has grown. */
+            (uint64_t)before.st_size <= max_bytes) {
+            /* Ask for one byte more, to notice a file that has grown. */
             uint64_t wanted = (uint64_t)before.st_size + 1;
 
-            if (wanted > room) {
+            if (wanted > capacity) {
                 close(file);
                 return at;
             }
-            if (read(file, out, wanted) == before.st_size && fstat(file, &after) == 0 && same(&before, &after)) {
+            if (read(file, out, wanted) == before.st_size && fstat(file, &after) == 0 && is_unchanged(&before, &after)) {
                 sizes[at] = before.st_size;
                 out += before.st_size;
-                room -= (uint64_t)before.st_size;
+                capacity -= (uint64_t)before.st_size;
             }
         }
         close(file);

@@ -19,7 +19,7 @@ import numpy as np
 _log = logging.getLogger("aiofeed.sources")
 
 LIBRARY = Path(__file__).with_name("_native_files.so")
-_RELEASE = 1
+_VERSION = 1
 
 # The largest file that is read: its bytes are copied once more, which for larger files takes longer than the GIL does.
 SMALL = 32 * 1024
@@ -38,8 +38,8 @@ class GroupReader:
 
     def __init__(self, path: Path = LIBRARY) -> None:
         library = ctypes.CDLL(str(path))
-        if library.aiofeed_groups_release() != _RELEASE:
-            raise OSError("it was built for another release of aiofeed; reinstall aiofeed")
+        if library.aiofeed_files_version() != _VERSION:
+            raise OSError("it was built for another release of aiofeed; install aiofeed again")
         self._read = library.aiofeed_read_group
         self._read.argtypes = [
             ctypes.c_char_p,

@@ -1,4 +1,4 @@
-"""Stand-ins and checkers, for aiofeed's own tests and for yours. Imports torch."""
+"""A simulated device and checks of copiers and feeders, for tests of aiofeed and of programs that use it."""
 
 from aiofeed.testing.copier_check import WrongBytesError, check_copier
 from aiofeed.testing.feeder_check import check_feeder

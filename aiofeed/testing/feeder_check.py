@@ -1,8 +1,9 @@
-"""Does every batch of a feeder arrive, whatever streams the training uses? For simulated devices and for real ones."""
+"""Checks that a feeder delivers every batch, whatever streams the training uses; for simulated and real devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend, Stream
 
 _ROW = 96  # bytes of a sample
-_SWITCH = 7  # the consumer changes its streams every so many batches
-_PHASE = 64  # batches for which the copies are slow, then the consumer: each mistake shows in one of the two
+_SWITCH = 7  # batches after which the consumer changes its streams
+_PHASE = 64  # batches with slow copies, then with a slow consumer: each mistake shows in one of the two
 
 
 class Checked:
-    """A source whose bytes say where they belong: sample i, byte j."""
+    """A source whose bytes depend on sample and position."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -33,7 +34,7 @@ class Checked:
         return self._length
 
     def key(self, index: int) -> str:
-        """A number."""
+        """The sample's number."""
         return str(index)
 
     def row(self, index: int) -> NDArray[np.uint8]:
@@ -41,11 +42,11 @@ class Checked:
         return ((np.arange(_ROW) * 31 + index * 7919 + (index >> 5) * 104729) % 251).astype(np.uint8)
 
     async def read(self, index: int) -> bytes:
-        """The bytes of a sample."""
+        """The bytes of a sample, encoded."""
         return self.row(index).tobytes()
 
     def target(self, index: int) -> int:
-        """The sample's own number."""
+        """The sample's number."""
         return index
 
 
@@ -58,28 +59,28 @@ def check_feeder(
     batch_size: int = 6,
     **options: Any,
 ) -> Feeder[Any]:
-    """Feed checksummed batches through a feeder, and compare what the consumer's streams saw.
+    """Feed batches with checksums through a feeder, and compare the checksums that the consumer computes.
 
-    The consumer works on one stream after the other, behind slow kernels, drops each batch at once (with
-    ``static_batches=True`` they are used again under it) and never synchronises before the end.
+    The consumer works on its streams in rotation, behind slow kernels, drops each batch at once (with
+    ``static_batches=True`` the feeder reuses its memory) and synchronises only at the end.
 
     Args:
-        device: as ``Feeder`` takes it, a list too.
-        streams: those of the consumer, of one device; default: its current one. The current one should be the first.
+        device: device or list of devices, as for ``Feeder``.
+        streams: returns the consumer's streams of a device, the current one first; default: the current one only.
         slow: queues a slow kernel on the current stream of a device.
-        batches: how many; two epochs have half of them each.
-        batch_size: samples, over all devices.
-        options: others of ``Feeder``.
+        batches: number of batches, in two epochs.
+        batch_size: samples per batch, over all devices.
+        options: other arguments of ``Feeder``.
 
     Returns:
-        The feeder, closed.
+        The closed feeder.
 
     Raises:
         WrongBytesError: a checksum differs.
     """
-    found = resolve_devices(device)
+    resolved = resolve_devices(device)
     backends: list[DeviceBackend]
-    backends = list(found.backends) if isinstance(found, DeviceGroup) else [found or CpuBackend()]
+    backends = list(resolved.backends) if isinstance(resolved, DeviceGroup) else [resolved or CpuBackend()]
     consumers = [
         _FeedConsumer(backend, streams(backend) if streams else [backend.current_stream()], slow, batches)
         for backend in backends
@@ -97,19 +98,19 @@ def check_feeder(
         **options,
     )
     with feeder:
-        number = _train(feeder, consumers, several=isinstance(found, DeviceGroup))
+        number = _train(feeder, consumers, several=isinstance(resolved, DeviceGroup))
     _compare(source, consumers, number)
     return feeder
 
 
 def _train(feeder: Feeder[Any], consumers: Sequence[_FeedConsumer], *, several: bool) -> int:
-    """Two epochs; how many batches they had. With ``several`` devices a batch has a part for each."""
+    """Consume two epochs; returns the number of batches. With ``several`` devices a batch has a part for each."""
     number = 0
     for _ in feeder.epochs(2):
         iterator = iter(feeder)
         while True:
-            # The next batch is asked for on the stream on which it is used.
-            with _streams(consumers, number):
+            # The next batch is requested on the streams on which it is used.
+            with _current_streams(consumers, number):
                 batch = next(iterator, None)
                 if batch is None:
                     break
@@ -120,23 +121,17 @@ def _train(feeder: Feeder[Any], consumers: Sequence[_FeedConsumer], *, several: 
     return number
 
 
-class _streams:  # noqa: N801 - used as a function
-    """Every consumer's stream of the moment, as the current one of its device."""
-
-    def __init__(self, consumers: Sequence[_FeedConsumer], number: int) -> None:
-        self._contexts = [consumer.backend.use_stream(consumer.stream(number)) for consumer in consumers]
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exception)
+@contextmanager
+def _current_streams(consumers: Sequence[_FeedConsumer], number: int) -> Iterator[None]:
+    """Make each consumer's stream for batch ``number`` the current one of its device."""
+    with ExitStack() as stack:
+        for consumer in consumers:
+            stack.enter_context(consumer.backend.use_stream(consumer.stream(number)))
+        yield
 
 
 class _Transform:
-    """Work on the side stream: slow in every other phase."""
+    """A transform that runs on the side stream, and is slow in every other phase."""
 
     def __init__(self, slow: Callable[[DeviceBackend], object], backends: Sequence[DeviceBackend]) -> None:
         self.slow = slow
@@ -152,7 +147,7 @@ class _Transform:
 
 
 class _FeedConsumer:
-    """The training of one device: launches work on a part, and keeps nothing of it."""
+    """The training on one device: launches work on its part of a batch, and does not keep it."""
 
     def __init__(
         self,
@@ -175,34 +170,36 @@ class _FeedConsumer:
         if number // _PHASE % 2:
             self.slow(self.backend)
         row = self.sums[number]
-        # Weighted by the row's own number too: rows that changed places count as wrong.
+        # Weighted by the row's label too, so that swapped rows change the checksum.
         weights = self.weights * (part["labels"] % 8 + 1).unsqueeze(1)
         row[0].copy_((part["rows"].to(torch.int64) * weights).sum())
         row[1].copy_(part["labels"].sum())
 
-    def seen(self) -> NDArray[np.int64]:
+    def received(self) -> NDArray[np.int64]:
+        """Wait for all streams; returns the checksums of all batches."""
         for stream in self.streams:
             self.backend.record(stream).synchronize()
-        found: NDArray[np.int64] = self.sums.cpu().numpy()
-        return found
+        sums: NDArray[np.int64] = self.sums.cpu().numpy()
+        return sums
 
 
 def _compare(source: Checked, consumers: Sequence[_FeedConsumer], batches: int) -> None:
-    seen = sum(consumer.seen() for consumer in consumers)
-    assert isinstance(seen, np.ndarray)
+    """Raise ``WrongBytesError`` if the consumers' checksums differ from those of the source's rows."""
+    received = sum(consumer.received() for consumer in consumers)
+    assert isinstance(received, np.ndarray)
     size = len(source) // (batches // 2)
     weights = np.arange(1, _ROW + 1, dtype=np.int64)
-    own = [
+    checksums = [
         int(((source.row(index).astype(np.int64) * 2 + 1) * weights).sum()) * (index % 8 + 1)
         for index in range(len(source))
     ]
     wrong = []
     for epoch in range(2):
         order = torch.randperm(len(source), generator=torch.Generator().manual_seed(epoch)).tolist()
-        for at in range(batches // 2):
-            indices = order[at * size : (at + 1) * size]
-            number = epoch * (batches // 2) + at
-            if seen[number].tolist() != [sum(own[index] for index in indices), sum(indices)]:
+        for position in range(batches // 2):
+            indices = order[position * size : (position + 1) * size]
+            number = epoch * (batches // 2) + position
+            if received[number].tolist() != [sum(checksums[index] for index in indices), sum(indices)]:
                 wrong.append(number)
     if wrong:
         raise WrongBytesError(wrong, batches)

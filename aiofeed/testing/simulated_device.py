@@ -1,4 +1,4 @@
-"""A device that does everything as late, as early or as erratically as a real one may, on the CPU."""
+"""A device on the CPU that runs its operations as late, as early or as irregularly as a real device may."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class SimulatedDevice:
-    """A device backend on the CPU whose wrong use shows as wrong data: hand it to ``device=``.
+    """A device backend on the CPU whose wrong use gives wrong data. Pass it as ``device=``.
 
-    Copies and operations are queued, and run only when something waits for them or the simulation lets them. A copy
-    reads the host's memory when it runs, and reads poison if the tensor it was given is gone by then. Device memory
-    comes from a caching allocator as CUDA's: a tensor's memory serves its stream's next allocation as soon as the
-    last tensor that shares it is dropped, unless ``hold`` named streams with work outstanding; what is freed is
-    poisoned (bytes of 0xDB). An error in an operation is raised where the operation is waited for.
+    Copies and operations are queued. They run when something waits for them, or when the simulation decides. A copy
+    reads host memory when it runs, and reads poison if its source tensor is gone by then. Device memory comes from a
+    caching allocator like CUDA's: once the last tensor that shares a block is dropped, the block is reused for the next
+    allocation on its stream, unless ``record_stream`` named streams with outstanding work. Freed memory is overwritten
+    with poison (bytes of 0xDB). The error of an operation is raised by the call that waits for it.
 
-    Safe to use from several threads; repeatable for a seed where there is one.
+    Safe to use from several threads; deterministic for a seed in one thread.
 
     Args:
-        seed: of what runs when.
-        latency: "random"; "late": nothing runs before it is waited for; "early": copies run at once and the streams
-            of the consumer lag behind. Missing waits show when copies are late, memory freed too soon when they are
-            early, and everything at random.
-        memory_bytes: capacity; beyond it ``torch.OutOfMemoryError``.
+        seed: seeds the random order of operations.
+        latency: "random"; "late": operations run only when something waits for them; "early": copies run at once and
+            the consumer's streams lag behind. Late copies reveal missing waits, early copies reveal memory that is
+            freed too soon, and random order reveals both.
+        memory_bytes: capacity; an allocation beyond it raises ``torch.OutOfMemoryError``.
         pin_fails: ``pin`` raises.
-        copy_fails_at: the copy that fails, counted from 1.
-        index: how it is named: "simulated:0".
+        copy_fails_at: number of the copy that fails, from 1.
+        index: index in the name, "simulated:0".
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class SimulatedDevice:
         self.threads: set[int] = set()
         """Identifiers of the threads that called ``enter_thread``."""
 
-    # What DeviceBackend asks for
+    # --- methods of DeviceBackend
 
     def enter_thread(self) -> None:
-        """Note the calling thread."""
+        """Add the calling thread to ``threads``."""
         self.threads.add(threading.get_ident())
 
     def side_stream(self) -> SimulatedStream:
-        """The stream of copies, always the same."""
+        """The stream for copies, always the same."""
         with self._schedule.lock:
             if self._schedule.side is None:
                 self._schedule.side = self.new_stream("side")
@@ -85,15 +85,15 @@ class SimulatedDevice:
     @contextmanager
     def use_stream(self, stream: SimulatedStream, /) -> Iterator[None]:
         """Make a stream current in the calling thread."""
-        before = self.current_stream()
+        previous = self.current_stream()
         self._local.stream = stream
         try:
             yield
         finally:
-            self._local.stream = before
+            self._local.stream = previous
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """Queue a copy; the tensor must be kept, and its memory unchanged, until the copy has run."""
+        """Queue a copy to the device; the caller keeps the tensor, and its memory unchanged, until the copy has run."""
         if isinstance(tensor, SimulatedTensor):
             if tensor.simulated is not self:
                 raise RuntimeError("this tensor is on another simulated device")
@@ -103,28 +103,28 @@ class SimulatedDevice:
             if self.copies == self._copy_fails_at:
                 raise RuntimeError(f"simulated device error at copy {self.copies}")
             like = torch.empty_like(tensor, device="meta", requires_grad=False)
-            made = self.empty(like.size(), like.stride(), like.dtype)
-            self.enqueue(_copy(weakref.ref(tensor), made.raw, made.handle.block.poison))
-        return made
+            target = self.empty(like.size(), like.stride(), like.dtype)
+            self.enqueue(_copy(weakref.ref(tensor), target.raw, target.handle.block.poison))
+        return target
 
     def record(self, stream: SimulatedStream, /) -> SimulatedEvent:
-        """An event after everything queued on a stream so far."""
-        with self._turn():
-            return self._schedule.mark(stream)
+        """An event after everything that is queued on a stream."""
+        with self._host_call():
+            return self._schedule.record(stream)
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent, /) -> None:
-        """Let later work on a stream wait for an event."""
-        with self._turn():
+        """Make later work on a stream wait for an event."""
+        with self._host_call():
             self._schedule.push(stream, Queued(None, after=event))
 
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream, /) -> None:
-        """Keep the memory, once it is dropped, until the work queued on a stream by then has run."""
+        """Once the tensor is dropped, reuse its memory only after the work then queued on ``stream`` has run."""
         if isinstance(tensor, SimulatedTensor) and tensor.simulated is self:
             with self._schedule.lock:
-                tensor.handle.block.held.add(stream)
+                tensor.handle.block.recorded.add(stream)
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Memory that counts as page-locked while anything refers to it."""
+        """Memory that counts as page-locked as long as it exists."""
         if self._pin_fails:
             raise RuntimeError(f"simulated device error: {nbytes} bytes cannot be pinned")
         memory = np.full(nbytes, POISON, np.uint8)
@@ -134,7 +134,7 @@ class SimulatedDevice:
         return memory
 
     def register(self, memory: NDArray[np.uint8], /) -> None:
-        """Count memory that is there already as page-locked."""
+        """Count existing memory as page-locked."""
         if self._pin_fails:
             raise RuntimeError(f"simulated device error: {memory.nbytes} bytes cannot be registered")
         self._pinned[memory.ctypes.data] = memory.nbytes
@@ -144,78 +144,78 @@ class SimulatedDevice:
         del self._pinned[memory.ctypes.data]
 
     def is_pinned(self, tensor: torch.Tensor, /) -> bool:
-        """Whether the tensor lies in memory from ``pin``."""
+        """Whether the tensor is in page-locked memory."""
         address = tensor.data_ptr()
         return any(start <= address < start + nbytes for start, nbytes in self._pinned.copy().items())
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes that can still be had, and the capacity; ``None`` without one."""
-        with self._turn():
+        """Free bytes and capacity; ``None`` without a capacity."""
+        with self._host_call():
             limit = self._memory.limit_bytes
             return None if limit is None else (limit - self._memory.allocated_bytes, limit)
 
-    # What tests use
+    # --- methods for tests
 
     def new_stream(self, name: str | None = None) -> SimulatedStream:
-        """Another stream, for work of the consumer."""
+        """A new stream for the consumer's work."""
         with self._schedule.lock:
             streams = self._schedule.streams
             streams.append(SimulatedStream(name or f"stream {len(streams)}"))
             return streams[-1]
 
     def launch(self, function: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """Queue ``function(*plain tensors over the same memory)`` on the current stream; keeps no memory from reuse."""
+        """Queue ``function(*plain_tensors)``, over the same memory, on the current stream; does not keep the memory."""
         raw = [tensor.raw if isinstance(tensor, SimulatedTensor) else tensor for tensor in tensors]
         self.enqueue(lambda: function(*raw))
 
     def sleep(self, turns: int = 20) -> None:
-        """Queue a slow kernel on the current stream: the simulation comes by so many times before it lets it end."""
-        with self._turn():
-            self._schedule.push(self.current_stream(), Queued(None, turns=turns))
+        """Queue a slow kernel on the current stream: the simulation skips it ``turns`` times before it ends."""
+        with self._host_call():
+            self._schedule.push(self.current_stream(), Queued(None, delay=turns))
 
     def synchronize(self) -> None:
         """Run everything that is queued."""
-        with self._turn():
+        with self._host_call():
             for stream in self._schedule.streams:
-                self._schedule.force(self._schedule.mark(stream))
+                self._schedule.run_until(self._schedule.record(stream))
 
     @property
     def streams_made(self) -> int:
-        """Streams made so far, the default one not counted."""
+        """Number of streams, without the default one."""
         return len(self._schedule.streams) - 1
 
     @property
     def allocated_bytes(self) -> int:
-        """Device memory of tensors that are alive."""
-        with self._turn():
+        """Device memory of existing tensors."""
+        with self._host_call():
             return self._memory.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Device memory in use or kept for reuse."""
+        """Device memory in use or cached for reuse."""
         return self._memory.reserved_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked memory that is alive."""
+        """Page-locked memory that exists."""
         return sum(self._pinned.copy().values())
 
     @property
     def queued(self) -> int:
-        """Operations that have not run yet."""
+        """Number of operations that have not run yet."""
         with self._schedule.lock:
             return sum(len(stream.queue) for stream in self._schedule.streams)
 
-    # What simulated tensors use
+    # --- methods for simulated tensors
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> SimulatedTensor:
         """A tensor allocated on the current stream."""
         if any(step == 0 and length > 1 for length, step in zip(size, stride, strict=True)):
             stride = torch.empty(size, device="meta").stride()
         extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        # It is written when its work runs, wherever that may be.
+        # No inference tensor: queued work may write to it outside of inference mode.
         with torch.inference_mode(False):
-            with self._turn():
+            with self._host_call():
                 handle = self._memory.allocate(extent * dtype.itemsize, self.current_stream())
             raw = torch.empty(0, dtype=dtype, device="cpu")
             raw.set_(handle.block.bytes.untyped_storage(), 0, tuple(size), tuple(stride))
@@ -223,18 +223,18 @@ class SimulatedDevice:
 
     def enqueue(self, function: Callable[[], object]) -> None:
         """Queue work on the current stream."""
-        with self._turn():
+        with self._host_call():
             self._schedule.append(self.current_stream(), function)
 
     def synchronize_current(self) -> None:
-        """Run what the calling thread's current stream has queued, and what that waits for."""
-        with self._turn():
-            self._schedule.force(self._schedule.mark(self.current_stream()))
+        """Run the work queued on the calling thread's current stream, and the work that it waits for."""
+        with self._host_call():
+            self._schedule.run_until(self._schedule.record(self.current_stream()))
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        # What was dropped is taken back before anything new is queued, so that "at that time" means what it says.
-        with self._schedule.turn():
+    def _host_call(self) -> Iterator[None]:
+        # Dropped blocks are collected first: record_stream delays their reuse by the work queued up to the drop.
+        with self._schedule.host_call():
             self._memory.collect()
             yield
 

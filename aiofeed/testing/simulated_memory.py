@@ -1,4 +1,4 @@
-"""The memory of a simulated device: a caching allocator that behaves as CUDA's, and poisons what is freed."""
+"""The memory of a simulated device: a caching allocator like CUDA's that overwrites freed memory with poison."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from aiofeed.testing.simulated_streams import SimulatedEvent, SimulatedStream, StreamSchedule
 
 POISON = 0xDB
-"""What fresh and freed memory reads as, byte by byte."""
+"""Every byte of fresh and freed memory."""
 
-_GRAIN = 512  # bytes; CUDA's allocator rounds to this, so that blocks of about the same size serve each other
+_ROUNDING_BYTES = 512  # as CUDA's allocator, so that blocks of about the same size can replace each other
 
 
 class MemoryBlock:
-    """A piece of device memory. Belongs to the stream on which it was first allocated."""
+    """A block of device memory. It belongs to the stream on which it was first allocated."""
 
-    __slots__ = ("bytes", "held", "stream", "users")
+    __slots__ = ("bytes", "recorded", "stream", "users")
 
     def __init__(self, nbytes: int, stream: SimulatedStream) -> None:
         self.stream = stream
         self.bytes = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
-        self.held: set[SimulatedStream] = set()
-        self.users = 0
+        self.recorded: set[SimulatedStream] = set()  # by record_stream
+        self.users = 0  # recorded streams that have not finished with the block
 
     def poison(self) -> None:
         """Overwrite the contents."""
@@ -31,25 +31,25 @@ class MemoryBlock:
 
 
 class BlockHandle:
-    """One allocation: the tensors that share it hold it, and it reports when the last of them is gone."""
+    """One allocation. All tensors that share it refer to it; when the last one dies, it returns its block."""
 
-    __slots__ = ("_dropped", "block")
+    __slots__ = ("_returned", "block")
 
-    def __init__(self, block: MemoryBlock, dropped: deque[MemoryBlock]) -> None:
+    def __init__(self, block: MemoryBlock, returned: deque[MemoryBlock]) -> None:
         self.block = block
-        self._dropped = dropped
+        self._returned = returned
 
     def __del__(self) -> None:
-        # Any thread, any time: the allocator looks at it before the next thing happens on the device.
-        self._dropped.append(self.block)
+        # Runs in any thread at any time. The allocator collects the block before the next call of the host.
+        self._returned.append(self.block)
 
 
 class Allocator:
-    """Blocks by stream and size; freed ones go first, the latest before the others.
+    """Allocates blocks by stream and size; reuses the block that was freed last.
 
     Args:
         limit_bytes: capacity of the device; ``None`` for no limit.
-        schedule: where poisoning is queued, and what knows how far the streams are.
+        schedule: the streams, on which poisoning is queued.
     """
 
     def __init__(self, limit_bytes: int | None, schedule: StreamSchedule) -> None:
@@ -57,59 +57,59 @@ class Allocator:
         self._schedule = schedule
         self._free: dict[tuple[SimulatedStream, int], list[MemoryBlock]] = {}
         self._waiting: dict[SimulatedStream, deque[tuple[SimulatedEvent, MemoryBlock]]] = {}
-        self._dropped: deque[MemoryBlock] = deque()
+        self._returned: deque[MemoryBlock] = deque()
         self.allocated_bytes = 0
         self.reserved_bytes = 0
 
     def allocate(self, nbytes: int, stream: SimulatedStream) -> BlockHandle:
-        """Memory for work on ``stream``; its contents are poison, or what the last owner left."""
-        nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
+        """Memory for work on ``stream``; it contains poison, or the previous owner's data."""
+        nbytes = max(1, -(-nbytes // _ROUNDING_BYTES)) * _ROUNDING_BYTES
         self.collect()
-        block = self._take(nbytes, stream) or self._reserve(nbytes, stream)
+        block = self._reuse(nbytes, stream) or self._reserve(nbytes, stream)
         self.allocated_bytes += nbytes
-        return BlockHandle(block, self._dropped)
+        return BlockHandle(block, self._returned)
 
     def collect(self) -> None:
-        """Take back what was dropped, and what other streams have finished with."""
-        while self._dropped:
-            block = self._dropped.popleft()
+        """Free the blocks that were returned, once the streams recorded for them have finished."""
+        while self._returned:
+            block = self._returned.popleft()
             self.allocated_bytes -= len(block.bytes)
-            others, block.held = block.held - {block.stream}, set()
+            others, block.recorded = block.recorded - {block.stream}, set()
             block.users = len(others)
             for stream in others:
-                self._waiting.setdefault(stream, deque()).append((self._schedule.mark(stream), block))
+                self._waiting.setdefault(stream, deque()).append((self._schedule.record(stream), block))
             if not others:
-                self._give_back(block)
+                self._free_block(block)
         for waiting in self._waiting.values():
             while waiting and waiting[0][0].done:
                 block = waiting.popleft()[1]
                 block.users -= 1
                 if block.users == 0:
-                    self._give_back(block)
+                    self._free_block(block)
 
-    def _give_back(self, block: MemoryBlock) -> None:
-        # Work that the owning stream still has in its queue may use the memory, so the poison queues behind it.
+    def _free_block(self, block: MemoryBlock) -> None:
+        # Work queued on the owning stream may still use the memory, so it is poisoned after that.
         self._schedule.append(block.stream, block.poison)
         self._free.setdefault((block.stream, len(block.bytes)), []).append(block)
 
-    def _take(self, nbytes: int, stream: SimulatedStream) -> MemoryBlock | None:
+    def _reuse(self, nbytes: int, stream: SimulatedStream) -> MemoryBlock | None:
         blocks = self._free.get((stream, nbytes))
         return blocks.pop() if blocks else None
 
     def _reserve(self, nbytes: int, stream: SimulatedStream) -> MemoryBlock:
         if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
-            # As CUDA does: wait for what other streams hold, then return the cache to the system.
+            # As CUDA does: wait for the recorded streams, then return the cached blocks to the system.
             for waiting in self._waiting.values():
-                for mark, _ in waiting:
-                    self._schedule.force(mark)
+                for event, _ in waiting:
+                    self._schedule.run_until(event)
             self.collect()
-            if block := self._take(nbytes, stream):
+            if block := self._reuse(nbytes, stream):
                 return block
             self.reserved_bytes -= sum(size * len(blocks) for (_, size), blocks in self._free.items())
             self._free.clear()
             if self.reserved_bytes + nbytes > self.limit_bytes:
                 raise torch.OutOfMemoryError(
-                    f"simulated device out of memory: {nbytes} bytes asked for, {self.allocated_bytes} of "
+                    f"simulated device out of memory: {nbytes} bytes requested, {self.allocated_bytes} of "
                     f"{self.limit_bytes} in use"
                 )
         self.reserved_bytes += nbytes

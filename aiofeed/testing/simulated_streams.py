@@ -1,4 +1,4 @@
-"""What runs when on a simulated device."""
+"""The streams of a simulated device, and the schedule that decides when their operations run."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ import torch
 
 Latency: TypeAlias = Literal["random", "late", "early"]
 
-_QUEUE_DEPTH = 1024  # operations a stream takes before its host has to wait, as CUDA's does
+_QUEUE_DEPTH = 1024  # operations that a stream holds before the host has to wait, as with CUDA
 
-_MOST_DOUBLINGS = 8  # of what runs while the host looks at an event again and again
+_MAX_DOUBLINGS = 8  # of the operations that run when the host queries an event again
 
-# How long, at most, the same streams are stalled while the others get on. Long enough for batches to pile up.
-_WEATHER_TURNS = 400
+# A random choice of streams runs while the others stall, for at most this many host calls: long enough for batches to
+# pile up.
+_MAX_STALL_CALLS = 400
 
 
 class SimulatedEvent:
-    """A mark in a stream of a ``SimulatedDevice``."""
+    """An event in a stream of a ``SimulatedDevice``."""
 
     def __init__(self, schedule: StreamSchedule, stream: SimulatedStream) -> None:
         self._schedule = schedule
         self.stream = stream
         self.done = False
-        self.asked = 0
+        self.queries = 0
 
     def query(self) -> bool:
-        """Whether it is complete. Each call lets a little of what it waits for run, now and then nothing.
+        """Whether the event is complete. Each call runs a few operations before it, sometimes none.
 
-        Who asks again has let time pass: from one call to the next it is twice as much.
+        A repeated call means that time has passed: it runs up to twice as many operations as the one before.
         """
         return self._schedule.query(self)
 
     def synchronize(self) -> None:
-        """Run what it waits for."""
+        """Run all operations before the event."""
         self._schedule.synchronize(self)
 
     def complete(self) -> None:
-        """The stream has come here."""
+        """Mark the event as complete."""
         self.done = True
 
 
@@ -58,21 +59,27 @@ class SimulatedStream:
 
 
 class Queued:
-    """One operation: what to run, after which event, and how many turns it lets pass first."""
+    """One operation of a stream.
 
-    __slots__ = ("after", "run", "turns")
+    Args:
+        run: the work; ``None`` for an operation that only waits.
+        after: an event that must be complete first.
+        delay: number of times that the schedule skips the operation before it runs.
+    """
 
-    def __init__(self, run: Callable[[], object] | None, after: SimulatedEvent | None = None, turns: int = 0) -> None:
+    __slots__ = ("after", "delay", "run")
+
+    def __init__(self, run: Callable[[], object] | None, after: SimulatedEvent | None = None, delay: int = 0) -> None:
         self.run = run
         self.after = after
-        self.turns = turns
+        self.delay = delay
 
 
 class StreamSchedule:
-    """The streams of a device, and who gets on with its work while the host does something.
+    """The streams of a device; runs some of their operations at each call of the host.
 
     Args:
-        seed: of what runs when.
+        seed: seeds the random order.
         latency: see ``SimulatedDevice``.
     """
 
@@ -86,17 +93,17 @@ class StreamSchedule:
         self._latency = latency
         self._random = random.Random(seed)
         self._running = False
-        self._awake: list[SimulatedStream] = []
-        self._until_weather = 0
+        self._active: list[SimulatedStream] = []
+        self._calls_left = 0
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The lock, for one thing that the host does; the device gets on a little afterwards."""
+    def host_call(self) -> Iterator[None]:
+        """Hold the lock during one call of the host; afterwards some queued operations run."""
         with self.lock:
             if self._running:
                 raise RuntimeError("a kernel of the simulated device used the device")
             yield
-            self._meanwhile(None)
+            self._run_others(None)
 
     def append(self, stream: SimulatedStream, run: Callable[[], object]) -> None:
         """Queue work."""
@@ -108,68 +115,70 @@ class StreamSchedule:
         if len(stream.queue) > _QUEUE_DEPTH:
             self._advance(stream)
 
-    def mark(self, stream: SimulatedStream) -> SimulatedEvent:
-        """An event after everything queued on a stream so far."""
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        """An event after everything that is queued on a stream."""
         event = SimulatedEvent(self, stream)
         self.append(stream, event.complete)
         return event
 
     def query(self, event: SimulatedEvent) -> bool:
-        """Whether an event is complete, after a few operations of those it waits for, or none."""
-        with self.turn():
-            for _ in range(self._random.randrange(4) << min(event.asked, _MOST_DOUBLINGS)):
+        """Whether an event is complete, after running a few of the operations before it, or none."""
+        with self.host_call():
+            for _ in range(self._random.randrange(4) << min(event.queries, _MAX_DOUBLINGS)):
                 if not event.done:
                     self._advance(event.stream)
-            event.asked += 1
+            event.queries += 1
             return event.done
 
     def synchronize(self, event: SimulatedEvent) -> None:
-        """Run what an event waits for."""
-        with self.turn():
-            self.force(event)
+        """Run all operations before an event, as one call of the host."""
+        with self.host_call():
+            self.run_until(event)
 
-    def force(self, event: SimulatedEvent) -> None:
-        """Run what an event waits for; the other streams get on as they please."""
+    def run_until(self, event: SimulatedEvent) -> None:
+        """Run all operations before an event; the other streams run some of theirs meanwhile."""
         while not event.done:
-            self._meanwhile(event.stream)
+            self._run_others(event.stream)
             if not event.done:
                 self._advance(event.stream)
 
     def _advance(self, stream: SimulatedStream) -> None:
-        # The one operation that the head of the stream needs next: itself, or the head of what it waits for.
+        # Run the one operation that the head of the stream needs next: itself, or the head of the stream it waits for.
         while (after := stream.queue[0].after) is not None and not after.done:
             stream = after.stream
         self._step(stream, force=True)
 
-    def _meanwhile(self, busy: SimulatedStream | None) -> None:
-        """What streams get done beside ``busy``, for which the host waits."""
+    def _run_others(self, busy: SimulatedStream | None) -> None:
+        """Run some operations of other streams than ``busy``, which the host waits for."""
         if self._latency == "early" and self.side is not None and self.side is not busy:
             while self._step(self.side, force=True):
                 pass
         elif self._latency == "random":
-            if self._until_weather == 0:
-                self._until_weather = 1 + self._random.randrange(_WEATHER_TURNS)
-                self._awake = [stream for stream in self.streams if self._random.random() < 0.5]
-            self._until_weather -= 1
-            for stream in self._awake:
+            if self._calls_left == 0:
+                self._calls_left = 1 + self._random.randrange(_MAX_STALL_CALLS)
+                self._active = [stream for stream in self.streams if self._random.random() < 0.5]
+            self._calls_left -= 1
+            for stream in self._active:
                 for _ in range(self._random.choice((0, 1, 4))):
                     if not self._step(stream, force=False):
                         break
 
     def _step(self, stream: SimulatedStream, *, force: bool) -> bool:
+        """Run the first operation of a stream if it may run; ``force`` ignores its delay. Returns whether it ran."""
         if not stream.queue:
             return False
         operation = stream.queue[0]
         if operation.after is not None and not operation.after.done:
             return False
-        if operation.turns > 0 and not force:
-            operation.turns -= 1
+        if operation.delay > 0 and not force:
+            operation.delay -= 1
             return False
         stream.queue.popleft()
         if operation.run is not None:
             self._running = True
             try:
-                # Queued below autograd and autocast, and to be run there wherever the wait happens.
+                # The operation was queued below autograd and autocast. Run it without them, whatever the modes of the
+                # thread that waits.
                 with torch.no_grad(), _no_autocast():
                     operation.run()
             finally:

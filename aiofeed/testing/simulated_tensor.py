@@ -1,4 +1,4 @@
-"""Tensors of a simulated device: each operation on one is work queued on the calling thread's current stream."""
+"""Tensors of a simulated device: operations on them are queued on the calling thread's current stream."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor in a simulated device's memory. Made by ``SimulatedDevice.copy`` and by operations on others.
+    """A tensor in a simulated device's memory, created by ``SimulatedDevice.copy`` and by operations on such tensors.
 
     Operations return at once and run later, in stream order. Views share memory and its lifetime. Reading values
     (``item``, ``tolist``, ``numpy``, ``cpu``, ``to("cpu")``, ``print``, ``bool``, ``torch.equal``, a boolean mask)
-    waits for the calling thread's current stream, and for no other. ``device`` is the CPU's, so that tensors and
-    modules of the host take part in operations.
+    waits for the calling thread's current stream only. ``device`` is the CPU, so operations may mix simulated tensors
+    with tensors and modules of the host.
     """
 
     simulated: SimulatedDevice
@@ -29,7 +29,7 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, handle: BlockHandle, simulated: SimulatedDevice) -> SimulatedTensor:
-        """A tensor over ``raw``, plain memory that ``handle`` keeps from being used again."""
+        """A tensor over the plain tensor ``raw``, whose memory is not reused while ``handle`` exists."""
         make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
         tensor = make(
             cls,
@@ -43,14 +43,14 @@ class SimulatedTensor(torch.Tensor):
         return cast("SimulatedTensor", tensor)
 
     def record_stream(self, s: Any) -> None:
-        """``SimulatedDevice.hold``; torch's own takes no streams but torch's."""
+        """Call ``SimulatedDevice.record_stream``; torch's method accepts only torch's streams."""
         self.simulated.record_stream(self, s)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Divert what would read memory behind the dispatcher's back; everything else takes its usual way."""
+        """Redirect functions that read memory without the dispatcher; call all others unchanged."""
         if func in _host_reads and isinstance(args[0], SimulatedTensor):
             return _host_reads[func](*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -70,7 +70,7 @@ def _to_host(tensor: SimulatedTensor) -> torch.Tensor:
 
 
 def _to(tensor: SimulatedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    # A torch.device may have come from a simulated tensor, and then means the device; "cpu" means the host.
+    # A torch.device may come from a simulated tensor and then means the simulated device; "cpu" means the host.
     if "cpu" in (args[:1] or (kwargs.get("device"),)):
         return _to_host(tensor).to(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -90,7 +90,7 @@ _host_reads: dict[Any, Callable[..., Any]] = {
 
 
 class _Operation:
-    """One call of the dispatcher with a simulated tensor among its arguments."""
+    """One call of torch's dispatcher with simulated tensors among its arguments."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func = func
@@ -111,36 +111,36 @@ class _Operation:
 
     def queue(self) -> Any:
         if torch.Tag.inplace_view in self.func.tags:
-            raise NotImplementedError(f"simulated tensors do not change their shape in place ({self.func})")
+            raise NotImplementedError(f"simulated tensors cannot change their shape in place ({self.func})")
         if any(value.alias_info is not None and not value.alias_info.is_write for value in self.returns):
             return self._view()
         if any("Tensor" not in str(value.type) for value in self.returns):
             self.simulated.synchronize_current()  # a number for the host
             return self.call()
         if any(not isinstance(tensor, SimulatedTensor) for tensor in self.written):
-            # Memory of the host is written (parameters, by an optimizer): it would be read without a look at streams.
-            return self._at_once()
+            # Writes host memory (an optimizer's parameters, say), which the host may read without waiting.
+            return self._run_now()
         try:
             like = self._shapes()
-        except Exception:  # noqa: BLE001 - shapes that depend on values, or an error that the real call will repeat
-            return self._at_once()
-        value, fresh = self._allocate(like)
-        # What is queued must not keep tensors, only where their memory is: a kernel keeps nothing alive.
+        except Exception:  # noqa: BLE001 - the shape depends on values, or the real call raises the same error
+            return self._run_now()
+        value, outputs = self._allocate(like)
+        # The queued function refers to plain memory, not to simulated tensors: a kernel keeps no tensor alive.
         call, returns = self.call, self.returns
-        self.simulated.enqueue(lambda: _fill(fresh, _fresh(returns, call())))
+        self.simulated.enqueue(lambda: _fill(outputs, _new_tensors(returns, call())))
         return value
 
     def _view(self) -> Any:
-        # Views touch no memory, so they are made at once.
+        # Views do not access memory, so they are created at once.
         handle, simulated = self.inputs[0].handle, self.simulated
         return _map(lambda raw: SimulatedTensor(raw, handle, simulated), self.call())
 
-    def _at_once(self) -> Any:
+    def _run_now(self) -> Any:
         self.simulated.synchronize_current()
         result = self.call()
-        value, fresh = self._allocate(result)
-        computed = _fresh(self.returns, result)
-        self.simulated.enqueue(lambda: _fill(fresh, computed))
+        value, outputs = self._allocate(result)
+        computed = _new_tensors(self.returns, result)
+        self.simulated.enqueue(lambda: _fill(outputs, computed))
         return value
 
     def _shapes(self) -> Any:
@@ -158,26 +158,27 @@ class _Operation:
         return _shapes[key]
 
     def _allocate(self, like: Any) -> tuple[Any, list[torch.Tensor]]:
-        fresh: list[torch.Tensor] = []
+        """The result as simulated tensors, and the plain memory of its new ones."""
+        outputs: list[torch.Tensor] = []
         written = iter(self.written)
 
         def new(tensor: torch.Tensor) -> SimulatedTensor:
-            made = self.simulated.empty(tensor.size(), tensor.stride(), tensor.dtype)
-            fresh.append(made.raw)
-            return made
+            output = self.simulated.empty(tensor.size(), tensor.stride(), tensor.dtype)
+            outputs.append(output.raw)
+            return output
 
         values = [
             _map(new, item) if value.alias_info is None else next(written)
             for value, item in zip(self.returns, _items(self.returns, like), strict=True)
         ]
-        return (values[0] if len(values) == 1 else tuple(values) or None), fresh
+        return (values[0] if len(values) == 1 else tuple(values) or None), outputs
 
 
 _shapes: dict[Any, Any] = {}
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    # Arguments and results of the dispatcher nest no further than lists and tuples; torch's pytree takes its time.
+    # The dispatcher's arguments and results nest only in lists and tuples; torch's pytree is slower.
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -209,7 +210,8 @@ def _items(returns: Sequence[Any], result: Any) -> tuple[Any, ...]:
     return (result,) if len(returns) == 1 else tuple(result)
 
 
-def _fresh(returns: Sequence[Any], result: Any) -> list[torch.Tensor]:
+def _new_tensors(returns: Sequence[Any], result: Any) -> list[torch.Tensor]:
+    """The tensors of a result that are not aliases of arguments."""
     pairs = zip(returns, _items(returns, result), strict=True)
     return _tensors(item for value, item in pairs if value.alias_info is None)
 

@@ -1,7 +1,7 @@
-"""Time as the device sees it: marks in the consumer's stream, and steps driven between them.
+"""Measures steps in device time, between marks in the consumer's stream.
 
-Between marks there is no synchronisation that would stop what is measured: the look-ahead is as full when the clock
-starts as when it stops, and what the host does while the device works costs nothing that it does not cost a training.
+There is no synchronisation between the marks: as many batches are prefetched when the clock starts as when it stops,
+and the host's work costs no more than in a training.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any, Protocol
 from aiofeed.devices.backend import DeviceBackend
 
 LEAD = 2
-"""Steps that the host may be ahead of the device, as in a training that looks at its loss now and then."""
+"""Steps by which the host may be ahead of the device, as in a training that reads its loss now and then."""
 
 
 class Mark(Protocol):
-    """A moment in a stream."""
+    """A point in a stream."""
 
     def wait(self) -> None:
-        """Block until the device has come there."""
+        """Block until the device has reached the mark."""
         ...
 
     def since(self, earlier: Any) -> float:
-        """Seconds from another moment to this one; both have come."""
+        """Seconds between an earlier mark and this one; the device has reached both."""
         ...
 
 
 class CudaMark:
-    """A timing event on the current stream. The host waits for it asleep: a core that spins would be a decoder's."""
+    """A timing event on the current stream. The host sleeps while it waits, to leave the core to a decoder."""
 
     def __init__(self, backend: DeviceBackend) -> None:
         import torch
 
-        cuda: Any = torch.cuda  # in part without types
+        cuda: Any = torch.cuda  # partly untyped
         self._event = cuda.Event(enable_timing=True, blocking=True)
         self._event.record(backend.current_stream())
 
@@ -46,57 +46,56 @@ class CudaMark:
 
 
 class HostMark:
-    """The host's clock once the device has done what was queued: where events have no times."""
+    """The host's clock after the device has done the queued work, for devices whose events have no times."""
 
     def __init__(self, backend: DeviceBackend) -> None:
         backend.record(backend.current_stream()).synchronize()
         self._at = time.perf_counter()
 
     def wait(self) -> None:
-        """It has come."""
+        """Return at once, since the constructor has waited."""
 
     def since(self, earlier: HostMark) -> float:
         return self._at - earlier._at
 
 
 def marker(backend: DeviceBackend) -> Callable[[], Mark]:
-    """What makes marks on a device's current stream."""
+    """A function that records marks on a device's current stream."""
     return (lambda: CudaMark(backend)) if backend.device.type == "cuda" else (lambda: HostMark(backend))
 
 
 def drive(
     mark: Callable[[], Mark], batches: Iterator[Any], step: Callable[[Any], object], *, settle: int, steps: int
 ) -> Mapping[str, float]:
-    """Take batches and work on them, and look at the steps behind the first ``settle``.
+    """Run steps, and measure those after the first ``settle``.
 
     Args:
-        mark: makes a mark of now.
-        batches: ``settle + steps`` of them at least.
+        mark: records a mark.
+        batches: at least ``settle + steps`` batches.
         step: queues the work on a batch.
-        settle: steps before the clock starts, 1 at least.
-        steps: those that count.
+        settle: steps before the clock starts, at least 1.
+        steps: steps that are measured.
 
     Returns:
-        ``step_s``: from the end of one step to the end of the next, on average; ``gap_s``: the part of it from the end
-        of one to the beginning of the next, in which the device has no work; ``waited_s``: the part of it for which the
+        ``step_s``: mean time from the end of a step to the end of the next; ``gap_s``: the part of it between the end
+        of a step and the start of the next, in which the device has no work; ``waited_s``: the part of it in which the
         host waited for a batch, which costs nothing while the device is busy.
     """
-    began: list[Mark] = []
+    started: list[Mark] = []
     ended: list[Mark] = []
     waited_s = 0.0
     for number in range(settle + steps):
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         batch = next(batches)
         if number >= settle:
-            waited_s += time.perf_counter() - asked
-        began.append(mark())
+            waited_s += time.perf_counter() - requested
+        started.append(mark())
         step(batch)
         ended.append(mark())
         if number >= LEAD:
             ended[number - LEAD].wait()
     ended[-1].wait()
-    behind = range(settle, settle + steps)
-    gaps_s = sum(began[number].since(ended[number - 1]) for number in behind)
+    gaps_s = sum(started[number].since(ended[number - 1]) for number in range(settle, settle + steps))
     return {
         "step_s": ended[-1].since(ended[settle - 1]) / steps,
         "gap_s": gaps_s / steps,

@@ -1,8 +1,7 @@
 """Do batches reach the device as fast as the bus allows?
 
-Batches that lie in pinned memory are handed through ``prefetch`` and dropped; beside it a bare loop that copies the
-same memory on a stream of its own, two copies ahead. Pageable batches have to be copied into pinned memory first, which
-costs a pass over the host's memory: given to compare with.
+``prefetch`` copies batches in pinned memory, which are dropped; compared with a bare loop that copies the same memory
+on its own stream, two copies ahead. Pageable batches, which are copied into pinned memory first, are measured too.
 
 Target: at least 0.9 of the bare loop.
 """
@@ -21,7 +20,7 @@ TITLE = "Copies of batches to the device"
 
 def run(setup: Setup) -> list[Figure]:
     backend = setup.backend
-    # A third of a second at 55 GB/s, which is what a PCIe 5 bus has: what it takes to start threads is nothing beside.
+    # A third of a second at 55 GB/s, the rate of a PCIe 5 bus, so that the start of threads is negligible.
     nbytes, batches, slow_batches = setup.size(64 << 20, 1 << 12), setup.size(256, 4), setup.size(64, 4)
     in_pinned, in_pageable = [pinned(backend, nbytes) for _ in range(3)], [pageable(nbytes) for _ in range(3)]
 

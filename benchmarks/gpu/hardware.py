@@ -1,4 +1,4 @@
-"""What the results are of: the device, its driver and its bus, the versions, the host."""
+"""Describes the device, its driver and bus, the versions, and the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 from aiofeed.devices.backend import DeviceBackend
 from benchmarks import report
 
-ASKED_S = 20.0
+QUERY_TIMEOUT_S = 20.0
 
 
 def conditions(backend: DeviceBackend, rounds: int) -> str:
-    """All of it and the number of rounds, in one line."""
+    """The description with the number of rounds, in one line."""
     from aiofeed.diagnostics.accelerators import describe_accelerator
 
     accelerator = describe_accelerator(backend)
@@ -28,54 +28,53 @@ def conditions(backend: DeviceBackend, rounds: int) -> str:
 
 
 def versions() -> list[str]:
-    """Of CUDA and cuDNN, as torch was built with them."""
+    """Versions of CUDA and cuDNN that torch was built with."""
     import torch
 
-    found = []
+    names = []
     if torch.version.cuda is not None:
-        found.append(f"CUDA {torch.version.cuda}")
+        names.append(f"CUDA {torch.version.cuda}")
         cudnn = torch.backends.cudnn.version()
         if cudnn is not None:  # 91002 is 9.10.2, and before 9 it was 8902
             major, rest = divmod(cudnn, 10_000) if cudnn >= 90_000 else divmod(cudnn, 1_000)
-            found.append(f"cuDNN {major}.{rest // 100}.{rest % 100}")
-    return found
+            names.append(f"cuDNN {major}.{rest // 100}.{rest % 100}")
+    return names
 
 
 def driver() -> str:
     """The driver's version."""
     from aiofeed.diagnostics.environment import inspect_environment
 
-    return inspect_environment().nvidia_driver or asked("driver_version") or f"unknown ({platform.system()})"
+    return inspect_environment().nvidia_driver or query("driver_version") or f"unknown ({platform.system()})"
 
 
 def bus(backend: DeviceBackend) -> str:
-    """The bus that copies go over, where the driver says; with a comma before it."""
+    """The bus, if the driver reports it, with a comma before it."""
     if backend.device.type != "cuda":
         return ""
-    found = asked("pcie.link.gen.max,pcie.link.width.max", backend.device.index or 0)
-    generation, _, width = found.partition(",")
+    generation, _, width = query("pcie.link.gen.max,pcie.link.width.max", backend.device.index or 0).partition(",")
     return f", PCIe {generation.strip()} x{width.strip()}" if width.strip().isdigit() else ""
 
 
-def asked(fields: str, index: int = 0) -> str:
-    """What ``nvidia-smi`` says of a device; empty where it is not there or does not know."""
+def query(fields: str, index: int = 0) -> str:
+    """Fields that ``nvidia-smi`` reports of a device; empty if it is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"--id={index}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASKED_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def decoder() -> str:
-    """What decodes plain JPEGs: aiofeed's own library, simplejpeg, or Pillow."""
+    """The decoder of plain JPEGs: the native library, simplejpeg, or Pillow."""
     from aiofeed.diagnostics.environment import inspect_environment
 
-    around = inspect_environment()
-    if around.pillow is None:
-        return "nobody"
-    found = around.decoders
-    own = next((name for name in found if name.startswith("aiofeed")), None)
-    if own is not None:
-        return f"{own} {found[own]}".strip()
-    return f"simplejpeg {found['simplejpeg']} and Pillow" if "simplejpeg" in found else "Pillow"
+    environment = inspect_environment()
+    if environment.pillow is None:
+        return "none"
+    decoders = environment.decoders
+    native = next((name for name in decoders if name.startswith("native")), None)
+    if native is not None:
+        return f"{native} {decoders[native]}".strip()
+    return f"simplejpeg {decoders['simplejpeg']} and Pillow" if "simplejpeg" in decoders else "Pillow"

@@ -1,13 +1,13 @@
-"""Does a training on JPEG files run as fast as on a batch that is there?
+"""Does a training on JPEG files run as fast as on a resident batch?
 
 A step of ResNet-50's size (bfloat16, channels_last, batches of 256 at 224 pixels; of 64 on a device of less than
-40 GiB) fed from files of 500 x 400, decoded, cropped at random and flipped on the CPU, normalised on the device. Beside
-it the same step on one batch of these that is on the device. Times are those between events in the stream of the step,
-in the middle of an epoch, with the host at most two steps ahead. What is missing to 1.00 is the share of its time for
-which the GPU idles: between steps it waits for a batch; within them, for a host whose threads share an interpreter. On
-few cores decoding is the limit: see the images per second of the decode threads.
+40 GiB) fed from files of 500 x 400, decoded, cropped at random and flipped on the CPU, normalised on the device.
+Compared with the same step on one batch of these that stays on the device. Times are measured between events in the
+stream of the step, in the middle of an epoch, with the host at most two steps ahead. The difference to 1.00 is the
+share of time in which the GPU idles: between steps it waits for a batch; within steps, for the host, whose threads
+share an interpreter. With few cores decoding is the limit: see the images per second of the decode threads.
 
-Target: none; the ratio says what the machine's cores can feed.
+Target: none; the ratio shows how much the machine's cores can feed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(setup: Setup) -> list[Figure]:
 
 
 def measure(setup: Setup, engine: str) -> list[Figure]:
-    """The figures of a feeder with this engine."""
+    """The figures of a feeder with ``engine``."""
     import torch
 
     from benchmarks.gpu.resnet import normalise, resnet, training_step
@@ -57,62 +57,63 @@ def measure(setup: Setup, engine: str) -> list[Figure]:
         engine=engine,
     )
     with feeder:
-        # Of real pictures too: on zeros a device is faster, and not by waiting less.
-        there = [tensor.clone() for tensor in next(iter(feeder))]
+        # Real pictures here too: a device computes faster on zeros.
+        batch = [tensor.clone() for tensor in next(iter(feeder))]
     synchronize(backend)
 
     def resident() -> Mapping[str, float]:
-        return drive(marker(backend), repeat(there), step, settle=settle, steps=steps)
+        return drive(marker(backend), repeat(batch), step, settle=settle, steps=steps)
 
     def fed() -> Mapping[str, float]:
         with feeder:
             return drive(marker(backend), iter(feeder), step, settle=settle, steps=steps)
 
-    tuned: Any = torch.backends.cudnn
-    before, tuned.benchmark = tuned.benchmark, True
+    cudnn: Any = torch.backends.cudnn
+    before, cudnn.benchmark = cudnn.benchmark, True
     try:
         return figures(setup.interleave({"resident": resident, "files": fed}), batch_size)
     finally:
-        tuned.benchmark = before
+        cudnn.benchmark = before
 
 
 def figures(samples: Mapping[str, list[Mapping[str, float]]], batch_size: int) -> list[Figure]:
-    """Throughput, and what becomes of the device's time."""
-    step_s = {label: column(found, "step_s") for label, found in samples.items()}
+    """Throughput, and the device's idle time."""
+    step_s = {label: column(rounds, "step_s") for label, rounds in samples.items()}
     ratio = per(step_s["resident"], step_s["files"])
+    gaps = per(column(samples["files"], "gap_s"), step_s["files"])
     return [
-        Figure("images per second from files / on a batch that is there", ratio),
-        Figure("share of its time for which the GPU idles", tuple(max(0.0, 1 - value) for value in ratio)),
-        Figure("of its time it waits between steps", per(column(samples["files"], "gap_s"), step_s["files"])),
+        Figure("images per second from files / on a resident batch", ratio),
+        Figure("share of time in which the GPU idles", tuple(max(0.0, 1 - value) for value in ratio)),
+        Figure("share of time in which it waits between steps", gaps),
         *[
             Figure(f"images: {label}", tuple(batch_size / value for value in values), "/s")
             for label, values in step_s.items()
         ],
-        *[Figure(f"step: {label}", column(found, "step_s", 1e3), "ms") for label, found in samples.items()],
+        *[Figure(f"step: {label}", column(rounds, "step_s", 1e3), "ms") for label, rounds in samples.items()],
     ]
 
 
 def is_large(setup: Setup) -> bool:
-    """Whether 256 images fit beside what their step keeps of them."""
+    """Whether a step on 256 images fits on the device."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(setup.backend, "memory", None)
-    found = None if memory is None else memory()
-    return found is not None and found[1] >= LARGE_BYTES
+    free_and_total = None if memory is None else memory()
+    return free_and_total is not None and free_and_total[1] >= LARGE_BYTES
 
 
 def endless(setup: Setup, count: int) -> aiofeed.Files:
-    """``count`` samples of the files, labelled by folder, over and over: an epoch so long that it does not end."""
+    """``count`` samples that repeat the files, labelled by folder: an epoch longer than the measurement."""
     paths = files(setup, setup.size(FILES, 12))
     folders = sorted({path.rpartition("/")[0] for path in paths})
-    chosen = [paths[number % len(paths)] for number in range(count)]
-    return aiofeed.Files(chosen, [folders.index(path.rpartition("/")[0]) for path in chosen])
+    repeated = [paths[number % len(paths)] for number in range(count)]
+    return aiofeed.Files(repeated, [folders.index(path.rpartition("/")[0]) for path in repeated])
 
 
 def files(setup: Setup, count: int) -> list[str]:
-    """Photographs, or pictures of noise where those of the packages that bring photographs cannot be had."""
-    setup.say(f"making {count} JPEG files, where they are not there")
+    """Photographs, or pictures of noise if the packages with photographs are missing or fail."""
+    setup.progress(f"generating {count} JPEG files, unless they exist")
     try:
         folder = data.jpeg_folder(setup.data, count)
-    except Exception as error:  # noqa: BLE001 - packages are missing, or want to fetch what is not to be had
+    except Exception as error:  # noqa: BLE001 - packages are missing, or cannot download their data
         setup.note(f"The files are pictures of noise: there are no photographs ({reason(error)}).")
         folder = data.noise_folder(setup.data, count)
     return data.files_below(folder)

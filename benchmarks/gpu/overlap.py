@@ -1,12 +1,12 @@
-"""Does feeding cost the step anything?
+"""Does feeding slow the step?
 
-A step of matrix products that reads its batch, on a batch that is on the device already, and on batches that a feeder
-brings meanwhile: 64 images at 224 pixels, which the host makes in less than a step, so that the copies are what is
-left. The products are as many as make a step of 10 ms; the host is at most two steps ahead of the device. Times are
-those between events in the stream of the step, in the middle of an epoch. With ``static_batches`` there is one more
-copy on the device, in the step's way; with ``transform`` the device normalises each batch, which is work of its own.
+A step of matrix products that reads its batch, on a batch that stays on the device, and on batches that a feeder copies
+meanwhile: 64 images at 224 pixels, which the host generates in less than a step, so that only the copies cost. A step
+has as many products as take 10 ms; the host is at most two steps ahead of the device. Times are measured between
+events in the stream of the step, in the middle of an epoch. With ``static_batches`` the device makes one more copy in
+the stream of the step; with ``transform`` it also normalises each batch.
 
-Target: at most 1.02 times the step on a batch that is there.
+Target: at most 1.02 times the step on a resident batch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.figures import Figure, at_most, column, per
 from benchmarks.gpu.clock import drive, marker
 from benchmarks.gpu.setup import Setup, synchronize
 
-TITLE = "Step with a feeder, against a step on a batch that is there"
+TITLE = "Step with a feeder, compared with a step on a resident batch"
 
 STEP_S = 0.010
 WARM_S = 0.5
-"""Clocks of a device that was idle take some time to rise."""
+"""Time for the clocks of an idle device to rise."""
 
 
 def run(setup: Setup) -> list[Figure]:
@@ -34,15 +34,15 @@ def run(setup: Setup) -> list[Figure]:
     backend = setup.backend
     batch_size, side = setup.size(64, 2), setup.size(224, 4)
     settle, steps = setup.size(40, 1), setup.size(100, 3)
-    # The loader is still at work when the clock stops.
+    # Ten batches more than steps, so that the feeder still works when the clock stops.
     images = Blank((settle + steps + setup.size(10, 1)) * batch_size, side)
     step = step_of(setup)
-    there = backend.copy(kept := torch.full((batch_size, side, side, 3), 7, dtype=torch.uint8))
+    resident_batch = backend.copy(host := torch.full((batch_size, side, side, 3), 7, dtype=torch.uint8))
     synchronize(backend)
-    del kept
+    del host
 
     def resident() -> Mapping[str, float]:
-        return drive(marker(backend), repeat(there), step, settle=settle, steps=steps)
+        return drive(marker(backend), repeat(resident_batch), step, settle=settle, steps=steps)
 
     def fed(**options: Any) -> Callable[[], Mapping[str, float]]:
         feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
@@ -63,14 +63,14 @@ def run(setup: Setup) -> list[Figure]:
             "transform": fed(transform=lambda batch: batch.float().div(255)),
         }
     )
-    step_s = {label: column(found, "step_s") for label, found in samples.items()}
+    step_s = {label: column(rounds, "step_s") for label, rounds in samples.items()}
     return [
         Figure("step with feeder / resident", per(step_s["feeder"], step_s["resident"]), target=at_most(1.02)),
         Figure(
             "with static_batches / resident", per(step_s["static_batches"], step_s["resident"]), target=at_most(1.02)
         ),
         Figure("with a transform on the device / resident", per(step_s["transform"], step_s["resident"])),
-        Figure("step on a batch that is there", column(samples["resident"], "step_s", 1e3), "ms"),
+        Figure("step on a resident batch", column(samples["resident"], "step_s", 1e3), "ms"),
         Figure("step with feeder", column(samples["feeder"], "step_s", 1e3), "ms"),
         Figure("device without work between steps: resident", column(samples["resident"], "gap_s", 1e6), "us"),
         Figure("device without work between steps: feeder", column(samples["feeder"], "gap_s", 1e6), "us"),
@@ -96,7 +96,7 @@ def step_of(setup: Setup) -> Callable[[Any], None]:
     if setup.quick:
         matrix, products = matrix_of(setup, 8), 1
         return step
-    # Few launches: a device as fast as this is not kept waiting by the host, whatever it is busy with.
+    # Few launches, so that the device does not wait for a busy host.
     for size in (8192, 4096, 2048, 1024):
         matrix = matrix_of(setup, size)
         product_s = seconds_of(setup, matrix)
@@ -107,9 +107,9 @@ def step_of(setup: Setup) -> Callable[[Any], None]:
 
 
 def matrix_of(setup: Setup, size: int) -> Any:
-    """A square matrix on the device, of random numbers: a device is faster, and cooler, on zeros.
+    """A square matrix of random numbers on the device, which computes faster on zeros.
 
-    Scaled so that its powers stay where they are: the radius of its spectrum is 1 (circular law).
+    Scaled to a spectral radius of 1 (circular law), so that its powers neither grow nor vanish.
     """
     import torch
 
@@ -122,7 +122,7 @@ def matrix_of(setup: Setup, size: int) -> Any:
 
 
 def seconds_of(setup: Setup, matrix: Any) -> float:
-    """What one product takes, once the device is warm: the median of a few measurements."""
+    """Median duration of one product, once the device is warm."""
 
     def some() -> Mapping[str, float]:
         result = matrix
@@ -140,7 +140,7 @@ def seconds_of(setup: Setup, matrix: Any) -> float:
 
 
 class Blank:
-    """Images without a file: reading and decoding cost as little as may be, so that the copies are what is left."""
+    """A source of constant images, whose reading and decoding cost next to nothing."""
 
     def __init__(self, length: int, side: int) -> None:
         import numpy as np

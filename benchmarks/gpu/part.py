@@ -1,4 +1,4 @@
-"""One benchmark in this process. ``python -m benchmarks.gpu.part TASK`` does what a ``Task`` in JSON says."""
+"""Runs one benchmark in this process: ``python -m benchmarks.gpu.part TASK``, with a ``Task`` in JSON."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 
 from benchmarks.gpu.results import Part, to_json
 
-SAY_EVERY_S = 5.0
+PROGRESS_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is to do.
+    """The task of a process.
 
     Args:
-        name: of the benchmark.
-        device: as the user named it.
-        rounds: how often every contender has its turn.
+        name: name of the benchmark.
+        device: as the user specified it.
+        rounds: measurements of every contender.
         quick: tiny inputs.
-        data: the folder of generated inputs.
-        result: the file that the part is written to.
-        limit_s: no round begins that would end later; what goes on a tenth longer says where it hangs.
+        data: folder of generated inputs.
+        result: file to which the part is written.
+        limit_s: no round starts that would end later; after a tenth more, tracebacks of all threads are printed.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Task:
 
 
 def main(text: str) -> int:
-    """Do a task. What fails is said in its result."""
+    """Run a task and write its result, with the error if it fails."""
     task = Task(**json.loads(text))
     faulthandler.dump_traceback_later(1.1 * task.limit_s)
     part = run(
@@ -53,7 +53,7 @@ def main(text: str) -> int:
         quick=task.quick,
         data=Path(task.data),
         until=time.perf_counter() + task.limit_s,
-        say=progress(task.name),
+        progress=progress_printer(task.name),
     )
     faulthandler.cancel_dump_traceback_later()
     Path(task.result).write_text(to_json([part]))
@@ -61,10 +61,10 @@ def main(text: str) -> int:
 
 
 def run(
-    name: str, device: Any, *, rounds: int, quick: bool, data: Path, until: float, say: Callable[[str], None]
+    name: str, device: Any, *, rounds: int, quick: bool, data: Path, until: float, progress: Callable[[str], None]
 ) -> Part:
-    """The part, failed or not."""
-    began = time.perf_counter()
+    """Run a benchmark; returns its part, failed or not."""
+    started = time.perf_counter()
     title, machine, notes = name, "", list[str]()
     figures: tuple[Any, ...] = ()
     failed = ""
@@ -73,38 +73,38 @@ def run(
         from benchmarks.gpu.hardware import conditions
         from benchmarks.gpu.setup import Setup
 
-        setup = Setup(device, rounds, quick, data, say, notes.append, until)
+        setup = Setup(device, rounds, quick, data, progress, notes.append, until)
         setup.backend.enter_thread()
         real = real and setup.on_cuda
         machine = conditions(setup.backend, rounds)
         module = import_module(f"benchmarks.gpu.{name}")
         title = module.TITLE
         figures = tuple(module.run(setup))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others have their turn
+    except Exception as error:  # noqa: BLE001 - reported in the part; the other parts run
         traceback.print_exc()
         failed = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    return Part(name, title, figures, tuple(notes), failed, machine, time.perf_counter() - began, real)
+    return Part(name, title, figures, tuple(notes), failed, machine, time.perf_counter() - started, real)
 
 
-def progress(name: str) -> Callable[[str], None]:
-    """What says what goes on: over one line of a terminal; elsewhere in lines, one every few seconds at most."""
-    began = time.perf_counter()
-    last = -SAY_EVERY_S
+def progress_printer(name: str) -> Callable[[str], None]:
+    """A function that shows progress: overwrites one line of a terminal, else prints a line every few seconds."""
+    started = time.perf_counter()
+    last = -PROGRESS_INTERVAL_S
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         nonlocal last
-        now = time.perf_counter() - began
+        now = time.perf_counter() - started
         if sys.stderr.isatty():
             print(f"\r\x1b[K{name}: {line}", end="", file=sys.stderr, flush=True)
-        elif now - last >= SAY_EVERY_S:
+        elif now - last >= PROGRESS_INTERVAL_S:
             print(f"  {name}, {now:.0f} s: {line}", file=sys.stderr, flush=True)
             last = now
 
-    return say
+    return show
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
     sys.stderr.flush()
-    # The result is written: a worker or a driver that does not let go at the interpreter's exit holds up nobody.
+    # The result is written. Skip the interpreter's exit, in which a worker or a driver may hang.
     os._exit(code)

@@ -1,9 +1,8 @@
-"""Does the same training run faster with the decoding in processes of its own?
+"""Does the same training run faster with the decoding in worker processes?
 
-The training of ``images`` with ``engine="process:4"``: decoders that hold the GIL hold one that the training loop does
-not need.
+The training of ``images`` with ``engine="process:4"``, so that decoders do not hold the GIL of the training loop.
 
-Target: none; beside ``images`` it says whether the GIL is the limit.
+Target: none; compared with ``images`` it shows whether the GIL is the limit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """What does an epoch cost over data that fit on the device?
 
-60,000 rows of 784 floats with their labels, batches of 256. ``Tensors`` against ``DataLoader`` with 2 workers that live
-on and ``pin_memory``, whose batches are copied without blocking; against slices of the same tensors on the device, one
-after another and without shuffling, which is the least that can be done; and against indexing them by a permutation.
-Bare epochs do nothing with a batch: for data that are there it is the host's time that counts, some microseconds per
-batch. Epochs of training take a step of a network with two hidden layers, which the host launches in less than a
-millisecond.
+60,000 rows of 784 floats with labels, batches of 256. ``Tensors`` is compared with ``DataLoader`` with 2 persistent
+workers and ``pin_memory``, whose batches are copied without blocking; with slices of the same tensors on the device in
+their order, which is the least work possible; and with indexing by a permutation. Bare epochs do nothing with a batch,
+so they measure the host's time, some microseconds per batch. Epochs of training take a step of a network with two
+hidden layers, which the host launches in less than a millisecond.
 
 Targets: bare, at least 10 times as fast as ``DataLoader``; training, at most 1.05 of slices.
 """
@@ -31,15 +30,15 @@ def run(setup: Setup) -> list[Figure]:
     backend = setup.backend
     length, batch_size = setup.size(60_000, 64), setup.size(256, 8)
     host = torch.rand(length, FEATURES), torch.randint(CLASSES, (length,))
-    there = [backend.copy(tensor) for tensor in host]
+    resident = [backend.copy(tensor) for tensor in host]
     synchronize(backend)
     step = training_step(setup)
     ways: dict[str, Callable[[int], Iterator[Any]]] = {
         "DataLoader": loaded(setup, host, batch_size),
-        "Tensors": fed(setup, there, batch_size, shuffle=True),
-        "Tensors, not shuffled": fed(setup, there, batch_size, shuffle=False),
-        "slices, not shuffled": sliced(there, batch_size),
-        "indexing": indexed(there, batch_size),
+        "Tensors": fed(setup, resident, batch_size, shuffle=True),
+        "Tensors, not shuffled": fed(setup, resident, batch_size, shuffle=False),
+        "slices, not shuffled": sliced(resident, batch_size),
+        "indexing": indexed(resident, batch_size),
     }
     many, few = setup.size(20, 1), setup.size(5, 1)
     contenders = {label: bare(way, 1 if label == "DataLoader" else many) for label, way in ways.items()}
@@ -47,7 +46,7 @@ def run(setup: Setup) -> list[Figure]:
         f"training: {label}": trained(way, 1 if label == "DataLoader" else few, step) for label, way in ways.items()
     }
     samples = setup.interleave(contenders)
-    epoch = {label: per(column(found, "wall_s"), column(found, "epochs")) for label, found in samples.items()}
+    epoch = {label: per(column(rounds, "wall_s"), column(rounds, "epochs")) for label, rounds in samples.items()}
     slices = epoch["training: slices, not shuffled"]
     return [
         Figure("bare: DataLoader / Tensors", per(epoch["DataLoader"], epoch["Tensors"]), target=at_least(10)),
@@ -104,7 +103,7 @@ def training_step(setup: Setup) -> Callable[[Any], None]:
 
 
 def loaded(setup: Setup, host: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
-    """Batches of a DataLoader, copied as its documentation has it."""
+    """Batches of a DataLoader, copied as its documentation recommends."""
     from torch.utils.data import DataLoader, TensorDataset
 
     backend, workers = setup.backend, setup.size(2, 0)
@@ -126,39 +125,39 @@ def loaded(setup: Setup, host: Any, batch_size: int) -> Callable[[int], Iterator
     return batches
 
 
-def fed(setup: Setup, there: Any, batch_size: int, *, shuffle: bool) -> Callable[[int], Iterator[Any]]:
-    """Batches of a feeder, which is told how many epochs there will be."""
+def fed(setup: Setup, resident: Any, batch_size: int, *, shuffle: bool) -> Callable[[int], Iterator[Any]]:
+    """Batches of a feeder, inside ``epochs(n)``."""
     feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
-        aiofeed.Tensors(*there), batch_size=batch_size, shuffle=shuffle, drop_last=True, device=setup.device
+        aiofeed.Tensors(*resident), batch_size=batch_size, shuffle=shuffle, drop_last=True, device=setup.device
     )
-    begun = 0
+    started = 0
 
     def batches(epochs: int) -> Iterator[Any]:
-        nonlocal begun
-        begun += epochs
-        for _ in feeder.epochs(begun):
+        nonlocal started
+        started += epochs
+        for _ in feeder.epochs(started):
             yield from feeder
 
     return batches
 
 
-def sliced(there: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
+def sliced(resident: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
     def batches(epochs: int) -> Iterator[Any]:
         for _ in range(epochs):
-            for start in range(0, len(there[0]) - batch_size + 1, batch_size):
-                yield [tensor[start : start + batch_size] for tensor in there]
+            for start in range(0, len(resident[0]) - batch_size + 1, batch_size):
+                yield [tensor[start : start + batch_size] for tensor in resident]
 
     return batches
 
 
-def indexed(there: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
+def indexed(resident: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
     import torch
 
     def batches(epochs: int) -> Iterator[Any]:
         for _ in range(epochs):
-            order = torch.randperm(len(there[0]), device=there[0].device)
+            order = torch.randperm(len(resident[0]), device=resident[0].device)
             for start in range(0, len(order) - batch_size + 1, batch_size):
-                chosen = order[start : start + batch_size]
-                yield [tensor[chosen] for tensor in there]
+                indices = order[start : start + batch_size]
+                yield [tensor[indices] for tensor in resident]
 
     return batches

@@ -14,7 +14,7 @@ CLASSES = 1000
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions and the way around them."""
+    """Three convolutions with a residual connection."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> nn.Module:
-    """The network; 25.6 million parameters as it stands."""
+    """The network; 25.6 million parameters by default."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     layers.append(nn.MaxPool2d(3, 2, 1))
     channels = width
@@ -44,7 +44,7 @@ def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> nn.Module
 
 
 def training_step(backend: DeviceBackend, model: nn.Module) -> Callable[[Any, Any], None]:
-    """Forward, backward and SGD, in bfloat16 where the device is an accelerator; images are floats."""
+    """Forward, backward and SGD on float images, in bfloat16 on accelerators."""
     device = backend.device
     model = model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

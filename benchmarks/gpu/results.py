@@ -1,4 +1,4 @@
-"""The results of the parts: as JSON, so that they outlast a run, and as the page. No device is touched."""
+"""The results of the parts, as JSON and as the page. Needs no device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PAGE = "docs/benchmarks-gpu.md"
 
 @dataclass(frozen=True)
 class Part:
-    """What became of one benchmark.
+    """The result of one benchmark.
 
     Args:
-        name: of its module.
-        title: what its table is called.
-        figures: none where it failed, or does not apply.
-        notes: what belongs beside the figures, a sentence each.
-        failed: why there are no figures; empty where it did not fail.
+        name: name of its module.
+        title: heading of its table.
+        figures: empty if it failed or does not apply.
+        notes: sentences to print below the figures.
+        failed: the error; empty if it did not fail.
         machine: the hardware, the versions, and the number of rounds.
-        took_s: its time.
-        real: whether it measured anything: a GPU, and real inputs.
+        duration_s: duration of the run.
+        real: whether it ran on a GPU with real inputs.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
     notes: tuple[str, ...] = ()
     failed: str = ""
     machine: str = ""
-    took_s: float = 0.0
+    duration_s: float = 0.0
     real: bool = True
 
     @property
@@ -48,7 +48,7 @@ def to_json(parts: Iterable[Part]) -> str:
 
 
 def from_json(text: str) -> list[Part]:
-    """What ``to_json`` wrote."""
+    """Parse the text of ``to_json``."""
     parts = []
     for fields in json.loads(text):
         figures = tuple(_figure(figure) for figure in fields["figures"])
@@ -68,9 +68,9 @@ def _figure(fields: dict[str, object]) -> Figure:
 
 
 def merged(before: Iterable[Part], later: Iterable[Part]) -> list[Part]:
-    """One part per name, the later one, in the order of the modules."""
-    found = {part.name: part for part in (*before, *later)}
-    return [found[name] for name in MODULES if name in found]
+    """One part per name, the last one, in the order of the modules."""
+    by_name = {part.name: part for part in (*before, *later)}
+    return [by_name[name] for name in MODULES if name in by_name]
 
 
 def plain(part: Part) -> str:
@@ -85,14 +85,14 @@ def plain(part: Part) -> str:
 
 
 def tally(parts: Sequence[Part]) -> str:
-    """How many targets are met, and which are not; which parts failed."""
+    """The number of targets that are met, the names of those that are not, and of the parts that failed."""
     line = report.tally([part.result for part in parts])
     failed = [part.name for part in parts if part.failed]
     return line + (f" Failed: {', '.join(failed)}." if failed else "")
 
 
 def markdown(parts: Sequence[Part]) -> str:
-    """All parts, for the page. What machine they are of is said once, where it is one."""
+    """All parts, for the page. If all are of one machine, it is described once."""
     machines = {part.machine for part in parts if part.machine}
     text = [*machines] if len(machines) == 1 else []
     text.append(tally(parts))
@@ -111,7 +111,7 @@ def markdown(parts: Sequence[Part]) -> str:
 
 
 def write(parts: Sequence[Part], project: Path) -> Path:
-    """Put the parts into the page."""
+    """Write the parts into the page."""
     path = project / PAGE
     path.write_text(report.replace_between(path.read_text(), "results", markdown(parts)))
     return path

@@ -1,4 +1,4 @@
-"""What every GPU benchmark is given: the device, sizes, and ways to take the time of what a device does later."""
+"""The setup of the GPU benchmarks: the device, sizes, and timing of asynchronous work."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from aiofeed.devices.resolve import resolve_devices
 from benchmarks.figures import turns
 
 Work = Callable[[], Mapping[str, float]]
-"""Does the work once; returns what else there is to say beside ``wall_s``."""
+"""Does the work once; returns measurements in addition to ``wall_s``."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a benchmark was told.
+    """Settings of a benchmark.
 
     Args:
-        device: what a feeder gets: "cuda", or a device backend.
-        rounds: how often every contender has its turn.
-        quick: tiny inputs: shows that everything runs, measures nothing.
-        data: the folder that generated inputs are kept in.
-        say: told of progress.
-        note: told what belongs beside the figures: who was left out, say.
-        until: by ``clock``; no round begins that would most likely end later, the first excepted.
-        clock: seconds.
+        device: "cuda", or a device backend; passed to feeders.
+        rounds: measurements of every contender.
+        quick: tiny inputs, to check that everything runs.
+        data: folder of generated inputs.
+        progress: called with a line of progress.
+        note: called with a sentence to print below the figures.
+        until: time of ``clock``; no round except the first starts that would probably end later.
+        clock: time in seconds.
     """
 
     device: Any
     rounds: int
     quick: bool
     data: Path
-    say: Callable[[str], None] = field(default=lambda line: None)
+    progress: Callable[[str], None] = field(default=lambda line: None)
     note: Callable[[str], None] = field(default=lambda line: None)
     until: float = math.inf
     clock: Callable[[], float] = time.perf_counter
 
     @property
     def backend(self) -> DeviceBackend:
-        """The device's backend; the host's where there is no other."""
+        """The device's backend, or the host's."""
         return cast("DeviceBackend", resolve_devices(self.device) or CpuBackend())
 
     @property
@@ -51,36 +51,36 @@ class Setup:
         return self.backend.device.type == "cuda"
 
     def size(self, full: int, quick: int) -> int:
-        """One number for real runs, another for quick ones."""
+        """``full`` for real runs, ``quick`` for quick ones."""
         return quick if self.quick else full
 
     def interleave(self, contenders: Mapping[str, Work]) -> dict[str, list[Mapping[str, float]]]:
-        """Measure every contender once per round, taking turns, after one turn each that does not count."""
+        """Measure every contender once per round, in rotating order, after one warm-up each."""
         samples: dict[str, list[Mapping[str, float]]] = {label: [] for label in contenders}
         for label, work in contenders.items():
-            self.say(f"warming up: {label}")
+            self.progress(f"warming up: {label}")
             work()
         labels = list(samples)
         longest = 0.0
         for number in range(self.rounds):
-            began = self.clock()
-            if number and began + longest > self.until:
-                self.note(f"{number} rounds instead of {self.rounds}: the time was up.")
+            started = self.clock()
+            if number and started + longest > self.until:
+                self.note(f"{number} rounds instead of {self.rounds}: the time was over.")
                 break
             for position in turns(len(labels), number):
                 label = labels[position]
-                self.say(f"round {number + 1} of {self.rounds}: {label}")
+                self.progress(f"round {number + 1} of {self.rounds}: {label}")
                 samples[label].append(self.timed(contenders[label]))
-            longest = max(longest, self.clock() - began)
+            longest = max(longest, self.clock() - started)
         return samples
 
     def timed(self, work: Work) -> Mapping[str, float]:
-        """What ``work`` returns, and the seconds until the device had done it too."""
+        """Do ``work``; adds ``wall_s``, the seconds until the device has done it."""
         synchronize(self.backend)
         started = time.perf_counter()
-        found = work()
+        sample = work()
         synchronize(self.backend)
-        return {**found, "wall_s": time.perf_counter() - started}
+        return {**sample, "wall_s": time.perf_counter() - started}
 
 
 def reason(error: BaseException) -> str:
@@ -105,7 +105,7 @@ def pinned(backend: DeviceBackend, nbytes: int) -> Any:
 
 
 def reserved_bytes(backend: DeviceBackend) -> int | None:
-    """Device memory that the allocator holds; ``None`` where nobody counts it."""
+    """Device memory that the allocator has reserved; ``None`` if the backend does not report it."""
     import torch
 
     if backend.device.type == "cuda":

@@ -1,9 +1,9 @@
-"""How many images per second do so many decode threads bring to the device?
+"""How many images per second reach the device with 1 to 16 decode threads?
 
-JPEG files of 500 x 400 to 224, batches of 64, from the page cache, with nothing else to do: counted for more than a
-second, once the first half second is over. One process: where more threads bring no more, the GIL is the limit.
+JPEG files of 500 x 400 to 224, batches of 64, from the page cache, without a step; counted for more than a second,
+after half a second. One process: if more threads give no more images, the GIL is the limit.
 
-Target: none; the figures say what a step may take before it waits.
+Target: none; the figures show how short a step may be without waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THREADS = (1, 2, 4, 8, 16)
 SETTLE_S = 0.5
 COUNT_S = 1.2
 MOST_PER_S = 60_000
-"""More than 16 threads decode: so many samples a second are there to be read."""
+"""Samples per second that the source has, more than 16 threads decode."""
 
 
 def run(setup: Setup) -> list[Figure]:
@@ -46,16 +46,16 @@ def run(setup: Setup) -> list[Figure]:
 
     def once(feeder: aiofeed.Feeder[Any]) -> Callable[[], Mapping[str, float]]:
         def count() -> Mapping[str, float]:
-            # Each turn has threads of its own, and those of the others are gone.
+            # Each measurement starts its own threads; those of the others have ended.
             with feeder:
-                batches, took_s = counted(feeder, time.perf_counter, settle_s=settle_s, count_s=count_s)
-            return {"items": float(batches * batch_size), "count_s": took_s}
+                batches, elapsed_s = counted(feeder, time.perf_counter, settle_s=settle_s, count_s=count_s)
+            return {"items": float(batches * batch_size), "count_s": elapsed_s}
 
         return count
 
     samples = setup.interleave({str(threads): once(feeder) for threads, feeder in feeders.items()})
     synchronize(setup.backend)
-    rates = {label: per(column(found, "items"), column(found, "count_s")) for label, found in samples.items()}
+    rates = {label: per(column(rounds, "items"), column(rounds, "count_s")) for label, rounds in samples.items()}
     return [
         *[
             Figure(f"images: {label} thread{'s' if label != '1' else ''}", values, "/s")
@@ -68,18 +68,18 @@ def run(setup: Setup) -> list[Figure]:
 def counted(
     batches: Iterable[Any], clock: Callable[[], float], *, settle_s: float, count_s: float
 ) -> tuple[int, float]:
-    """How many come, and in how many seconds: from the first one after ``settle_s`` on, for ``count_s`` at least."""
-    began = clock()
+    """The number of batches, and seconds: from the first batch after ``settle_s``, for at least ``count_s``."""
+    started = clock()
     since: float | None = None
-    count, now = 0, began
+    count, now = 0, started
     for _ in batches:
         now = clock()
         if since is not None:
             count += 1
             if now - since >= count_s:
                 break
-        elif now - began >= settle_s:
+        elif now - started >= settle_s:
             since = now
     if since is None or not count:
-        raise RuntimeError(f"the batches came to an end within {now - began:.1f} s")
+        raise RuntimeError(f"the batches ended after {now - started:.1f} s")
     return count, now - since

@@ -1,7 +1,7 @@
-"""What a device did, by the profiler's trace: which copies ran on which stream, and under how much work. Pure.
+"""Analyses a profiler's trace: the streams of copies, and how much of them ran in parallel with kernels. Pure.
 
-The trace is Chrome's, as ``torch.profiler`` exports it: ``ts`` and ``dur`` in microseconds, ``cat`` "kernel" or
-"gpu_memcpy", and ``args`` with ``device`` and ``stream``.
+The trace has Chrome's format, as exported by ``torch.profiler``: ``ts`` and ``dur`` in microseconds, ``cat`` "kernel"
+or "gpu_memcpy", and ``args`` with ``device`` and ``stream``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a device did.
+    """One kernel or copy.
 
     Args:
-        name: as the profiler has it: "Memcpy HtoD (Pinned -> Device)", a kernel's name.
-        kernel: whether it was a kernel; otherwise a copy.
+        name: the profiler's name: "Memcpy HtoD (Pinned -> Device)", or a kernel's name.
+        kernel: whether it is a kernel; otherwise a copy.
         stream: device and stream.
-        start_us: when it began.
-        end_us: when it had ended.
+        start_us: time of its start.
+        end_us: time of its end.
     """
 
     name: str
@@ -33,23 +33,23 @@ class Span:
 
     @property
     def to_device(self) -> bool:
-        """Whether it was a copy from the host to the device."""
+        """Whether it is a copy from the host to the device."""
         return not self.kernel and "htod" in self.name.lower()
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Copies to the device beside kernels.
+    """Copies to the device, and their overlap with kernels.
 
     Args:
-        copies: how many there were.
-        kernels: how many there were.
-        beside_kernels: of the copies, those on a stream on which kernels ran too.
-        pageable: of the copies, those that were not from page-locked memory.
+        copies: number of copies.
+        kernels: number of kernels.
+        beside_kernels: copies on a stream that has kernels too.
+        pageable: copies that are not from page-locked memory.
         copied_us: time in which copies ran.
-        hidden_us: of it, the part in which kernels ran too.
+        hidden_us: time in which copies and kernels ran.
         busy_us: time in which kernels ran.
-        whole_us: from the beginning of the first kernel to the end of the last.
+        whole_us: time from the start of the first kernel to the end of the last.
     """
 
     copies: int
@@ -63,7 +63,7 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """Share of the copies' time that was under kernels."""
+        """Share of the copies' time in which kernels ran too."""
         return self.hidden_us / self.copied_us
 
     @property
@@ -73,28 +73,28 @@ class Overlap:
 
 
 def spans(trace: Mapping[str, Any]) -> list[Span]:
-    """The kernels and copies of a trace, in the order of their beginning."""
-    found = []
+    """The kernels and copies of a trace, in the order of their start."""
+    parsed = []
     for event in trace["traceEvents"]:
         kind = event.get("cat")
         if event.get("ph") != "X" or kind not in ("kernel", "gpu_memcpy"):
             continue
-        # Each stream has a line of its own, so that what names the line would do as well.
+        # Each stream is a line of the trace, so pid and tid identify it too.
         args, start_us = event.get("args", {}), float(event["ts"])
         stream = int(args.get("device", event["pid"])), int(args.get("stream", event["tid"]))
-        found.append(Span(event["name"], kind == "kernel", stream, start_us, start_us + float(event["dur"])))
-    return sorted(found, key=lambda span: span.start_us)
+        parsed.append(Span(event["name"], kind == "kernel", stream, start_us, start_us + float(event["dur"])))
+    return sorted(parsed, key=lambda span: span.start_us)
 
 
-def overlap(found: Iterable[Span]) -> Overlap:
-    """How much of the copies to the device ran under kernels.
+def overlap(trace: Iterable[Span]) -> Overlap:
+    """The overlap of copies to the device with kernels.
 
     Raises:
         ValueError: there is no copy to the device, or no kernel.
     """
-    found = list(found)
-    kernels = [span for span in found if span.kernel]
-    copies = [span for span in found if span.to_device]
+    trace = list(trace)
+    kernels = [span for span in trace if span.kernel]
+    copies = [span for span in trace if span.to_device]
     if not kernels or not copies:
         raise ValueError(f"the trace has {len(kernels)} kernels and {len(copies)} copies to the device")
     computing = {span.stream for span in kernels}
@@ -111,10 +111,10 @@ def overlap(found: Iterable[Span]) -> Overlap:
     )
 
 
-def union(found: Iterable[Span]) -> list[Interval]:
-    """The times in which at least one of them ran, in order, apart from one another."""
+def union(running: Iterable[Span]) -> list[Interval]:
+    """The disjoint intervals in which at least one of the spans ran, in order."""
     merged: list[Interval] = []
-    for start, end in sorted((span.start_us, span.end_us) for span in found):
+    for start, end in sorted((span.start_us, span.end_us) for span in running):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -123,18 +123,18 @@ def union(found: Iterable[Span]) -> list[Interval]:
 
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The times that are in both; each is in order, and apart from one another."""
-    found = []
-    at = other = 0
-    while at < len(first) and other < len(second):
-        start, end = max(first[at][0], second[other][0]), min(first[at][1], second[other][1])
+    """The intersection of two lists of disjoint intervals in order."""
+    intersections = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < end:
-            found.append((start, end))
-        if first[at][1] < second[other][1]:
-            at += 1
+            intersections.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
         else:
-            other += 1
-    return found
+            j += 1
+    return intersections
 
 
 def length(intervals: Iterable[Interval]) -> float:

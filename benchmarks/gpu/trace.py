@@ -1,9 +1,9 @@
-"""Do copies run under the step's kernels, and none in its stream?
+"""Do copies run in parallel with the step's kernels, in other streams?
 
-The step and the batches of ``overlap``, in the middle of an epoch, as torch's profiler saw the device: all copies to
-it, and all kernels.
+The step and the batches of ``overlap``, in the middle of an epoch; all copies to the device and all kernels, as
+recorded by torch's profiler.
 
-Targets: at least 0.9 of the copies' time under kernels; no copy in a stream that has kernels; all from pinned memory.
+Targets: at least 0.9 of the copies' time while kernels run; no copy in a stream with kernels; all from pinned memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpu.overlap import Blank, step_of
 from benchmarks.gpu.setup import Setup, synchronize
 from benchmarks.gpu.timeline import Overlap, overlap, spans
 
-TITLE = "Copies under the step, by the profiler's trace"
+TITLE = "Copies during the step, by the profiler's trace"
 
 
 def run(setup: Setup) -> list[Figure]:
@@ -41,36 +41,36 @@ def run(setup: Setup) -> list[Figure]:
         with feeder:
             return figures_of(profiled(backend, iter(feeder), step, settle=settle, steps=steps))
 
-    found = setup.interleave({"feeder": traced})["feeder"]
+    rounds = setup.interleave({"feeder": traced})["feeder"]
     return [
-        Figure("share of the copies' time under kernels", column(found, "hidden"), target=at_least(0.9)),
-        Figure("copies in a stream that has kernels", column(found, "beside_kernels"), "copies", at_most(0)),
-        Figure("copies from pageable memory", column(found, "pageable"), "copies", at_most(0)),
-        Figure("share of the time in which no kernel runs", column(found, "idle")),
-        Figure("one copy", column(found, "copy_us"), "us"),
+        Figure("share of the copies' time while kernels run", column(rounds, "hidden"), target=at_least(0.9)),
+        Figure("copies in a stream with kernels", column(rounds, "beside_kernels"), "copies", at_most(0)),
+        Figure("copies from pageable memory", column(rounds, "pageable"), "copies", at_most(0)),
+        Figure("share of the time in which no kernel runs", column(rounds, "idle")),
+        Figure("one copy", column(rounds, "copy_us"), "us"),
     ]
 
 
-def figures_of(found: Overlap) -> Mapping[str, float]:
+def figures_of(measured: Overlap) -> Mapping[str, float]:
     return {
-        "hidden": found.hidden,
-        "beside_kernels": float(found.beside_kernels),
-        "pageable": float(found.pageable),
-        "idle": found.idle,
-        "copy_us": found.copied_us / found.copies,
+        "hidden": measured.hidden,
+        "beside_kernels": float(measured.beside_kernels),
+        "pageable": float(measured.pageable),
+        "idle": measured.idle,
+        "copy_us": measured.copied_us / measured.copies,
     }
 
 
 def profiled(
     backend: DeviceBackend, batches: Iterator[Any], step: Callable[[Any], object], *, settle: int, steps: int
 ) -> Overlap:
-    """What the device did in ``steps`` steps, behind ``settle`` that nobody looks at; 2 at least of each."""
+    """Profile ``steps`` steps, after ``settle`` steps that are not profiled; at least 2 of each."""
     drive(marker(backend), batches, step, settle=1, steps=settle - 1)
     return overlap(spans(recorded(backend, lambda: drive(marker(backend), batches, step, settle=1, steps=steps - 1))))
 
 
 def recorded(backend: DeviceBackend, work: Callable[[], object]) -> dict[str, Any]:
-    """The trace of what the device does in ``work``, and of nothing else: Chrome's, read from JSON."""
+    """The profiler's trace of the device during ``work``, in Chrome's format."""
     from torch.profiler import ProfilerActivity, profile
 
     synchronize(backend)

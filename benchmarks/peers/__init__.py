@@ -1,7 +1,7 @@
-"""aiofeed beside its peers, on the same work: one module per case, one adapter per peer, run where it is installed.
+"""Compares aiofeed with other loaders on the same work: one module per case, one adapter per loader.
 
-``make bench-peers`` installs the peers into an environment of their own and runs ``python -m benchmarks.peers``. A case
-has a ``TITLE`` and ``run(settings, field)``; ``benchmarks.peers.work`` says what an adapter is.
+``make bench-peers`` installs the loaders into a separate environment and runs ``python -m benchmarks.peers``. A case
+has a ``TITLE`` and ``run(settings, participants)``; ``benchmarks.peers.work`` describes adapters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ CASES = (
     "best_decoder",
     "large_files",
     "small_files",
-    "small_files_turbo",
+    "small_files_simplejpeg",
     "slow_storage",
     "training_step",
 )

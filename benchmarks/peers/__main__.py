@@ -11,33 +11,41 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, say, say_of, tell_of_quick
+from benchmarks.command_line import (
+    LEAST_ROUNDS,
+    add_arguments,
+    check_arguments,
+    print_progress,
+    print_progress_of,
+    warn_if_quick,
+)
 from benchmarks.harness import PROJECT, Settings
 from benchmarks.peers import CASES, results, work
 from benchmarks.peers.adapters import ADAPTERS
-from benchmarks.peers.contest import OURS, Field, Found
+from benchmarks.peers.contest import OURS, CaseResult, Participants
 from benchmarks.peers.install import failures
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
-    field = Field(frozenset(given.only), failures(Path(sys.prefix)))
-    conditions = results.conditions(given.rounds)
+    options = parse(arguments)
+    participants = Participants(frozenset(options.only), failures(Path(sys.prefix)))
+    conditions = results.conditions(options.rounds)
     print(conditions)
-    found: list[tuple[str, Found]] = []
-    for name in given.names or CASES:
+    finished: list[tuple[str, CaseResult]] = []
+    for name in options.names or CASES:
         started = time.perf_counter()
         if missing := [each for each in getattr(case(name), "NEEDS", ()) if find_spec(each) is None]:
             print(f"\n[{name}] was not run: {', '.join(missing)} is not installed", flush=True)
             continue
-        settings = Settings(rounds=given.rounds, quick=given.quick, data=given.data, say=partial(say_of, name))
-        found.append((name, run(name, settings, field)))
-        print(f"\n{results.plain(*found[-1])}\n  took {time.perf_counter() - started:.0f} s", flush=True)
-        say("")
-    print("\n" + report.tally([results.result(*each) for each in found]))
-    tell_of_quick(given)
-    if given.write:
-        for path in results.write(found, conditions, PROJECT):
+        progress = partial(print_progress_of, name)
+        settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
+        finished.append((name, run(name, settings, participants)))
+        print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
+        print_progress("")
+    print("\n" + report.tally([results.result(*each) for each in finished]))
+    warn_if_quick(options)
+    if options.write:
+        for path in results.write(finished, conditions, PROJECT):
             print(f"wrote {path}")
 
 
@@ -45,30 +53,30 @@ def case(name: str) -> object:
     return import_module(f"benchmarks.peers.{name}")
 
 
-def run(name: str, settings: Settings, field: Field) -> Found:
-    """One case's results."""
-    found: Found = case(name).run(settings, field)  # type: ignore[attr-defined]
-    return found
+def run(name: str, settings: Settings, participants: Participants) -> CaseResult:
+    """Run one case."""
+    result: CaseResult = case(name).run(settings, participants)  # type: ignore[attr-defined]
+    return result
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     peers = sorted({work.adapter(name).NAME for name in ADAPTERS} - {OURS})
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
-        description="Measures aiofeed beside other loaders; prints tables and ratios.",
+        description="Compares aiofeed with other loaders; prints tables and ratios.",
     )
     add_arguments(parser, "case", CASES)
     parser.add_argument(
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
     parser.add_argument("--write", action="store_true", help=f"write {results.PAGE} and {results.PICTURE}")
-    given = parser.parse_args(arguments)
-    check_arguments(parser, given, "case", CASES)
-    if unknown := set(given.only) - set(peers):
+    options = parser.parse_args(arguments)
+    check_arguments(parser, options, "case", CASES)
+    if unknown := set(options.only) - set(peers):
         parser.error(f"no peer named {', '.join(sorted(unknown))}; there are {', '.join(peers)}")
-    if given.write and (given.names or given.only or given.quick or given.rounds < LEAST_ROUNDS):
-        parser.error(f"--write takes all cases and peers, real inputs and {LEAST_ROUNDS} rounds or more")
-    return given
+    if options.write and (options.names or options.only or options.quick or options.rounds < LEAST_ROUNDS):
+        parser.error(f"--write needs all cases and peers, real inputs and {LEAST_ROUNDS} rounds or more")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Who is fastest where each brings the fastest decoder there is for it?
+"""Which loader is fastest with the fastest decoder available for it?
 
-The work of ``same_decode``, but loaders that take a decoder take simplejpeg (libjpeg-turbo) and OpenCV's
-``INTER_LINEAR``, which does not antialias; the others have their own, aiofeed the library that is built with it. Worst
-PSNR against Pillow at full scale says what the pictures are worth.
+The work of ``same_decode``, but loaders that accept a decoder use simplejpeg (libjpeg-turbo) and OpenCV's
+``INTER_LINEAR``, which does not antialias; the others use their own, aiofeed its native library. The worst PSNR against
+Pillow at full scale shows the quality of the pictures.
 
 Targets: aiofeed first; at least 0.95 of two bare processes with that decoder; 1.4 of two bare processes with Pillow.
 """
@@ -13,11 +13,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from benchmarks.harness import Settings
+from benchmarks.jpeg_backends import has_native
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import Field, Found, Way, race
+from benchmarks.peers.contest import CaseResult, Participants, Way, race
 from benchmarks.peers.same_decode import PROCESSES, task
 from benchmarks.peers.work import contender
-from benchmarks.turbo import has_native
 
 TITLE = "JPEG 500x400 to 224, each with its fastest decoder, batch 64, second epoch"
 
@@ -42,22 +42,22 @@ WAYS: tuple[Way, ...] = (
 PILLOW = f"{PROCESSES}, Pillow"
 
 
-def run(settings: Settings, field: Field) -> Found:
+def run(settings: Settings, participants: Participants) -> CaseResult:
     work = {**task(settings), "decoder": fastest_decoder()}
     own = {**work, "decoder": "native"} if has_native() else work
-    present, absent = field.divide(WAYS)
+    present, absent = participants.divide(WAYS)
     contenders = [contender(*way, own if way[0] == "feeder" else work, judged=True) for way in present]
     pillow = bare.contender("processes", {**work, "decoder": "pillow"})
     fast = bare.contender("processes", own)
-    found = race([*contenders, fast, replace(pillow, label=PILLOW)], settings, absent)
-    better = found.best(found.ours())
+    outcome = race([*contenders, fast, replace(pillow, label=PILLOW)], settings, absent)
+    better = outcome.best(outcome.ours())
     targets = [
-        *found.first(better, found.peers(), "the peers"),
-        *found.speed(better, PROCESSES, 0.95),
-        *found.speed(better, PILLOW, 1.4),
-        *[figure for peer in found.peers() for figure in found.speed(better, peer)],
+        *outcome.first(better, outcome.peers(), "the peers"),
+        *outcome.speed(better, PROCESSES, 0.95),
+        *outcome.speed(better, PILLOW, 1.4),
+        *[figure for peer in outcome.peers() for figure in outcome.speed(better, peer)],
     ]
-    return Found(TITLE, "images", found.columns(), targets, found.absent)
+    return CaseResult(TITLE, "images", outcome.columns(), targets, outcome.absent)
 
 
 def fastest_decoder() -> str:

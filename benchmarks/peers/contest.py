@@ -1,4 +1,4 @@
-"""What a case is made of: who takes part, what was measured of each, and what is held against what."""
+"""The parts of a case: its participants, their samples, and the figures with targets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BARE = " bare "
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one case found.
+class CaseResult:
+    """The result of one case.
 
     Args:
-        title: what the work was.
-        unit: what is counted: "images" or "reads".
-        columns: label by label, the figures beside each other, in the order of the table; the first is what is drawn.
-        targets: what is held against a target.
-        absent: who did not take part, and why.
+        title: description of the work.
+        unit: counted items, "images" or "reads".
+        columns: figures by label, in the order of the table; the picture shows the first figure of each.
+        targets: figures with targets.
+        absent: participants that did not run, with the reason.
     """
 
     title: str
@@ -36,19 +36,19 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Field:
-    """Who takes part in a run.
+class Participants:
+    """The participants of a run.
 
     Args:
-        only: names of peers; empty: all. aiofeed and the bare ones always do.
-        failures: why peers could not be installed, by their names.
+        only: names of peers; empty: all. aiofeed and the bare contenders always take part.
+        failures: why peers could not be installed, by name.
     """
 
     only: frozenset[str] = frozenset()
     failures: Mapping[str, str] = field(default_factory=dict)
 
     def divide(self, ways: Iterable[Way]) -> tuple[list[Way], dict[str, str]]:
-        """Those that can take part, and of the others why not; nobody is told of those that were not asked for."""
+        """The ways that can run, and the others with the reason; peers that are not in ``only`` are left out."""
         present: list[Way] = []
         absent: dict[str, str] = {}
         for name, way in ways:
@@ -65,7 +65,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Race:
-    """The samples of one race, by label, and the reasons of those that fell out."""
+    """The samples of one race, by label, and the reasons of contenders that did not finish."""
 
     samples: Mapping[str, Sequence[Sample]]
     absent: Mapping[str, str]
@@ -90,21 +90,21 @@ class Race:
         return max(labels, key=self.median)
 
     def speed(self, label: str, other: str, least: float | None = None) -> list[Figure]:
-        """``label``'s speed by ``other``'s; nothing where one of them is missing."""
+        """Speed of ``label`` relative to ``other``; empty if one of them is missing."""
         if label not in self.samples or other not in self.samples:
             return []
         target = None if least is None else at_least(least)
         return [Figure(f"speed: {label} / {other}", per(self.rate(label), self.rate(other)), target=target)]
 
     def cpu(self, label: str, other: str, target: Target) -> list[Figure]:
-        """The same of CPU time per item."""
+        """CPU time per item of ``label`` relative to ``other``; empty if one of them is missing."""
         if label not in self.samples or other not in self.samples:
             return []
         ratio = per(self.cpu_us(label), self.cpu_us(other))
         return [Figure(f"CPU per item: {label} / {other}", ratio, target=target)]
 
     def first(self, label: str, others: Sequence[str], what: str) -> list[Figure]:
-        """Whether ``label`` is at least as fast as the fastest of ``others``, who are ``what``."""
+        """Speed of ``label`` relative to the fastest of ``others``, which ``what`` describes; the target is 1."""
         if not others:
             return []
         best = self.best(others)
@@ -112,25 +112,25 @@ class Race:
         return [Figure(f"speed: {label} / first of {what} ({best})", ratio, target=at_least(1.0))]
 
     def db(self, label: str) -> float:
-        """Worst PSNR against Pillow at full scale, in dB; 0 where it was not asked for."""
+        """Worst PSNR against Pillow at full scale, in dB; 0 if it was not measured."""
         return self.samples[label][0].get("worst_db", 0.0)
 
     def columns(self) -> dict[str, list[Figure]]:
         """Rate, CPU time and quality, label by label, the fastest first."""
-        found = {}
+        columns = {}
         for label in sorted(self.samples, key=self.median, reverse=True):
             figures = [Figure("rate", self.rate(label), "/s"), Figure("CPU per item", self.cpu_us(label), "us")]
             if self.db(label):
                 figures.append(Figure("worst PSNR", (self.db(label),), "dB"))
-            found[label] = figures
-        return found
+            columns[label] = figures
+        return columns
 
 
 def race(contenders: Sequence[Contender], settings: Settings, absent: Mapping[str, str]) -> Race:
-    """Let them take turns. Who fails falls out, with the reason; aiofeed and the bare ones may not.
+    """Measure the contenders in interleaved rounds. A peer that fails is left out, with the reason.
 
     Raises:
-        BenchmarkError: one of those failed.
+        BenchmarkError: aiofeed or a bare contender failed.
     """
     dropped: dict[str, str] = {}
     samples = interleave(contenders, settings, dropped)
@@ -139,7 +139,7 @@ def race(contenders: Sequence[Contender], settings: Settings, absent: Mapping[st
 
 
 def check(dropped: Mapping[str, str]) -> None:
-    """Let nobody fall out who everybody else is measured by."""
+    """Raise ``BenchmarkError`` if aiofeed or a bare contender failed, which the others are compared with."""
     for label, why in dropped.items():
         if label.startswith(OURS) or BARE in label:
             raise BenchmarkError(f"{label}: {why}")

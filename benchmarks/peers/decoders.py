@@ -1,4 +1,4 @@
-"""The decoders that contenders share: bytes of a JPEG to uint8 [side, side, 3]. A name here is a name in the tables."""
+"""The decoders that loaders share: bytes of a JPEG to uint8 [side, side, 3]. The tables use their names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decode:
-    """A decoder by name, for a side; plain data, so that it goes to any process.
+    """A decoder by name, and the side of its result; picklable.
 
     Args:
-        name: "pillow": Pillow or Pillow-SIMD at full scale, antialiased bilinear, as everybody writes it.
-            "draft": the same from Pillow's ``draft``, the smallest scale of at least twice the side.
-            "turbo": simplejpeg and Pillow's resize, at that scale, as ``aiofeed.DecodeImage(backend="turbo")`` has it.
-            "native": the library that is built with aiofeed, at that scale and no larger than is shown, as
-            ``aiofeed.DecodeImage(backend="native")`` has it, one image at a time.
+        name: "pillow": Pillow or Pillow-SIMD at full scale, antialiased bilinear, with the usual calls.
+            "draft": the same from Pillow's ``draft``, at the smallest scale of at least twice the side.
+            "turbo": ``aiofeed.DecodeImage(backend="turbo")``: simplejpeg at that scale and Pillow's resize.
+            "native": ``aiofeed.DecodeImage(backend="native")``, one image at a time.
             "linear": simplejpeg at full scale and OpenCV's ``INTER_LINEAR``, which does not antialias.
-        side: of the result, in pixels.
+        side: side of the result in pixels.
     """
 
     name: str
@@ -89,12 +88,12 @@ IMPORTS = {
     "native": ("numpy", "PIL.Image", "aiofeed:DecodeImage"),
     "linear": ("numpy", "simplejpeg", "cv2"),
 }
-"""What each of them imports, so that it is there before anything is measured."""
+"""The imports of each decoder, done before the measurement."""
 
 
 def quiet_helpers() -> None:
-    """Leave the cores to the loaders: OpenCV starts a pool of its own for each resize otherwise."""
-    # Arrays that Pillow gives cannot be written to; whoever collates copies them and never writes.
+    """Ignore a warning of collation, and disable OpenCV's threads, which would compete with the loaders' threads."""
+    # Pillow's arrays are read-only; collation only copies them.
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
     if "cv2" in sys.modules:
@@ -102,7 +101,7 @@ def quiet_helpers() -> None:
 
 
 def psnr(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
-    """Peak signal-to-noise ratio in dB of two pictures of 8 bits; 99 where they are the same."""
+    """Peak signal-to-noise ratio in dB of two 8-bit pictures; at most 99, if they are equal."""
     import numpy as np
 
     error = float(np.mean((first.astype(np.float64) - second.astype(np.float64)) ** 2))

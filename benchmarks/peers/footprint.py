@@ -1,8 +1,8 @@
 """How long until the first batch, and how much memory?
 
-The work of ``same_decode``, each contender alone in a fresh process that has its imports. The first batch is timed
-from before the loader is made. Memory is PSS of the whole process tree, sampled every 20 ms from outside: its peak
-over three epochs above what it was after the imports; then over 20 epochs.
+The work of ``same_decode``, each contender alone in a new process after its imports. The time of the first batch
+includes the loader's construction. Memory is the peak of the whole process tree above its level after the imports,
+sampled every 20 ms, over three epochs; then over 20 epochs.
 
 Targets: aiofeed's first batch before every peer's; at most 60 MB; at most 5 MB more after 20 epochs.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 from statistics import median
 
 from benchmarks.figures import Figure, at_most, per
-from benchmarks.harness import BenchmarkError, Contender, Settings, watched
-from benchmarks.peers.contest import OURS, Field, Found, check
+from benchmarks.harness import BenchmarkError, Contender, Settings, measure_memory
+from benchmarks.peers.contest import OURS, CaseResult, Participants, check
 from benchmarks.peers.same_decode import THREAD, WAYS, task
 from benchmarks.peers.work import contender
 
@@ -24,9 +24,9 @@ EPOCHS = 20
 SOME = 2
 
 
-def run(settings: Settings, field: Field) -> Found:
+def run(settings: Settings, participants: Participants) -> CaseResult:
     work = task(settings)
-    present, absent = field.divide(WAYS)
+    present, absent = participants.divide(WAYS)
     contenders = [contender(*way, work) for way in present]
     first: dict[str, list[float]] = {each.label: [] for each in contenders}
     memory: dict[str, list[float]] = {each.label: [] for each in contenders}
@@ -36,7 +36,7 @@ def run(settings: Settings, field: Field) -> Found:
         for each in contenders[number:] + contenders[:number]:
             if each.label in dropped:
                 continue
-            settings.say(f"round {number + 1}: {each.label}")
+            settings.progress(f"round {number + 1}: {each.label}")
             try:
                 peak, first_s = footprint(each, settings, SOME)
                 if each.label in long:
@@ -58,15 +58,15 @@ def run(settings: Settings, field: Field) -> Found:
     targets = []
     if peers := [label for label in labels if not label.startswith(OURS)]:
         ratio = per(first[THREAD], first[peers[0]])
-        targets.append(Figure(f"first batch: {THREAD} / soonest of the peers ({peers[0]})", ratio, target=at_most(1.0)))
+        targets.append(Figure(f"first batch: {THREAD} / fastest of the peers ({peers[0]})", ratio, target=at_most(1.0)))
     for label, peaks in long.items():
         grown = tuple(after - before for after, before in zip(peaks, memory[label], strict=True))
         targets.append(Figure(f"memory above the imports: {label}", tuple(memory[label]), "MB", at_most(60)))
         targets.append(Figure(f"memory, {EPOCHS} epochs beyond {1 + SOME}: {label}", grown, "MB", at_most(5)))
-    return Found(TITLE, "", columns, targets, {**absent, **dropped})
+    return CaseResult(TITLE, "", columns, targets, {**absent, **dropped})
 
 
 def footprint(each: Contender, settings: Settings, measures: int) -> tuple[float, float]:
     """Memory above the imports in MB, and seconds to the first batch."""
-    (memory,), samples = watched(each, settings, (measures,))
+    (memory,), samples = measure_memory(each, settings, (measures,))
     return memory.total / 1e6, samples[0]["first_s"]

@@ -1,4 +1,4 @@
-"""Installs the peers, one after the other, into the environment this runs in; what fails is noted and stops nothing.
+"""Installs the peers, one after the other, into the running environment; records those that fail, and continues.
 
 ``python -m benchmarks.peers.install``; ``make bench-peers`` calls it in ``.venv-peers``.
 """
@@ -19,7 +19,7 @@ LIMIT_S = 1200
 
 @dataclass(frozen=True)
 class Line:
-    """One line of requirements.txt: what pip is asked for, and the peer that needs it (empty: all of them do)."""
+    """One line of requirements.txt: a requirement, and the peer that needs it (empty: all peers)."""
 
     requirement: str
     peer: str
@@ -36,26 +36,26 @@ def lines(text: str) -> list[Line]:
 
 
 def reason(log: str) -> str:
-    """The first line of pip's output that says what went wrong, short enough for a table."""
-    told = [line.strip() for line in log.splitlines() if re.match(r"\s*(\w*Error|ERROR|error|fatal)\b.*[:!]", line)]
-    told = [line.removeprefix("ERROR: ").removeprefix("error: ") for line in told]
-    said = [line for line in told if not line.startswith(("Failed to build", "subprocess-exited", "Command errored"))]
-    return (said or told or ["pip failed without a word"])[0][:160]
+    """The first line of pip's output with the cause of an error, short enough for a table."""
+    errors = [line.strip() for line in log.splitlines() if re.match(r"\s*(\w*Error|ERROR|error|fatal)\b.*[:!]", line)]
+    errors = [line.removeprefix("ERROR: ").removeprefix("error: ") for line in errors]
+    causes = [line for line in errors if not line.startswith(("Failed to build", "subprocess-exited", "Command err"))]
+    return (causes or errors or ["pip failed without a message"])[0][:160]
 
 
 def failures(prefix: Path) -> dict[str, str]:
-    """Why peers could not be installed into the environment at ``prefix``; empty where nothing was noted."""
+    """Why peers could not be installed into the environment at ``prefix``, by name."""
     path = prefix / "peers-not-installed.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def pip(*arguments: str) -> str | None:
-    """``pip install``; the reason if it failed."""
+    """Run ``pip install``; returns the error, or ``None``."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
     try:
         done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"pip was still at it after {LIMIT_S} s"
+        return f"pip did not end within {LIMIT_S} s"
     return None if done.returncode == 0 else reason(done.stderr + done.stdout)
 
 
@@ -76,7 +76,7 @@ def main() -> None:
         ):
             failed[line.peer] = why
             print(f"  not installed: {why}", flush=True)
-    # Other packages pull Pillow in, so Pillow-SIMD goes over it last; where it does not build, Pillow serves.
+    # Other packages install Pillow, so Pillow-SIMD is installed over it last; if it does not build, Pillow is used.
     if why := pip("--force-reinstall", "--no-deps", "--no-binary=pillow-simd", "pillow-simd"):
         print(f"Pillow-SIMD did not build, so all decode by Pillow: {why}")
     (Path(sys.prefix) / "peers-not-installed.json").write_text(json.dumps(failed, indent=1) + "\n")

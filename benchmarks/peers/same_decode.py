@@ -1,4 +1,4 @@
-"""Who is fastest where everybody decodes alike?
+"""Which loader is fastest with the same decoder?
 
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, Pillow or Pillow-SIMD at full scale (antialiased bilinear) in
 every contender, files in the page cache, epochs after the first, two threads or processes that decode.
@@ -13,7 +13,7 @@ from benchmarks.data import jpeg_folder
 from benchmarks.figures import at_most
 from benchmarks.harness import Settings
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import Field, Found, Way, race
+from benchmarks.peers.contest import CaseResult, Participants, Way, race
 from benchmarks.peers.work import contender
 
 TITLE = "JPEG 500x400 to 224, the same Pillow decode for all, batch 64, second epoch"
@@ -44,17 +44,17 @@ def task(settings: Settings) -> dict[str, object]:
     return {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96))), "side": 224, "decoder": "pillow"}
 
 
-def run(settings: Settings, field: Field) -> Found:
+def run(settings: Settings, participants: Participants) -> CaseResult:
     work = task(settings)
-    present, absent = field.divide(WAYS)
+    present, absent = participants.divide(WAYS)
     contenders = [contender(*way, work) for way in present]
-    found = race([*contenders, bare.contender("threads", work), bare.contender("processes", work)], settings, absent)
-    better = found.best(found.ours())
+    outcome = race([*contenders, bare.contender("threads", work), bare.contender("processes", work)], settings, absent)
+    better = outcome.best(outcome.ours())
     targets = [
-        *found.speed(THREAD, THREADS, 1.0),
-        *found.speed(PROCESS, PROCESSES, 0.97),
-        *[figure for peer in found.peers() for figure in found.speed(better, peer, 2.0 if peer == TWICE else 1.15)],
-        *found.cpu(THREAD, THREADS, at_most(1.03)),
-        *found.cpu(PROCESS, PROCESSES, at_most(1.03)),
+        *outcome.speed(THREAD, THREADS, 1.0),
+        *outcome.speed(PROCESS, PROCESSES, 0.97),
+        *[figure for peer in outcome.peers() for figure in outcome.speed(better, peer, 2.0 if peer == TWICE else 1.15)],
+        *outcome.cpu(THREAD, THREADS, at_most(1.03)),
+        *outcome.cpu(PROCESS, PROCESSES, at_most(1.03)),
     ]
-    return Found(TITLE, "images", found.columns(), targets, found.absent)
+    return CaseResult(TITLE, "images", outcome.columns(), targets, outcome.absent)

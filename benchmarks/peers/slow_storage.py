@@ -1,8 +1,8 @@
-"""Who keeps slow storage busy?
+"""Which loader keeps the most reads of slow storage in flight?
 
-Reads of 20 ms, awaited where a loader can (aiofeed, SPDL) and slept in a thread where it cannot (Grain,
-torchdata.nodes), 128 or 512 at a time, then batches of 64; ``DataLoader`` with two workers has two at a time. In
-flight / latency would be all: 6,400 and 25,600 reads a second.
+Reads of 20 ms, awaited if a loader supports it (aiofeed, SPDL), else slept in a thread (Grain, torchdata.nodes), 128 or
+512 at a time, then batches of 64; ``DataLoader`` with two workers has two at a time. The ideal is in flight / latency:
+6,400 and 25,600 reads a second.
 
 Targets: aiofeed at least 0.95 of that with 128 in flight, 0.85 with 512; at most 25 microseconds of CPU per read.
 """
@@ -17,21 +17,21 @@ from typing import Any
 
 from benchmarks.figures import Figure, at_least, at_most
 from benchmarks.harness import Contender, Measure, Settings
-from benchmarks.peers.contest import Field, Found, Way, race
+from benchmarks.peers.contest import CaseResult, Participants, Way, race
 from benchmarks.peers.work import adapter, label_of
 from benchmarks.slow_reads import BATCH, READ_S, aiofeed_feeder, data_loader, decode
 
 TITLE = "Reads of 20 ms, 128 and 512 in flight, batch 64"
 
 IN_FLIGHT = {128: 0.95, 512: 0.85}
-"""How many at a time, and what of all there could be is expected."""
+"""Reads in flight, and the target as a share of the ideal."""
 
 WAYS: tuple[Way, ...] = (("spdl_threads", ""), ("grain_threads", ""), ("nodes", ""))
 READS = {128: 12_800, 512: 25_600}
 
 
-def run(settings: Settings, field: Field) -> Found:
-    present, absent = field.divide(WAYS)
+def run(settings: Settings, participants: Participants) -> CaseResult:
+    present, absent = participants.divide(WAYS)
     contenders = []
     for count in IN_FLIGHT:
         options = {"reads": settings.size(READS[count], 256), "in_flight": count}
@@ -41,22 +41,22 @@ def run(settings: Settings, field: Field) -> Found:
             contenders.append(Contender(f"{label_of(name, way)}, {count}", function, options, imports))
     few = {"reads": settings.size(2 * BATCH, 4), "batch": settings.size(BATCH, 2)}
     contenders.append(Contender("DataLoader, 2 workers", data_loader, few, ("torch.utils.data",)))
-    found = race(contenders, settings, absent)
+    outcome = race(contenders, settings, absent)
     targets: list[Figure] = []
     for count, least in IN_FLIGHT.items():
         ours, ideal = f"aiofeed, {count}", count / READ_S
-        share = tuple(rate / ideal for rate in found.rate(ours))
+        share = tuple(rate / ideal for rate in outcome.rate(ours))
         targets.append(Figure(f"reads/s / in flight by latency: {ours}", share, target=at_least(least)))
-        targets.append(Figure(f"CPU per read: {ours}", found.cpu_us(ours), "us", at_most(25)))
-        for label in found.peers():
+        targets.append(Figure(f"CPU per read: {ours}", outcome.cpu_us(ours), "us", at_most(25)))
+        for label in outcome.peers():
             if label.endswith(f", {count}"):
-                share = tuple(rate / ideal for rate in found.rate(label))
+                share = tuple(rate / ideal for rate in outcome.rate(label))
                 targets.append(Figure(f"reads/s / in flight by latency: {label}", share))
-    return Found(TITLE, "reads", found.columns(), targets, found.absent)
+    return CaseResult(TITLE, "reads", outcome.columns(), targets, outcome.absent)
 
 
 def measure_of(reads: int, batches: Callable[[], Iterable[Any]]) -> Measure:
-    """One epoch, of as many reads as were asked for."""
+    """Measures one epoch, which must have ``reads`` reads."""
 
     def measure() -> Mapping[str, float]:
         items = sum(map(len, batches()))

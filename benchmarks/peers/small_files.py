@@ -1,7 +1,7 @@
-"""Who loses least where the files are so small that a loader's own work counts?
+"""Which loader has the least overhead for very small files?
 
 20,000 JPEG files of 2 KB, 64 x 64, no resize, batch 64, in the page cache, epochs after the first; decoded by Pillow or
-Pillow-SIMD, which hold the GIL for much of it. tf.data decodes by itself and has no Python in it.
+Pillow-SIMD, which hold the GIL for much of the time. tf.data uses its own decoder, without Python.
 
 Targets: aiofeed in two processes at least 0.85 of two bare processes, 1.3 of ``DataLoader``, first among the peers in
 Python; in threads at least 0.9 of one bare thread.
@@ -13,7 +13,7 @@ from benchmarks.data import jpeg_folder
 from benchmarks.figures import Figure
 from benchmarks.harness import Settings
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import Field, Found, Way, race
+from benchmarks.peers.contest import CaseResult, Participants, Way, race
 from benchmarks.peers.same_decode import PROCESS, PROCESSES, THREAD
 from benchmarks.peers.work import contender
 
@@ -43,18 +43,18 @@ def task(settings: Settings, decoder: str) -> dict[str, object]:
     }
 
 
-def run(settings: Settings, field: Field) -> Found:
+def run(settings: Settings, participants: Participants) -> CaseResult:
     work = task(settings, "pillow")
-    present, absent = field.divide(WAYS)
+    present, absent = participants.divide(WAYS)
     contenders = [contender(*way, work) for way in present]
     one, two = bare.contender("threads", work, 1), bare.contender("processes", work)
-    found = race([*contenders, one, two, bare.contender("threads", work)], settings, absent)
-    in_python = [peer for peer in found.peers() if not peer.startswith("tf.data")]
+    outcome = race([*contenders, one, two, bare.contender("threads", work)], settings, absent)
+    in_python = [peer for peer in outcome.peers() if not peer.startswith("tf.data")]
     targets: list[Figure] = [
-        *found.speed(PROCESS, PROCESSES, 0.85),
-        *found.speed(PROCESS, LOADER, 1.3),
-        *found.first(PROCESS, in_python, "the peers in Python"),
-        *found.speed(THREAD, one.label, 0.9),
-        *[figure for peer in found.peers() for figure in found.speed(PROCESS, peer) if peer != LOADER],
+        *outcome.speed(PROCESS, PROCESSES, 0.85),
+        *outcome.speed(PROCESS, LOADER, 1.3),
+        *outcome.first(PROCESS, in_python, "the peers in Python"),
+        *outcome.speed(THREAD, one.label, 0.9),
+        *[figure for peer in outcome.peers() for figure in outcome.speed(PROCESS, peer) if peer != LOADER],
     ]
-    return Found(TITLE, "images", found.columns(), targets, found.absent)
+    return CaseResult(TITLE, "images", outcome.columns(), targets, outcome.absent)

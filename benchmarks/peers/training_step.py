@@ -1,9 +1,9 @@
-"""How much slower is a training step that is fed than one whose batch is there?
+"""How much slower is a training step that is fed than one on a batch in memory?
 
 A small transformer on the CPU, one thread of torch, forward, backward and Adam without its fused kernels: mostly
-Python. Batches of 32 JPEGs, 500 x 400 to 224 x 224, Pillow decode. The step on a batch that is already there is one
-contender, the others are fed; their time per step has the wait for the batch in it. What the decoding takes of the
-cores is the CPU time of one bare thread for as many images, divided by the cores.
+Python. Batches of 32 JPEGs, 500 x 400 to 224 x 224, Pillow decode. One contender has its batch in memory, the others
+are fed; their time per step includes the wait for the batch. Decoding's share of the cores is the CPU time of one bare
+thread for as many images, divided by the number of cores.
 
 Target: a step fed by aiofeed is longer by at most that.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.figures import Figure, at_most, column
 from benchmarks.harness import Contender, Measure, Settings
 from benchmarks.peers.adapters import bare
-from benchmarks.peers.contest import OURS, Field, Found, Way, race
+from benchmarks.peers.contest import OURS, CaseResult, Participants, Way, race
 from benchmarks.peers.decoders import quiet_helpers
 from benchmarks.peers.same_decode import task
 from benchmarks.peers.work import Work, adapter, contender
@@ -38,12 +38,12 @@ WAYS: tuple[Way, ...] = (
 )
 BATCH = 32
 ALONE = "step bare of loading"
-"""Its name counts it among the bare ones."""
+"""The word "bare" makes it one of the bare contenders."""
 
 
-def run(settings: Settings, field: Field) -> Found:
+def run(settings: Settings, participants: Participants) -> CaseResult:
     work = {**task(settings), "batch": settings.size(BATCH, 8)}
-    present, absent = field.divide(WAYS)
+    present, absent = participants.divide(WAYS)
     fed = [contender(*way, work) for way in present]
     contenders = [
         Contender(each.label, step_fed, each.options, (*each.imports, "torch", "numpy", "PIL.Image")) for each in fed
@@ -51,26 +51,26 @@ def run(settings: Settings, field: Field) -> Found:
     steps = settings.size(1024, 96) // work["batch"]
     alone = Contender(ALONE, step_alone, {"steps": steps, "batch": work["batch"]}, ("torch",))
     decoding = bare.contender("threads", work, 1)
-    found = race([*contenders, alone, decoding], settings, absent)
+    outcome = race([*contenders, alone, decoding], settings, absent)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = tuple(us * 1e-6 * work["batch"] / cores for us in found.cpu_us(decoding.label))
-    without = column(found.samples[ALONE], "step_s")
+    share = tuple(us * 1e-6 * work["batch"] / cores for us in outcome.cpu_us(decoding.label))
+    without = column(outcome.samples[ALONE], "step_s")
     columns, targets = {}, []
-    for label in (ALONE, *found.ours(), *(peer for peer in found.peers() if peer != ALONE)):
-        step = column(found.samples[label], "step_s")
+    for label in (ALONE, *outcome.ours(), *(peer for peer in outcome.peers() if peer != ALONE)):
+        step = column(outcome.samples[label], "step_s")
         longer = tuple(mine - other for mine, other in zip(step, without, strict=True))
         columns[label] = [Figure("step", tuple(1e3 * each for each in step), "ms")]
         if label == ALONE:
             continue
         parts = tuple(each / most for each, most in zip(longer, share, strict=True))
         target = at_most(1.0) if label.startswith(OURS) else None
-        targets.append(Figure(f"step longer by / what decoding takes of the cores: {label}", parts, target=target))
-    targets.append(Figure("what decoding takes of the cores, per step", tuple(1e3 * each for each in share), "ms"))
-    return Found(TITLE, "", columns, targets, found.absent)
+        targets.append(Figure(f"added time per step / decoding's share of the cores: {label}", parts, target=target))
+    targets.append(Figure("decoding's share of the cores, per step", tuple(1e3 * each for each in share), "ms"))
+    return CaseResult(TITLE, "", columns, targets, outcome.absent)
 
 
 class Step:
-    """A training step: images, uint8 [B, 3, H, W], and class numbers."""
+    """A training step on images, uint8 [B, 3, H, W], and class numbers."""
 
     def __init__(self) -> None:
         import torch
@@ -95,7 +95,7 @@ class Step:
 
 @contextmanager
 def one_thread() -> Iterator[Step]:
-    """A step, and torch with one thread for it."""
+    """A step, with torch limited to one thread."""
     import torch
 
     threads = torch.get_num_threads()
@@ -128,16 +128,16 @@ def step_alone(steps: int, batch: int) -> Iterator[Measure]:
 def step_fed(adapter_name: str, way: str, work: Mapping[str, Any]) -> Iterator[Measure]:
     import torch
 
-    given = Work(**work)
+    task = Work(**work)
     quiet_helpers()
-    with one_thread() as step, adapter(adapter_name).loader(given, way) as epoch:
+    with one_thread() as step, adapter(adapter_name).loader(task, way) as epoch:
 
         def measure() -> Mapping[str, float]:
             count, started = 0, time.perf_counter()
             for images, labels in epoch():
                 step(torch.as_tensor(images), torch.as_tensor(labels))
                 count += 1
-            return {"step_s": (time.perf_counter() - started) / count, "items": len(given.paths)}
+            return {"step_s": (time.perf_counter() - started) / count, "items": len(task.paths)}
 
         measure()
         yield measure

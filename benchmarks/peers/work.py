@@ -1,15 +1,15 @@
-"""What every loader is asked for, and the one contender that they all are.
+"""The work that every loader does, and the contender that runs an adapter.
 
 An adapter is a module of ``benchmarks.peers.adapters`` with
 
-- ``NAME``: what it is called in the tables,
-- ``NEEDS``: the modules without which it does not take part,
-- ``IMPORTS``: what is imported before anything is measured,
-- ``WAYS``: the ways of using it, by name,
-- ``prepare(work)`` where it needs the files in another format: makes them, once,
-- ``ORDERED = False`` where samples do not come in the order of the files; nobody shuffles,
-- ``loader(work, way)``: a context manager; what it gives is called once per epoch and gives the batches: images, uint8
-  [B, 3, side, side] in any memory order, as a tensor or an array, and as many class numbers, int64.
+- ``NAME``: the loader's name in the tables,
+- ``NEEDS``: modules that must be installed,
+- ``IMPORTS``: modules to import before the measurement,
+- ``WAYS``: names of the ways of using it,
+- ``prepare(work)``, if it needs the files in another format: writes them once,
+- ``ORDERED = False``, if it does not keep the order of the files; no loader shuffles,
+- ``loader(work, way)``: a context manager that gives a function, called once per epoch, which returns the batches:
+  images, uint8 [B, 3, side, side] in any memory order, as tensor or array, and as many class numbers, int64.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Epoch = Callable[[], Batches]
 
 @dataclass(frozen=True)
 class Work:
-    """One task for all.
+    """The work of a case.
 
     Args:
-        folder: of JPEG files, one sub-folder per class.
-        side: of the square that they become, in pixels.
-        decoder: a name of ``benchmarks.peers.decoders``; loaders that decode by themselves are told nothing by it.
+        folder: folder of JPEG files, one sub-folder per class.
+        side: side of the decoded squares in pixels.
+        decoder: a name of ``benchmarks.peers.decoders``; loaders with their own decoder ignore it.
         batch: samples per batch; the last one may be shorter.
         workers: threads or processes that decode.
     """
@@ -70,7 +70,7 @@ class Work:
 
     @property
     def converted(self) -> Path:
-        """Where the same files are kept in another format, for loaders that want one."""
+        """Folder of the same files in other formats."""
         return Path(self.folder).with_name(f"{Path(self.folder).name}-as")
 
 
@@ -79,23 +79,30 @@ def adapter(name: str) -> Any:
 
 
 def missing(name: str) -> list[str]:
-    """The modules that an adapter needs and that are not installed."""
+    """The modules that an adapter needs and that are missing."""
     return [module for module in adapter(name).NEEDS if not installed(module)]
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be found, without importing more than the packages it is in."""
+    """Whether a module can be found; imports only its parent packages."""
     parent = module.rpartition(".")[0]
     return (not parent or installed(parent)) and find_spec(module) is not None
 
 
 def label_of(name: str, way: str) -> str:
-    """What a loader, used in one of its ways, is called."""
+    """The label of a loader and one of its ways."""
     return f"{adapter(name).NAME}, {way}" if way else adapter(name).NAME
 
 
 def contender(name: str, way: str, work: Mapping[str, Any], *, judged: bool = False) -> Contender:
-    """A loader as the harness wants it; ``work`` holds the arguments of ``Work``, ``judged`` asks for its quality."""
+    """The contender of a loader.
+
+    Args:
+        name: its adapter.
+        way: one of the adapter's ways.
+        work: the arguments of ``Work``.
+        judged: also measure the quality of its pictures.
+    """
     imports = (*adapter(name).IMPORTS, *DECODER_IMPORTS[str(work["decoder"])])
     if judged:
         imports = (*imports, *DECODER_IMPORTS["pillow"])
@@ -105,10 +112,10 @@ def contender(name: str, way: str, work: Mapping[str, Any], *, judged: bool = Fa
 
 @contextmanager
 def feed(adapter_name: str, way: str, work: Mapping[str, Any], judged: bool = False) -> Iterator[Measure]:
-    """One epoch to warm up, whose first batch is timed from before the loader is made; then one epoch per measure."""
+    """Warm up with one epoch, which gives the time of the first batch and the quality; then measure single epochs."""
     task = Work(**work)
     quiet_helpers()
-    found: dict[str, float] = {}
+    warm_up: dict[str, float] = {}
     expected, shape = len(task.paths), (3, task.side, task.side)
     loader = adapter(adapter_name)
     getattr(loader, "prepare", lambda work: None)(task)
@@ -117,29 +124,29 @@ def feed(adapter_name: str, way: str, work: Mapping[str, Any], judged: bool = Fa
     with loader.loader(task, way) as epoch:
         items = 0
         for images, labels in epoch():
-            found.setdefault("first_s", time.perf_counter() - started)
+            warm_up.setdefault("first_s", time.perf_counter() - started)
             items += checked(images, labels, shape)
             if judged:
                 judge.look(images, labels)
         assert items == expected, f"{items} of {expected} images"
         if judged:
-            found["worst_db"] = judge.worst_db()
+            warm_up["worst_db"] = judge.worst_db()
 
         def measure() -> Mapping[str, float]:
             items = counted(epoch(), shape)
             assert items == expected, f"{items} of {expected} images"
-            return {"items": items, **found}
+            return {"items": items, **warm_up}
 
         yield measure
 
 
 def counted(batches: Batches, shape: tuple[int, ...]) -> int:
-    """How many samples there are in ``batches``, all of ``shape``."""
+    """The number of samples in ``batches``, which all must have ``shape``."""
     return sum(checked(images, labels, shape) for images, labels in batches)
 
 
 def checked(images: Any, labels: Any, shape: tuple[int, ...]) -> int:
-    """The samples of a batch, which is what everybody owes."""
+    """Check a batch's shapes and dtypes; returns the number of its samples."""
     assert tuple(images.shape) == (len(labels), *shape), f"a batch of {tuple(images.shape)}, {len(labels)} labels"
     assert str(images.dtype).endswith("uint8"), f"images of {images.dtype}"
     assert str(labels.dtype).endswith("int64"), f"labels of {labels.dtype}"
@@ -147,5 +154,5 @@ def checked(images: Any, labels: Any, shape: tuple[int, ...]) -> int:
 
 
 def channels_first(images: Any) -> Any:
-    """[B, H, W, 3] as [B, 3, H, W], where it lies."""
+    """A [B, 3, H, W] view of [B, H, W, 3]."""
     return images.permute(0, 3, 1, 2) if hasattr(images, "permute") else images.transpose(0, 3, 1, 2)

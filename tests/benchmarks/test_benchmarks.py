@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic, their tables, and that each of them runs. No times are judged here."""
+"""Tests of the benchmarks: arithmetic, tables, and that each one runs. No times are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from benchmarks import MODULES, __main__, data, figures, harness, held, jpeg, report, worker
+from benchmarks import MODULES, __main__, data, figures, gil_probe, harness, jpeg, report, worker
 from benchmarks.figures import Figure, at_least, at_most
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
@@ -36,7 +36,7 @@ RESULTS = [
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def test_a_figure_is_the_median_of_its_rounds_with_the_extremes_beside_it() -> None:
+def test_a_figure_has_median_and_extremes_of_its_rounds() -> None:
     figure = Figure("speed", (3.0, 1.0, 2.0, 10.0))
     assert (figure.median, figure.low, figure.high) == (2.5, 1.0, 10.0)
 
@@ -75,7 +75,7 @@ def test_the_bound_itself_counts_as_met(target: figures.Target | None, value: fl
     assert Figure("speed", (value,), target=target).verdict == verdict
 
 
-def test_each_round_begins_with_another_contender_and_has_them_all() -> None:
+def test_each_round_has_all_contenders_and_starts_with_the_next_one() -> None:
     assert [harness.turns(3, number) for number in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
@@ -90,7 +90,7 @@ def test_the_plain_table_shows_median_spread_target_and_verdict() -> None:
     assert lines[4] == ["rate:", "other", "31,000/s", "31,000/s", "to", "31,000/s"]
 
 
-def test_the_markdown_lists_every_figure_and_names_what_is_short() -> None:
+def test_the_markdown_lists_every_figure_and_the_missed_targets() -> None:
     text = report.markdown(RESULTS, "A machine.")
     assert text.startswith("A machine.\n")
     assert "1 of 2 targets met; short: speed: speed / other." in text
@@ -134,25 +134,25 @@ def test_the_readme_agrees_with_the_page_of_results() -> None:
     assert report.replace_between(readme, "bench", report.readme_table(page)) == readme
 
 
-def test_a_ratio_short_of_its_target_by_less_than_it_shows_still_reads_short() -> None:
+def test_ratios_below_1_show_three_digits() -> None:
     assert report.number(0.9794) == "0.979"
     assert report.number(0.9999) == "1.00"
 
 
-def test_results_replace_what_is_between_the_markers_and_nothing_else() -> None:
+def test_results_replace_only_the_text_between_the_markers() -> None:
     text = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"
     assert report.replace_between(text, "x", "new") == "before\n<!-- x:begin -->\nnew\n<!-- x:end -->\nafter\n"
 
 
 @pytest.mark.parametrize("text", ["", "<!-- x:end --><!-- x:begin -->", "<!-- x:begin -->"])
-def test_missing_markers_are_named(text: str) -> None:
+def test_missing_markers_are_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="<!-- x:begin -->"):
         report.replace_between(text, "x", "new")
 
 
 @pytest.fixture(scope="module")
 def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the font files open that it has once used."""
+    """Let matplotlib open the font files, which it keeps open."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("picture")
     report.picture(RESULTS, folder / "first.png")
@@ -194,14 +194,12 @@ def test_the_projects_documents_have_the_markers() -> None:
     [
         (["jpg"], "no benchmark named jpg; there are jpeg,"),
         (["--rounds", "0"], "must be at least 1, got 0"),
-        (["--write", "--quick"], "--write takes all benchmarks"),
-        (["--write", "jpeg"], "--write takes all benchmarks"),
+        (["--write", "--quick"], "--write needs all benchmarks"),
+        (["--write", "jpeg"], "--write needs all benchmarks"),
         (["--write", "--rounds", "4"], "5 rounds or more"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused(__main__.parse, arguments, message, capsys)
 
 
@@ -215,11 +213,11 @@ def test_every_benchmark_states_its_question_and_its_target() -> None:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_worker_adds_time_and_cpu_time_to_what_is_measured() -> None:
-    found = worker.measured(lambda: {"items": 3.0})
-    assert found["items"] == 3.0
-    assert found["wall_s"] > 0
-    assert found["cpu_s"] >= 0
+def test_the_worker_adds_wall_clock_and_cpu_time() -> None:
+    sample = worker.measured(lambda: {"items": 3.0})
+    assert sample["items"] == 3.0
+    assert sample["wall_s"] > 0
+    assert sample["cpu_s"] >= 0
 
 
 @pytest.mark.slow
@@ -246,17 +244,17 @@ def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("kind", "low", "high"), [("python", 0.95, 1.0), ("hashing", 0.0, 0.1)])
-def test_the_time_under_the_gil_is_what_it_is_known_to_be(kind: str, low: float, high: float) -> None:
-    with held.Measured("benchmarks.held:control", {"kind": kind}) as process:
-        found = process.measure()
-    assert found["looks"] > 0
-    assert low <= found["held_s"] / found["cpu_s"] <= high
+def test_the_gil_probe_measures_work_with_a_known_share(kind: str, low: float, high: float) -> None:
+    with gil_probe.ProbedProcess("benchmarks.gil_probe:control", {"kind": kind}) as process:
+        sample = process.measure()
+    assert sample["probes"] > 0
+    assert low <= sample["held_s"] / sample["cpu_s"] <= high
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_every_benchmark_runs(name: str, inputs: Path) -> None:
-    # One of them in processes of its own, as all are measured; six times torch's import would take too long.
+    # Only one benchmark uses processes, as in real runs; importing torch in all of them would take too long.
     settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=name == "slow_reads")
     result = __main__.run(name, settings)
     assert any(figure.target for figure in result.figures)

@@ -1,4 +1,4 @@
-"""The GPU benchmarks run here as far as they can: tiny, on the CPU and on a simulated device. No times are judged."""
+"""Tests of the GPU benchmarks on the CPU and on a simulated device, with tiny inputs. No times are checked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.benchmarking import check_refused
 if TYPE_CHECKING:
     from pathlib import Path
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without one")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(name: str, device: object, folder: Path) -> results.Part:
     return part.run(
-        name, device, rounds=1, quick=True, data=folder, until=time.perf_counter() + 60, say=lambda line: None
+        name, device, rounds=1, quick=True, data=folder, until=time.perf_counter() + 60, progress=lambda line: None
     )
 
 
@@ -38,7 +39,7 @@ def run(name: str, device: object, folder: Path) -> results.Part:
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 def test_every_benchmark_runs(name: str, device: str, inputs: Path) -> None:
-    """Each gives its figures, or none where what it measures is not there."""
+    """Each benchmark returns its figures, or none if the device cannot give them."""
     found = run(name, SimulatedDevice() if device == "simulated" else device, inputs)
     assert not found.failed
     assert not found.real
@@ -47,8 +48,8 @@ def test_every_benchmark_runs(name: str, device: str, inputs: Path) -> None:
     assert found.title in results.plain(found)
 
 
-def test_a_benchmark_that_fails_says_why(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its part has the reason in one line, and the machine all the same."""
+def test_a_benchmark_that_fails_reports_its_error(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of a benchmark that fails has the error in one line, its notes and the machine."""
 
     def fail(given: setup.Setup) -> list[Figure]:
         given.note("Something was left out.")
@@ -63,24 +64,24 @@ def test_a_benchmark_that_fails_says_why(inputs: Path, monkeypatch: pytest.Monke
 
 @no_gpu
 @pytest.mark.parametrize("arguments", [[], ["copies", "--rounds", "1"], ["--device", "cuda:0"]])
-def test_without_a_gpu_it_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """No GPU is no error."""
+def test_without_a_gpu_nothing_runs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU the command prints the reason and exits with 0."""
     assert __main__.main(arguments) == 0
     assert "The GPU benchmarks were not run: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_the_command_line_names_the_device(inputs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Conditions, tables and a tally, on the CPU to show that everything runs; and the results are kept."""
-    kept = inputs / "kept.json"
-    asked = ["--device", "cpu", "--quick", "--rounds", "1", "--data", str(inputs), "--save", str(kept)]
-    assert __main__.main(["overlap", "copies", *asked]) == 0
+    """With ``--device cpu`` the command prints conditions, tables and a tally, and saves the results."""
+    saved = inputs / "saved.json"
+    options = ["--device", "cpu", "--quick", "--rounds", "1", "--data", str(inputs), "--save", str(saved)]
+    assert __main__.main(["overlap", "copies", *options]) == 0
     output = capfd.readouterr().out
     assert output.startswith("\ncpu (cpu); driver ")
     assert output.count("driver") == 1
     assert "prefetch, pinned batches / bare loop" in output
     assert "the figures mean nothing" in output
-    found = results.from_json(kept.read_text())
+    found = results.from_json(saved.read_text())
     assert [part.name for part in found] == ["copies", "overlap"]
     assert not any(part.real for part in found)
 
@@ -92,15 +93,13 @@ def test_the_command_line_names_the_device(inputs: Path, capfd: pytest.CaptureFi
         (["--rounds", "0"], "must be at least 1, got 0"),
         (["--limit-s", "0"], "must be more than 0, got 0"),
         (["--load", "nowhere.json"], "--load: "),
-        (["--write", "--quick"], "--write takes a GPU"),
-        (["--write", "--device", "cpu"], "--write takes a GPU"),
-        (["--write", "--rounds", "3"], "--write takes a GPU"),
-        (["--write", "copies"], "--write takes a GPU"),
+        (["--write", "--quick"], "--write needs a GPU"),
+        (["--write", "--device", "cpu"], "--write needs a GPU"),
+        (["--write", "--rounds", "3"], "--write needs a GPU"),
+        (["--write", "copies"], "--write needs a GPU"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused(__main__.parse, arguments, message, capsys)
 
 
@@ -110,8 +109,8 @@ def a_part(name: str, **options: object) -> results.Part:
 
 
 class TestResults:
-    def test_they_go_into_the_page(self, tmp_path: Path) -> None:
-        """The hardware, the tally and the tables, between the markers of the page as it stands."""
+    def test_results_are_written_into_the_page(self, tmp_path: Path) -> None:
+        """Hardware, tally and tables are written between the markers of the page."""
         (tmp_path / "docs").mkdir()
         shutil.copy(__main__.PROJECT / results.PAGE, tmp_path / "docs")
         text = results.write([a_part("copies")], tmp_path).read_text()
@@ -119,40 +118,40 @@ class TestResults:
         assert "| ratio | 0.950 | 0.950 to 0.950 | ≥ 0.90 | met |" in text
         assert "None yet" not in text
 
-    def test_a_part_that_failed_is_there_beside_the_others(self) -> None:
-        """With its reason, in the page, on the terminal and in the tally; a note stands below its table."""
+    def test_a_failed_part_is_shown_with_its_error(self) -> None:
+        """A failed part is in the page, on the terminal and in the tally; notes follow their table."""
         parts = [a_part("copies", notes=("A note.",)), a_part("images", figures=(), failed="OutOfMemoryError: 20 GiB")]
         assert results.markdown(parts).endswith("| met |\n\nA note.\n\n### Images\n\nFailed: OutOfMemoryError: 20 GiB")
         assert "FAILED: OutOfMemoryError: 20 GiB" in results.plain(parts[1])
         assert results.plain(parts[0]).endswith("  A note.")
         assert results.tally(parts) == "1 of 1 targets met. Failed: images."
 
-    def test_what_does_not_apply_is_not_in_the_page(self) -> None:
-        """But the terminal says so."""
+    def test_a_part_that_does_not_apply_is_only_on_the_terminal(self) -> None:
+        """A part without figures and error is left out of the page, and marked on the terminal."""
         parts = [a_part("copies"), a_part("trace", figures=())]
         assert "Trace" not in results.markdown(parts)
         assert results.plain(parts[1]) == "Trace  [trace]\n  does not apply here"
 
-    def test_of_two_machines_each_part_says_its_own(self) -> None:
+    def test_parts_of_two_machines_each_name_theirs(self) -> None:
         parts = [a_part("copies"), a_part("images", machine="Another card.")]
         text = results.markdown(parts)
         assert "### Copies\n\nA card.\n\n|" in text
         assert "### Images\n\nAnother card.\n\n|" in text
 
-    def test_they_survive_json(self) -> None:
-        """Figures, targets and all."""
+    def test_json_round_trip(self) -> None:
+        """``from_json(to_json(parts))`` equals ``parts``."""
         parts = [a_part("copies", notes=("A note.",)), a_part("images", figures=(), failed="why", real=False)]
         assert results.from_json(results.to_json(parts)) == parts
 
     def test_later_ones_replace_earlier_ones(self) -> None:
-        """By name, in the order of the modules."""
-        old, new = a_part("images", took_s=1.0), a_part("images", took_s=2.0)
+        """The last part of a name counts; the parts are in the order of the modules."""
+        old, new = a_part("images", duration_s=1.0), a_part("images", duration_s=2.0)
         assert results.merged([old], [a_part("copies"), new]) == [a_part("copies"), new]
 
-    def test_the_page_is_made_of_results_that_were_kept(
+    def test_the_page_is_written_from_saved_results(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """From several files, on a machine without a GPU, nothing being measured; not while one is missing."""
+        """``--load`` of several files writes the page without a GPU, unless a part is missing."""
         (tmp_path / "docs").mkdir()
         shutil.copy(__main__.PROJECT / results.PAGE, tmp_path / "docs")
         monkeypatch.setattr(__main__, "PROJECT", tmp_path)
@@ -165,11 +164,11 @@ class TestResults:
         assert f"{len(MODULES)} of {len(MODULES)} targets met." in (tmp_path / results.PAGE).read_text()
         assert capsys.readouterr().out.count("A card.") == 1
 
-    def test_those_of_tiny_inputs_are_not_written(self, tmp_path: Path) -> None:
-        kept = tmp_path / "kept.json"
-        kept.write_text(json.dumps([json.loads(results.to_json([a_part(name, real=False)]))[0] for name in MODULES]))
+    def test_results_of_tiny_inputs_are_not_written(self, tmp_path: Path) -> None:
+        saved = tmp_path / "saved.json"
+        saved.write_text(json.dumps([json.loads(results.to_json([a_part(name, real=False)]))[0] for name in MODULES]))
         with pytest.raises(SystemExit):
-            __main__.parse(["--load", str(kept), "--write"])
+            __main__.parse(["--load", str(saved), "--write"])
 
 
 def test_every_benchmark_states_its_question_and_its_target() -> None:
@@ -180,32 +179,44 @@ def test_every_benchmark_states_its_question_and_its_target() -> None:
 
 
 class TestHardware:
-    def test_the_driver_is_asked_where_the_system_has_no_file_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By nvidia-smi; and where that is not there either, the system is named."""
+    def test_nvidia_smi_reports_the_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without the kernel's file nvidia-smi gives the driver's version; without both the system is named."""
         monkeypatch.setattr("aiofeed.diagnostics.environment._DRIVER", __main__.PROJECT / "nothing")
-        monkeypatch.setattr(hardware, "asked", lambda fields: {"driver_version": "580.1"}[fields])
+        monkeypatch.setattr(hardware, "query", lambda fields: {"driver_version": "580.1"}[fields])
         assert hardware.driver() == "580.1"
-        monkeypatch.setattr(hardware, "asked", lambda fields: "")
+        monkeypatch.setattr(hardware, "query", lambda fields: "")
         assert hardware.driver().startswith("unknown (")
 
-    def test_versions_are_those_that_torch_was_built_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_versions_that_torch_was_built_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         for number, name in ((91_002, "9.10.2"), (8_902, "8.9.2")):
             monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=number: number)
             assert hardware.versions() == ["CUDA 13.0", f"cuDNN {name}"]
 
-    def test_a_program_that_is_missing_says_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_nvidia_smi_the_fields_are_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
-        assert hardware.asked("driver_version") == ""
+        assert hardware.query("driver_version") == ""
 
-    def test_without_pillow_the_machine_is_named_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_decoder_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The decoder of plain JPEGs is the first available of native library, simplejpeg and Pillow."""
+        native = "native library with libjpeg-turbo"
+        for decoders, name in (
+            ({native: "3.1", "simplejpeg": "1.9"}, f"{native} 3.1"),
+            ({"simplejpeg": "1.9"}, "simplejpeg 1.9 and Pillow"),
+            ({}, "Pillow"),
+        ):
+            found = SimpleNamespace(pillow="12.1", decoders=decoders)
+            monkeypatch.setattr("aiofeed.diagnostics.environment.inspect_environment", lambda found=found: found)
+            assert hardware.decoder() == name
+
+    def test_without_pillow_the_report_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "PIL", None)
         assert report.pillow() == "no Pillow"
 
 
 class TestTurns:
-    def test_contenders_take_turns_after_one_that_does_not_count(self, tmp_path: Path) -> None:
-        """Each is run once more than there are rounds, and the device's own time is in what is measured."""
+    def test_contenders_are_interleaved_after_a_warm_up(self, tmp_path: Path) -> None:
+        """Each contender runs once more than there are rounds, and the measured time includes the device's."""
         order: list[str] = []
         device = SimulatedDevice(latency="late")
         given = setup.Setup(device, rounds=2, quick=True, data=tmp_path)
@@ -221,8 +232,8 @@ class TestTurns:
         assert all(sample["wall_s"] > 0 and sample["items"] == 1.0 for sample in samples["a"])
         assert device.queued == 0
 
-    def test_no_round_begins_that_would_end_too_late(self, tmp_path: Path) -> None:
-        """By what the longest round took; one there always is, and a note says what is missing."""
+    def test_no_round_starts_that_would_end_too_late(self, tmp_path: Path) -> None:
+        """The longest round decides; the first round always runs, and a note gives the number of rounds."""
         now = 0.0
         notes: list[str] = []
 
@@ -239,11 +250,11 @@ class TestTurns:
         assert notes == []
         assert rounds(45.0) == 3  # ten seconds of warm-up, and three rounds
         assert rounds(0.0) == 1
-        assert notes == ["3 rounds instead of 5: the time was up.", "1 rounds instead of 5: the time was up."]
+        assert notes == ["3 rounds instead of 5: the time was over.", "1 rounds instead of 5: the time was over."]
 
 
-def test_batches_are_counted_from_the_first_that_comes_after_the_start() -> None:
-    """The one that opens the interval does not count, the one that closes it does."""
+def test_batches_are_counted_from_the_first_after_the_settling_time() -> None:
+    """The batch that starts the interval does not count, the one that ends it does."""
     now = 0.0
 
     def every(seconds: float, count: int):
@@ -252,27 +263,27 @@ def test_batches_are_counted_from_the_first_that_comes_after_the_start() -> None
             now += seconds
             yield None
 
-    # Opened at 0.75 s, closed at 2.0 s.
+    # From 0.75 s to 2.0 s.
     assert threads.counted(every(0.25, 100), lambda: now, settle_s=0.6, count_s=1.2) == (5, 1.25)
-    with pytest.raises(RuntimeError, match="came to an end"):
+    with pytest.raises(RuntimeError, match="the batches ended after"):
         threads.counted(every(0.25, 2), lambda: now, settle_s=0.6, count_s=1.2)
 
 
 def test_shares_of_the_device_s_time() -> None:
-    """Throughput by batch, idle by the ratio of steps, never negative; waiting by the gaps."""
+    """Throughput is images per step time, idle time the ratio of steps (never negative), waiting the gaps."""
     samples = {
         "resident": [{"step_s": 0.1}, {"step_s": 0.1}],
         "files": [{"step_s": 0.125, "gap_s": 0.005}, {"step_s": 0.0999, "gap_s": 0.0}],
     }
     found = {figure.what: figure.values for figure in images.figures(samples, 256)}
-    assert found["images per second from files / on a batch that is there"] == pytest.approx((0.8, 0.1 / 0.0999))
-    assert found["share of its time for which the GPU idles"] == pytest.approx((0.2, 0.0))
-    assert found["of its time it waits between steps"] == pytest.approx((0.04, 0.0))
+    assert found["images per second from files / on a resident batch"] == pytest.approx((0.8, 0.1 / 0.0999))
+    assert found["share of time in which the GPU idles"] == pytest.approx((0.2, 0.0))
+    assert found["share of time in which it waits between steps"] == pytest.approx((0.04, 0.0))
     assert found["images: files"] == pytest.approx((2048, 256 / 0.0999))
 
 
 def test_without_photographs_there_are_pictures_of_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason is, such as a picture that would have to be fetched; a note says so."""
+    """If photographs cannot be loaded, for any reason, pictures of noise are used, and a note says so."""
 
     def fetch() -> dict[str, object]:
         raise OSError("no network")

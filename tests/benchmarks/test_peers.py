@@ -1,4 +1,4 @@
-"""aiofeed beside other loaders: the arithmetic, the tables, and that what is installed does the same work."""
+"""Tests of the comparison with other loaders: arithmetic, tables, and that installed loaders do the same work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 inputs = benchmarking.inputs
 tracked = benchmarking.tracked
 
-FOUND = contest.Found(
+RESULT = contest.CaseResult(
     "A race",
     "images",
     {
@@ -48,38 +48,40 @@ RACE = contest.Race(
 )
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- participants -----------------------------------------------------------------------------------------------------
 
 
-def test_who_is_not_installed_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_is_not_installed_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work.adapter("dali"), "NEEDS", ("no_such_module",))
     monkeypatch.setattr(work.adapter("grain_threads"), "NEEDS", ("no_such_module",))
-    field = contest.Field(failures={"DALI": "no wheel for this Python"})
-    present, absent = field.divide([("dataloader", "persistent"), ("dali", "CPU"), ("grain_threads", "per item")])
+    participants = contest.Participants(failures={"DALI": "no wheel for this Python"})
+    present, absent = participants.divide(
+        [("dataloader", "persistent"), ("dali", "CPU"), ("grain_threads", "per item")]
+    )
     assert present == [("dataloader", "persistent")]
     assert absent == {"DALI, CPU": "no wheel for this Python", "Grain, per item": "no_such_module is not installed"}
 
 
-def test_a_module_inside_a_missing_package_is_missing_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_a_missing_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work.adapter("dali"), "NEEDS", ("no_such_package.part",))
     assert work.missing("dali") == ["no_such_package.part"]
 
 
 def test_only_leaves_out_the_other_peers_and_never_aiofeed() -> None:
-    field = contest.Field(frozenset({"DataLoader"}))
-    present, absent = field.divide([("feeder", "thread"), ("dataloader", "persistent"), ("nodes", "per item")])
+    participants = contest.Participants(frozenset({"DataLoader"}))
+    present, absent = participants.divide([("feeder", "thread"), ("dataloader", "persistent"), ("nodes", "per item")])
     assert present == [("feeder", "thread"), ("dataloader", "persistent")]
     assert not absent
 
 
-def test_a_peer_that_falls_out_is_let_go_and_aiofeed_is_not() -> None:
+def test_a_peer_may_fail_and_aiofeed_may_not() -> None:
     contest.check({"Grain, per item": "broke"})
     for label in ("aiofeed, thread", "two bare threads"):
         with pytest.raises(harness.BenchmarkError, match=f"{label}: broke"):
             contest.check({label: "broke"})
 
 
-def test_every_adapter_says_what_it_is_and_every_way_has_a_name_of_its_own() -> None:
+def test_every_adapter_is_documented_and_every_way_has_a_unique_label() -> None:
     labels = []
     for name in ADAPTERS:
         adapter = work.adapter(name)
@@ -89,7 +91,7 @@ def test_every_adapter_says_what_it_is_and_every_way_has_a_name_of_its_own() -> 
     assert len(set(labels)) == len(labels)
 
 
-def test_every_case_states_its_question_its_targets_and_ways_that_there_are() -> None:
+def test_every_case_states_its_question_its_targets_and_existing_ways() -> None:
     for name in CASES:
         case: Any = import_module(f"benchmarks.peers.{name}")
         assert (case.__doc__ or "").partition("\n")[0].endswith("?"), name
@@ -101,30 +103,30 @@ def test_every_case_states_its_question_its_targets_and_ways_that_there_are() ->
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_of_the_peers_is_the_one_with_the_highest_median() -> None:
+def test_the_fastest_peer_has_the_highest_median() -> None:
     (figure,) = RACE.first("aiofeed, thread", RACE.peers(), "the peers")
     assert figure.what == "speed: aiofeed, thread / first of the peers (B)"
     assert figure.values == (2.0, 2.5)
     assert figure.target == at_least(1.0)
 
 
-def test_bare_ones_are_no_peers() -> None:
+def test_bare_contenders_are_not_peers() -> None:
     assert RACE.peers() == ["A", "B"]
     assert RACE.ours() == ["aiofeed, thread"]
 
 
-def test_a_ratio_to_one_that_is_missing_is_left_out() -> None:
+def test_a_ratio_to_a_missing_contender_is_left_out() -> None:
     assert RACE.speed("aiofeed, thread", "C", 1.0) == []
     assert RACE.first("aiofeed, thread", [], "nobody") == []
 
 
-def test_the_table_begins_with_the_fastest() -> None:
+def test_the_table_starts_with_the_fastest() -> None:
     assert list(RACE.columns()) == ["aiofeed, thread", "two bare threads", "B", "A"]
     assert [figure.what for figure in RACE.columns()["B"]] == ["rate", "CPU per item", "worst PSNR"]
     assert [figure.what for figure in RACE.columns()["A"]] == ["rate", "CPU per item"]
 
 
-def test_psnr_is_that_of_the_textbooks() -> None:
+def test_psnr_follows_its_definition() -> None:
     flat = np.zeros((4, 4, 3), np.uint8)
     assert psnr(flat, flat) == 99.0
     assert psnr(flat, flat + np.uint8(1)) == pytest.approx(20 * np.log10(255))
@@ -147,27 +149,27 @@ def test_batches_of_another_shape_or_dtype_are_refused(images: Any, labels: Any,
 # --- installing -------------------------------------------------------------------------------------------------------
 
 
-def test_requirements_name_the_peer_behind_the_hash() -> None:
+def test_requirements_name_the_peer_in_a_comment() -> None:
     assert install.lines("# all\ntorch==1\n\ngrain==2  # Grain\n") == [
         install.Line("torch==1", ""),
         install.Line("grain==2", "Grain"),
     ]
 
 
-def test_every_peer_that_is_installed_has_an_adapter_of_its_name_and_a_version() -> None:
+def test_every_requirement_has_a_version_and_its_peer_an_adapter() -> None:
     names = {work.adapter(name).NAME for name in ADAPTERS}
     for line in install.lines(install.REQUIREMENTS.read_text()):
         assert "==" in line.requirement, line
         assert not line.peer or line.peer in names, line
 
 
-def test_the_reason_is_the_line_that_says_it() -> None:
+def test_the_reason_is_the_line_with_the_cause() -> None:
     log = "error: subprocess-exited-with-error\n  RuntimeError: no opencv4: install it\nERROR: Failed to build x:\n"
     assert install.reason(log) == "RuntimeError: no opencv4: install it"
-    assert install.reason("") == "pip failed without a word"
+    assert install.reason("") == "pip failed without a message"
 
 
-def test_failures_are_those_noted_in_the_environment(tmp_path: Path) -> None:
+def test_failures_are_read_from_the_environment(tmp_path: Path) -> None:
     assert install.failures(tmp_path) == {}
     (tmp_path / "peers-not-installed.json").write_text(json.dumps({"FFCV": "no compiler"}))
     assert install.failures(tmp_path) == {"FFCV": "no compiler"}
@@ -176,8 +178,8 @@ def test_failures_are_those_noted_in_the_environment(tmp_path: Path) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_table_has_everybody_and_the_absent() -> None:
-    text = results.plain("race", FOUND)
+def test_the_plain_table_has_all_participants_and_the_absent_ones() -> None:
+    text = results.plain("race", RESULT)
     lines = [line.split() for line in text.splitlines()]
     assert lines[1] == ["images", "min", "to", "max", "CPU", "per", "item", "dB"]
     assert lines[2] == ["aiofeed,", "thread", "110/s", "100/s", "to", "120/s", "900", "us"]
@@ -186,8 +188,8 @@ def test_the_plain_table_has_everybody_and_the_absent() -> None:
     assert "SHORT" in text
 
 
-def test_the_markdown_has_losses_and_the_absent_too() -> None:
-    text = results.markdown([("race", FOUND)], "A machine.")
+def test_the_markdown_has_missed_targets_and_absent_participants() -> None:
+    text = results.markdown([("race", RESULT)], "A machine.")
     assert "0 of 1 targets met; short: race: speed: aiofeed, thread / Other." in text
     assert "| Other | 80/s | 80/s to 80/s | 1 us | 33 dB |" in text
     assert "| two bare threads | 90/s | 90/s to 90/s | 800 us |  |" in text
@@ -202,9 +204,9 @@ def test_the_document_has_the_markers() -> None:
 
 @pytest.fixture(scope="module")
 def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the font files open that it has once used."""
+    """Let matplotlib open the font files, which it keeps open."""
     pytest.importorskip("matplotlib")
-    results.picture([("race", FOUND)], tmp_path_factory.mktemp("picture") / "first.png")
+    results.picture([("race", RESULT)], tmp_path_factory.mktemp("picture") / "first.png")
 
 
 @pytest.mark.slow
@@ -213,7 +215,7 @@ def test_writing_fills_the_document_and_draws_the_picture(tmp_path: Path) -> Non
     (tmp_path / "docs").mkdir()
     (tmp_path / results.PAGE).write_text("before\n<!-- peers:begin -->\n<!-- peers:end -->\nafter\n")
     (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    page, picture, *_ = results.write([("race", FOUND), ("again", FOUND)], "A machine.", tmp_path)
+    page, picture, *_ = results.write([("race", RESULT), ("again", RESULT)], "A machine.", tmp_path)
     assert "SHORT" in page.read_text()
     assert page.read_text().endswith("<!-- peers:end -->\nafter\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -225,14 +227,12 @@ def test_writing_fills_the_document_and_draws_the_picture(tmp_path: Path) -> Non
         (["jpeg"], "no case named jpeg; there are same_decode,"),
         (["--only", "dataloader"], "no peer named dataloader; there are DALI, DataLoader,"),
         (["--rounds", "0"], "must be at least 1, got 0"),
-        (["--write", "--quick"], "--write takes all cases"),
-        (["--write", "--only", "SPDL"], "--write takes all cases"),
-        (["--write", "same_decode"], "--write takes all cases"),
+        (["--write", "--quick"], "--write needs all cases"),
+        (["--write", "--only", "SPDL"], "--write needs all cases"),
+        (["--write", "same_decode"], "--write needs all cases"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused(__main__.parse, arguments, message, capsys)
 
 
@@ -240,10 +240,10 @@ def test_arguments_that_make_no_sense_are_refused(
 
 
 @pytest.mark.slow
-def test_a_contender_that_fails_falls_out_with_its_reason_and_the_others_go_on(inputs: Path) -> None:
-    given = {"folder": str(data.jpeg_folder(inputs, 12)), "side": 32, "decoder": "pillow"}
-    good = work.contender("dataloader", "persistent", given)
-    bad = harness.Contender("bad", work.feed, {"adapter_name": "dataloader", "way": "x", "work": {**given, "y": 1}})
+def test_a_contender_that_fails_is_dropped_with_its_reason_and_the_others_continue(inputs: Path) -> None:
+    options = {"folder": str(data.jpeg_folder(inputs, 12)), "side": 32, "decoder": "pillow"}
+    good = work.contender("dataloader", "persistent", options)
+    bad = harness.Contender("bad", work.feed, {"adapter_name": "dataloader", "way": "x", "work": {**options, "y": 1}})
     dropped: dict[str, str] = {}
     settings = harness.Settings(rounds=2, quick=True, data=inputs)
     samples = harness.interleave([bad, good], settings, dropped)
@@ -260,7 +260,7 @@ SHARED = [
     for way in work.adapter(name).WAYS
     if way != "ffmpeg"
 ]
-"""Loaders that take the decoder they are given."""
+"""Loaders that accept a decoder."""
 
 
 @pytest.mark.slow
@@ -275,18 +275,18 @@ def test_loaders_with_the_same_decoder_give_the_same_samples(name: str, way: str
     ordered = getattr(work.adapter(name), "ORDERED", True)
     with work.adapter(name).loader(task, way) as epoch:
         for _ in range(2):
-            given = [
+            received = [
                 (np.asarray(image).transpose(1, 2, 0).tobytes(), int(label))
                 for images, labels in epoch()
                 for image, label in zip(images, labels, strict=True)
                 if work.checked(images, labels, (3, 48, 48))
             ]
-            assert (sorted(given) == sorted(expected)) if not ordered else (given == expected)
+            assert (sorted(received) == sorted(expected)) if not ordered else (received == expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
-def test_the_worst_picture_of_an_epoch_is_what_is_told(ordered: bool, inputs: Path) -> None:
+def test_the_worst_picture_of_an_epoch_is_reported(ordered: bool, inputs: Path) -> None:
     paths = data.files_below(data.jpeg_folder(inputs, 12))
     pictures = np.stack([Decode("pillow", 32).file(path) for path in paths])
     labels = np.arange(12)
@@ -302,26 +302,26 @@ def test_the_worst_picture_of_an_epoch_is_what_is_told(ordered: bool, inputs: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["draft", "turbo"])
-def test_scaled_decoders_are_those_of_aiofeed(decoder: str, inputs: Path) -> None:
+def test_scaled_decoders_equal_aiofeed(decoder: str, inputs: Path) -> None:
     if decoder == "turbo":
         pytest.importorskip("simplejpeg")
     import aiofeed
 
     path = data.files_below(data.jpeg_folder(inputs, 12))[0]
-    ours = aiofeed.DecodeImage((48, 48), backend="pillow")
+    decode = aiofeed.DecodeImage((48, 48), backend="pillow")
     with open(path, "rb") as file:
-        assert np.array_equal(Decode(decoder, 48).file(path), ours(file.read()).numpy().transpose(1, 2, 0))
+        assert np.array_equal(Decode(decoder, 48).file(path), decode(file.read()).numpy().transpose(1, 2, 0))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_runs_where_only_torch_is_installed(name: str, inputs: Path) -> None:
+def test_every_case_runs_with_only_torch_installed(name: str, inputs: Path) -> None:
     case: Any = import_module(f"benchmarks.peers.{name}")
     for module in getattr(case, "NEEDS", ()):
         pytest.importorskip(module)
     settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=False)
-    found = case.run(settings, contest.Field(frozenset({"DataLoader"})))
+    found = case.run(settings, contest.Participants(frozenset({"DataLoader"})))
     assert found.columns
     assert any(figure.target for figure in found.targets)
     assert not found.absent

@@ -28,7 +28,7 @@ from aiofeed import (
     Limits,
     Tensors,
 )
-from aiofeed.decoders.cached_picture import mapped
+from aiofeed.decoders.cached_picture import map_box
 from tests.support.number_decoders import array, half, scalar, tensor
 
 
@@ -182,7 +182,7 @@ def test_random_crops_show_what_they_show_without_a_cache(jpeg_folder: Path) -> 
 )
 def test_boxes_stay_inside_the_kept_picture(original: tuple[int, int], kept: tuple[int, int], seed: int) -> None:
     box = DecodeImage(8, crop="random").view(*original, seed).box
-    left, upper, right, lower = mapped(box, original, kept)
+    left, upper, right, lower = map_box(box, original, kept)
     assert 0 <= left < right <= kept[0]
     assert 0 <= upper < lower <= kept[1]
     assert left / kept[0] == pytest.approx(box[0] / original[0])
@@ -210,7 +210,7 @@ def test_any_picture_can_be_kept_and_cropped(pixels: tuple[int, int], kept: tupl
     decode.augment_into(row, out, seed)
     whole = Image.fromarray(np.asarray(image.resize(kept[::-1], Image.Resampling.BILINEAR)))
     view = decode.view(pixels[1], pixels[0], seed)
-    box = mapped(view.box, pixels[::-1], kept[::-1])
+    box = map_box(view.box, pixels[::-1], kept[::-1])
     expected = np.asarray(whole.resize((9, 7), Image.Resampling.BILINEAR, box=box))
     if view.flip:
         expected = expected[:, ::-1]

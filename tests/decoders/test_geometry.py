@@ -1,4 +1,4 @@
-"""Crops, scales and their random numbers, as arithmetic."""
+"""Tests of the arithmetic of crops, scales and their random numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIDES = st.integers(1, 65_535)
 
 
 def torchvision_crop(width, height, scale, ratio, rng):
-    """RandomResizedCrop.get_params of torchvision, written down from its documentation, over Python's generator."""
+    """torchvision's RandomResizedCrop.get_params, written from its documentation, with Python's generator."""
     area = width * height
     for _ in range(10):
         target_area = area * rng.uniform(*scale)
@@ -52,7 +52,7 @@ def distance(a, b):
 
 
 def test_splitmix64_is_the_published_generator():
-    """From state 0 the mixed outputs are those of the reference implementation."""
+    """From state 0 the outputs equal those of the reference implementation."""
     numbers = SplitMix64(0)
     assert numbers._state == 0
     reference = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
@@ -90,7 +90,7 @@ def test_first_numbers_over_consecutive_seeds_are_uniform():
     ],
 )
 def test_center_box_follows_torchvision(width, height, size, resize, box):
-    """The long side is cut to an integer and the crop's corner rounded half to even, as torchvision does."""
+    """The long side is truncated to an integer and the crop's corner rounded half to even, as by torchvision."""
     assert center_box(width, height, size, resize) == pytest.approx(box, abs=1e-9)
 
 
@@ -104,7 +104,7 @@ def test_center_box_stays_inside(width, height, size, more):
 
 @given(SIDES, SIDES, st.integers(1, 1024))
 def test_center_box_without_a_larger_resize_keeps_the_short_side_whole(width, height, size):
-    """With resize equal to size nothing of the shorter side is lost, to the last bit."""
+    """With resize equal to size the box spans exactly the shorter side."""
     left, upper, right, lower = center_box(width, height, size, size)
     assert (left, right) == (0, width) if width <= height else (upper, lower) == (0, height)
 
@@ -117,7 +117,7 @@ def test_center_box_without_a_larger_resize_keeps_the_short_side_whole(width, he
     st.integers(0, 2**64 - 1),
 )
 def test_random_box_is_whole_pixels_inside(width, height, scale, ratio, seed):
-    """A random crop has at least one pixel, whole ones, and lies inside the picture, whatever the bounds."""
+    """For all bounds a random crop consists of whole pixels, at least one, inside the picture."""
     box = random_box(width, height, tuple(scale), tuple(ratio), SplitMix64(seed))
     left, upper, right, lower = box
     assert all(isinstance(side, int) for side in box)
@@ -127,18 +127,18 @@ def test_random_box_is_whole_pixels_inside(width, height, scale, ratio, seed):
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (1000, 100), (33, 21)])
 def test_random_crops_are_distributed_as_torchvisions(width, height):
-    """Width, height, left and upper of 4,000 crops come from the distribution of torchvision's algorithm."""
+    """Width, height, left and upper of 4,000 crops have the distribution of torchvision's algorithm."""
     n, scale, ratio = 4_000, (0.08, 1.0), (3 / 4, 4 / 3)
     rng = random.Random(0)
-    theirs = np.array([torchvision_crop(width, height, scale, ratio, rng) for _ in range(n)], float)
+    expected = np.array([torchvision_crop(width, height, scale, ratio, rng) for _ in range(n)], float)
     boxes = np.array([random_box(width, height, scale, ratio, SplitMix64(seed)) for seed in range(n)], float)
     ours = np.stack([boxes[:, 0], boxes[:, 1], boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]], axis=1)
-    for a, b in zip(ours.T, theirs.T, strict=True):
-        assert distance(a, b) < 1.95 * math.sqrt(2 / n)  # 0.1 % of honest pairs of samples exceed this
+    for a, b in zip(ours.T, expected.T, strict=True):
+        assert distance(a, b) < 1.95 * math.sqrt(2 / n)  # 0.1 % of pairs from one distribution exceed this
 
 
 class Lowest:
-    """Numbers that make every try as narrow as the ratio allows: none fits a picture whose area is asked for whole."""
+    """Random numbers that make every attempt as narrow as the ratio allows; with scale 1 none of them fits."""
 
     def random(self):
         return 0.0
@@ -150,27 +150,27 @@ class Lowest:
         (10, 1000, (0, 493, 10, 506)),  # too narrow: the height is the width over 3/4
         (1000, 10, (493, 0, 506, 10)),  # too wide: the width is the height times 4/3
         (1, 1000, (0, 499, 1, 500)),
-        (400, 420, (0, 0, 400, 420)),  # neither: the whole
+        (400, 420, (0, 0, 400, 420)),  # within the ratio: the whole picture
     ],
 )
 def test_random_box_falls_back_to_the_centre(width, height, box):
-    """Where none of ten tries fits, the crop is the largest central one within the ratio bounds, as torchvision's."""
+    """If none of ten attempts fits, the crop is the largest central box within the ratio, as torchvision's."""
     assert random_box(width, height, (1.0, 1.0), (3 / 4, 4 / 3), Lowest()) == box
 
 
 def drafted(width, height, request):
-    """The factor that Pillow's JpegImageFile.draft takes for a request."""
+    """The factor that Pillow's JpegImageFile.draft uses for a request."""
     scale = min(width // request[0], height // request[1])
     return next(s for s in (8, 4, 2, 1) if scale >= s)
 
 
 @given(SIDES, SIDES, st.data())
 def test_scaled_decoding_keeps_twice_the_target(width, height, data):
-    """What is shown keeps at least twice the target on both axes, and the next smaller scale would not."""
+    """The visible part keeps at least twice the target on both axes, and would not at the next smaller scale."""
     left = data.draw(st.integers(0, width - 1))
     upper = data.draw(st.integers(0, height - 1))
     box = (left, upper, data.draw(st.integers(left + 1, width)), data.draw(st.integers(upper + 1, height)))
-    # Targets about as many times smaller as the factors that matter, so that either axis decides.
+    # The targets are 1 to 20 times smaller than the box, so that either axis may decide.
     shrinks = st.floats(1, 20)
     target = [max(1, round((box[i + 2] - box[i]) / (2 * data.draw(shrinks)))) for i in (0, 1)]
     factor = jpeg_factor(box, *target)
@@ -186,20 +186,20 @@ def test_scaled_decoding_keeps_twice_the_target(width, height, data):
 
 
 @given(SIDES, SIDES, st.sampled_from([1, 2, 4, 8]))
-def test_draft_takes_the_factor_that_is_asked_for(width, height, factor):
-    """``draft_size`` makes Pillow take exactly the factor, also where it does not divide the size."""
+def test_draft_uses_the_requested_factor(width, height, factor):
+    """``draft_size`` makes Pillow use exactly the factor, also if it does not divide the size."""
     assume(min(width, height) >= factor)
     assert drafted(width, height, draft_size(width, height, factor)) == factor
 
 
 @given(SIDES, SIDES, st.sampled_from([1, 2, 4, 8]), st.integers(1, 8))
 def test_scaled_box_of_the_whole_stays_inside(width, height, factor, orientation):
-    """The whole picture scales to within the decoded size, less than a pixel short, at the end that was stored last."""
+    """The whole picture scales to within the decoded size, less than a pixel short at the end that was stored last."""
     decoded = math.ceil(width / factor), math.ceil(height / factor)
     left, upper, right, lower = scaled_box((0, 0, width, height), width, height, factor, orientation)
     assert right - left == pytest.approx(width / factor)
     assert lower - upper == pytest.approx(height / factor)
-    # The stored picture's first column and row are whole; follow them through the orientation.
+    # The first column and row of the stored picture are whole pixels; find their edge in the upright picture.
     assert (right == pytest.approx(decoded[0])) if orientation in (2, 3, 6, 7) else (left == 0)
     assert (lower == pytest.approx(decoded[1])) if orientation in (3, 4, 7, 8) else (upper == 0)
     assert 0 <= left < right <= decoded[0]

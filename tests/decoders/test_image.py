@@ -1,4 +1,4 @@
-"""DecodeImage: what it decodes, how exactly, what it refuses."""
+"""Tests of DecodeImage: the pixels it returns, and the files and arguments it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from PIL import Image, ImageOps, features
 
 from aiofeed.core.types import Row, RowDecoder
 from aiofeed.decoders import DecodeImage
-from aiofeed.decoders.metadata import orientation_in, orientation_of
+from aiofeed.decoders.metadata import orientation_in_exif, orientation_of
 from aiofeed.decoders.pillow import JpegFile, open_image, to_rgb
 from tests.support.paths import environment
 from tests.support.pictures import ORIENTATION, decode, encode, exif, psnr
@@ -30,7 +30,7 @@ BILINEAR = Image.Resampling.BILINEAR
 
 
 def picture(mode="RGB", width=83, height=61, seed=0):
-    """A smooth picture with some noise, so that every pixel and every corner differs."""
+    """A smooth picture with noise, different in every pixel and corner."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width]
     planes = [x * 255 / width, y * 255 / height, (x + 2 * y) % 256, 255 - x * 128 / width]
@@ -46,7 +46,7 @@ def picture(mode="RGB", width=83, height=61, seed=0):
 
 
 def pillow(data, height, width):
-    """The reference: Pillow's own functions, one after the other."""
+    """The reference: Pillow's own functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
@@ -61,7 +61,7 @@ def png_header(width, height):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
 
 
-# --- the same as Pillow, bit for bit
+# --- pixels equal to Pillow's
 
 
 FILES = [
@@ -88,7 +88,7 @@ FILES = [
 @pytest.mark.parametrize(("kind", "mode", "options"), FILES)
 @pytest.mark.parametrize("size", [(24, 40), (61, 83), (100, 90)])
 def test_equals_pillow(kind, mode, options, size):
-    """A fixed size with scaled=False is exif_transpose, convert and resize of Pillow, bit for bit."""
+    """A fixed size with scaled=False equals Pillow's exif_transpose, convert and resize bit for bit."""
     feature = {"WEBP": "webp", "AVIF": "avif", "JPEG": "jpg"}.get(kind)
     if feature and not features.check(feature):
         pytest.skip(f"this Pillow is built without {kind}")
@@ -100,24 +100,24 @@ def test_equals_pillow(kind, mode, options, size):
 @pytest.mark.parametrize(
     "mode", ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"]
 )
-def test_modes_of_8_bits_are_pillows_conversion(mode):
-    """Every 8-bit mode, also those that no common file holds, becomes RGB as Pillow converts it."""
+def test_8_bit_modes_are_converted_as_by_pillow(mode):
+    """Every 8-bit mode, including those that no common format stores, becomes RGB as Pillow converts it."""
     image = picture(mode)
     assert image.mode == mode
-    expected = image.convert("LA" if mode == "La" else mode).convert("RGB")  # Pillow takes La to LA only
+    expected = image.convert("LA" if mode == "La" else mode).convert("RGB")  # Pillow converts La to LA only
     assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(expected))
 
 
-def test_adobe_cmyk_is_inverted_as_pillow_does():
-    """The inverted CMYK of Adobe's JPEGs comes out in the colours of the original."""
+def test_adobe_cmyk_is_inverted_as_by_pillow():
+    """The inverted CMYK of Adobe's JPEGs decodes to the colours of the original."""
     rgb = Image.new("RGB", (32, 32), (200, 60, 30))
     data = encode(rgb.convert("CMYK"), "JPEG", quality=95)
     assert b"Adobe" in data
     assert np.abs(decode(DecodeImage((8, 8)), data).astype(int) - (200, 60, 30)).max() <= 3
 
 
-def test_animated_files_give_their_first_frame():
-    """Of an animation the first frame is decoded."""
+def test_the_first_frame_of_an_animation_is_decoded():
+    """An animated file decodes to its first frame."""
     frames = [Image.new("RGB", (16, 16), color) for color in ("red", "lime", "blue")]
     for kind in ("GIF", "PNG", "TIFF", *(["WEBP"] if features.check("webp") else [])):
         options = {"lossless": True} if kind == "WEBP" else {}
@@ -125,21 +125,21 @@ def test_animated_files_give_their_first_frame():
         assert (decode(DecodeImage((4, 4)), data) == (255, 0, 0)).all(), kind
 
 
-def test_multi_picture_jpeg_gives_its_first():
-    """Of a multi-picture JPEG (MPO) the first picture is decoded, scaled or not."""
+def test_the_first_picture_of_a_multi_picture_jpeg_is_decoded():
+    """A multi-picture JPEG (MPO) decodes to its first picture, scaled or not."""
     first, second = picture(width=400, height=300), picture(width=100, height=80, seed=1)
     data = encode(first, "MPO", save_all=True, append_images=[second])
     assert np.array_equal(decode(DecodeImage((30, 40), scaled=False), data), pillow(data, 30, 40))
     assert psnr(decode(DecodeImage((30, 40)), data), pillow(data, 30, 40)) > 30
 
 
-# --- which way up
+# --- orientation
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_orientation_is_honoured(kind, orientation):
-    """All eight EXIF orientations are turned upright before the resize, in every format that carries them."""
+def test_orientation_is_applied(kind, orientation):
+    """All eight EXIF orientations are applied before the resize, in every format that stores them."""
     if kind == "WEBP" and not features.check("webp"):
         pytest.skip("this Pillow is built without WebP")
     data = encode(picture(), kind, exif=exif(orientation))
@@ -148,7 +148,7 @@ def test_orientation_is_honoured(kind, orientation):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_with_scaling_and_odd_sizes(orientation):
-    """A scaled decode shows the same part as a full one, also where the last column is a part pixel and comes first."""
+    """A scaled decode shows the same part as a full one, also if the partial last column becomes the first."""
     x, y = np.meshgrid(np.arange(1601), np.arange(1203))
     rings = (127 + 120 * np.sin(x / 40) * np.cos(y / 55)).astype(np.uint8)
     data = encode(Image.fromarray(rings), "JPEG", quality=95, exif=exif(orientation))
@@ -160,7 +160,7 @@ def test_orientation_with_scaling_and_odd_sizes(orientation):
                 assert psnr(full, scaled) > 50
 
 
-def test_orientation_in_xmp_and_behind_the_pixels():
+def test_orientation_in_xmp_and_after_the_pixels():
     """Orientation is also found in XMP, and in a PNG whose EXIF follows its pixels."""
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     jpeg = encode(picture(), "JPEG", xmp=xmp)
@@ -188,11 +188,11 @@ def jpeg_with_exif(payload):
         b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x63\0\0\0\0\0\0\0",  # orientation 99
         b"II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\xff\xff\xff\xff\x06\0\0\0\0\0\0\0",  # 4 GiB of text
         b"II*\0\x08\0\0\0\x01\0\x12\x01\x05\0\x01\0\0\0\0\0\0\0\0\0\0\0",  # a fraction
-        b"II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0",  # cut off
+        b"II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0",  # truncated
     ],
 )
-def test_absurd_exif_is_no_orientation(tiff):
-    """EXIF that cannot be read, or says nonsense, leaves the picture as it is stored."""
+def test_invalid_exif_is_ignored(tiff):
+    """EXIF that cannot be read, or has an invalid orientation, leaves the picture as it is stored."""
     plain = jpeg_with_exif(b"other\0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,12 +218,12 @@ def test_absurd_exif_is_no_orientation(tiff):
     cut=st.integers(0, 6),
 )
 @settings(max_examples=400, deadline=None)
-@example("<", [(ORIENTATION, 3, 1, 6), (ORIENTATION, 3, 1, 8)], b"", None, 8, b"", 0)  # the last of two counts
+@example("<", [(ORIENTATION, 3, 1, 6), (ORIENTATION, 3, 1, 8)], b"", None, 8, b"", 0)  # the tag twice
 @example(">", [(ORIENTATION, 3, 1, 0), (0x0128, 3, 1, 2)], b"Exif\0\0", None, 8, b"", 0)
-@example("<", [(ORIENTATION, 5, 1, 26)], b"", None, 8, struct.pack("<II", 12, 2), 0)  # a fraction that is 6
+@example("<", [(ORIENTATION, 5, 1, 26)], b"", None, 8, struct.pack("<II", 12, 2), 0)  # the fraction 12 / 2
 @example("<", [(ORIENTATION, 11, 1, 0x40C0)], b"", None, 8, b"", 0)
-def test_orientation_is_what_pillows_parser_finds(order, entries, prefix, header, start, tail, cut):
-    """For any directory, sound or not, what is read here is what Pillow's parser finds, failures included."""
+def test_orientation_equals_pillows_parser(order, entries, prefix, header, start, tail, cut):
+    """For any directory, valid or not, the orientation equals that of Pillow's parser, failures included."""
     tiff = (header or (b"II*\0" if order == "<" else b"MM\0*")) + struct.pack(order + "IH", start, len(entries))
     for tag, kind, count, value in entries:
         tiff += struct.pack(order + ("HHII" if order == "<" else "HHIHxx"), tag, kind, count, value)
@@ -236,17 +236,16 @@ def test_orientation_is_what_pillows_parser_finds(order, entries, prefix, header
             tags.load(data)
         except Exception:
             with pytest.raises(ValueError, match="header of a TIFF"):
-                orientation_in(data)
+                orientation_in_exif(data)
             return
-        theirs = tags.get(ORIENTATION)
-    usual = theirs is None or (isinstance(theirs, Number) and theirs in range(2, 9))
-    found = orientation_in(data)
-    assert found == (theirs if usual else 1)
+        expected = tags.get(ORIENTATION)
+    valid = expected is None or (isinstance(expected, Number) and expected in range(2, 9))
+    assert orientation_in_exif(data) == (expected if valid else 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"exif": exif(1)}], ids=["none", "upright"])
-def test_upright_files_never_meet_the_parser(options, monkeypatch):
-    """A file without EXIF, or with an ordinary orientation 1, is opened without Pillow's parser of EXIF."""
+def test_pillows_exif_parser_is_not_used_for_upright_files(options, monkeypatch):
+    """A file without EXIF, or with orientation 1, is opened without Pillow's EXIF parser."""
     data = encode(picture(), "JPEG", **options)
     monkeypatch.setattr(Image.Exif, "load", lambda *_: pytest.fail("EXIF was parsed"))
     image = open_image(data, 10**6)
@@ -257,13 +256,13 @@ def test_upright_files_never_meet_the_parser(options, monkeypatch):
 
 
 def grey16(levels):
-    """A 16-bit PNG and its levels."""
+    """The levels, and a 16-bit PNG of them."""
     levels = np.asarray(levels, np.uint16).reshape(16, -1)
     return levels, encode(Image.fromarray(levels), "PNG")
 
 
-def test_16_bits_become_8_by_their_high_byte():
-    """16-bit grey is scaled, not clipped: 65535 is white, 256 is 1, as Pillow reads 16-bit colour."""
+def test_16_bit_grey_becomes_its_high_byte():
+    """16-bit grey is scaled, not clipped: 65535 is white, 256 is 1, as in Pillow's 16-bit colour."""
     levels, data = grey16(np.linspace(0, 65535, 256).round())
     out = decode(DecodeImage((16, 16)), data)
     assert np.array_equal(out, np.repeat((levels >> 8)[..., None], 3, axis=-1))
@@ -271,8 +270,8 @@ def test_16_bits_become_8_by_their_high_byte():
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
-def test_other_16_bit_files_are_scaled_alike(mode):
-    """TIFF in both byte orders and 16-bit PGM (mode I) come out as the PNG does."""
+def test_other_16_bit_formats_are_scaled_alike(mode):
+    """TIFF in both byte orders and 16-bit PGM (mode I) decode as the PNG does."""
     levels, data = grey16(np.linspace(0, 65535, 256).round())
     if mode == "I":
         other = b"P5 16 16 65535\n" + levels.astype(">u2").tobytes()
@@ -285,14 +284,14 @@ def test_other_16_bit_files_are_scaled_alike(mode):
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 10), (0, 65536), (0, 2**31 - 1)])
 def test_32_bit_integers_beyond_16_bits_are_refused(low, high):
-    """Mode I outside 0 to 65535 is an error that gives its range, never a clipped picture."""
+    """Mode I outside 0 to 65535 raises an error with its range; the levels are never clipped."""
     data = encode(Image.fromarray(np.array([[low, high]], np.int32)), "TIFF")
     with pytest.raises(ValueError, match=rf"mode I must lie in 0 to 65535 .* got {low} to {high}"):
         decode(DecodeImage((4, 4)), data)
 
 
 def test_floats_are_scaled_by_their_range():
-    """Mode F is taken times 255 within [0, 1] and as it is within [0, 255], rounded."""
+    """Mode F is multiplied by 255 if it lies in [0, 1], unchanged if it lies in [0, 255], and rounded."""
     unit = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16)
     expected = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=-1)
     for levels in (unit, unit * 255):
@@ -302,7 +301,7 @@ def test_floats_are_scaled_by_their_range():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -0.5, 256.0])
 def test_floats_out_of_range_are_refused(bad):
-    """NaN, infinity and anything outside [0, 255] is an error."""
+    """NaN, infinity and values outside [0, 255] raise an error."""
     data = encode(Image.fromarray(np.array([[0.5, bad]], np.float32)), "TIFF")
     with pytest.raises(ValueError, match="mode F must lie in 0 to 255"):
         decode(DecodeImage((4, 4)), data)
@@ -314,7 +313,7 @@ def test_floats_out_of_range_are_refused(bad):
 @pytest.mark.parametrize(("width", "height"), [(83, 61), (61, 83), (64, 64), (200, 31)])
 @pytest.mark.parametrize(("size", "resize"), [(32, None), (32, 37), (100, 120)])
 def test_centre_crop_is_resize_then_crop(width, height, size, resize):
-    """An int size is torchvision's Resize and CenterCrop, to within two levels of rounding."""
+    """An int size equals torchvision's Resize and CenterCrop, within two levels of rounding."""
     image = picture(width=width, height=height)
     short = resize or size
     long = int(short * max(width, height) / min(width, height))
@@ -325,8 +324,8 @@ def test_centre_crop_is_resize_then_crop(width, height, size, resize):
     assert np.abs(got.astype(int) - np.asarray(expected)).max() <= 2
 
 
-def test_random_crop_and_flip_show_what_view_says():
-    """A random sample is the resize of the box that its seed gives, mirrored if its seed says so."""
+def test_random_crop_and_flip_follow_the_view():
+    """A random sample is the resize of the box that ``view`` returns for its seed, mirrored if ``view`` says flip."""
     image, data = picture().convert("RGB"), encode(picture(), "PNG")
     decoder = DecodeImage((24, 40), crop="random", flip=True)
     for seed in range(10):
@@ -336,16 +335,16 @@ def test_random_crop_and_flip_show_what_view_says():
 
 
 def test_seeds_are_reproducible_and_differ():
-    """One seed gives one picture, by any instance; different seeds give different ones."""
+    """A seed gives the same picture in every instance; different seeds give different pictures."""
     data = encode(picture(), "JPEG")
     one, two = (DecodeImage(32, crop="random", flip=True) for _ in range(2))
     pictures = {seed: decode(one, data, seed).tobytes() for seed in (0, 1, 2**63, 2**64 - 1)}
     assert len(set(pictures.values())) == 4
-    assert all(decode(two, data, seed).tobytes() == seen for seed, seen in pictures.items())
+    assert all(decode(two, data, seed).tobytes() == pixels for seed, pixels in pictures.items())
 
 
 def test_half_of_the_samples_are_mirrored_and_crops_do_not_depend_on_it():
-    """Flips come for half of the seeds, independent of the crop; the crop of a seed is the same without flips."""
+    """Half of the seeds mirror, independently of the crop; the crop of a seed is the same without flips."""
     cropped, both, flipped = (DecodeImage(32, **o) for o in (
         {"crop": "random"}, {"crop": "random", "flip": True}, {"flip": True}))  # fmt: skip
     views = [both.view(500, 400, seed) for seed in range(4000)]
@@ -357,8 +356,8 @@ def test_half_of_the_samples_are_mirrored_and_crops_do_not_depend_on_it():
     assert not any(cropped.view(500, 400, seed).flip for seed in range(100))
 
 
-def test_a_random_decoder_asks_for_a_seed():
-    """Without a seed, or without rng, a random decoder says what it needs; a fixed one ignores both."""
+def test_a_random_decoder_requires_a_seed():
+    """Without a seed, or without rng, a random decoder raises; a deterministic one ignores both."""
     data = encode(picture(), "PNG")
     for options in ({"crop": "random"}, {"flip": True}):
         decoder = DecodeImage(16, **options)
@@ -376,7 +375,7 @@ def test_a_random_decoder_asks_for_a_seed():
 
 
 def decoded_sizes(monkeypatch):
-    """The (width, height) at which JPEGs are decoded from here on."""
+    """A list that collects the (width, height) at which Pillow decodes JPEGs."""
     sizes = []
     load_end = JpegFile.load_end
     monkeypatch.setattr(JpegFile, "load_end", lambda self: (sizes.append(self.size), load_end(self))[1])
@@ -391,11 +390,11 @@ def decoded_sizes(monkeypatch):
         ((1600, 1200), (151, 200), (800, 600)),  # one row less than twice at 1/4
         ((1600, 1200), (150, 201), (800, 600)),  # one column less
         ((1607, 1207), (75, 100), (201, 151)),  # rounded up at 1/8
-        ((500, 400), (224, 224), (500, 400)),  # no scale leaves twice the target
-        ((1600, 1200), 224, (800, 600)),  # a centre crop counts by what is shown
+        ((500, 400), (224, 224), (500, 400)),  # no scale keeps twice the target
+        ((1600, 1200), 224, (800, 600)),  # the visible part of a centre crop decides
     ],
 )
-def test_jpegs_are_decoded_at_the_scale_that_is_needed(mode, size, target, decoded, monkeypatch):
+def test_jpegs_are_decoded_at_the_smallest_sufficient_scale(mode, size, target, decoded, monkeypatch):
     """A JPEG is decoded at the smallest of 1, 1/2, 1/4, 1/8 that keeps twice the target on both axes."""
     sizes = decoded_sizes(monkeypatch)
     decode(DecodeImage(target, backend="pillow"), encode(Image.new(mode, size), "JPEG"))
@@ -403,8 +402,8 @@ def test_jpegs_are_decoded_at_the_scale_that_is_needed(mode, size, target, decod
     assert sizes == [decoded, size]
 
 
-def test_small_crops_are_decoded_larger(monkeypatch):
-    """The scale follows the part that is shown: a small random crop is not decoded small."""
+def test_small_crops_are_decoded_at_a_larger_scale(monkeypatch):
+    """The scale depends on the visible part: a small random crop is decoded at full scale."""
     sizes = decoded_sizes(monkeypatch)
     data = encode(Image.new("RGB", (1600, 1600)), "JPEG")
     for share, side in ((1.0, 400), (0.25, 800), (0.01, 1600)):
@@ -423,7 +422,7 @@ def photographs():
 
 
 def test_scaled_decoding_keeps_quality():
-    """On photographs a scaled decode is within 35 dB PSNR of the full one, at every scale."""
+    """On photographs a scaled decode has at least 35 dB PSNR against the full one, at every scale."""
     factors = set()
     for file in photographs():
         data = (
@@ -438,7 +437,7 @@ def test_scaled_decoding_keeps_quality():
     assert factors == {2, 4, 8}
 
 
-# --- refused
+# --- refused files
 
 
 LIMIT = 178_956_970
@@ -472,28 +471,28 @@ def huge_jpeg():
     ],
     ids=["png", "jpeg", "ppm", "gif", "webp"],
 )
-def test_bombs_are_refused_by_their_header(data):
-    """More pixels than max_pixels are refused, in numbers, before any of them is decoded."""
+def test_decompression_bombs_are_refused_by_their_header(data):
+    """More pixels than max_pixels are refused before any is decoded; the error gives both numbers."""
     with pytest.raises(ValueError, match=rf"has \d+ x \d+ = \d+ pixels .* max_pixels={LIMIT} allows"):
         decode(DecodeImage(8), data)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("VP8 ", {}), ("VP8L", {"lossless": True})])
-def test_webp_size_is_read_before_libwebp_is_asked(kind, options, monkeypatch):
-    """The limit holds for all kinds of WebP without a decoder being made."""
+def test_webp_size_is_checked_before_libwebp_is_called(kind, options, monkeypatch):
+    """The limit holds for all kinds of WebP before libwebp is called."""
     if not features.check("webp"):
         pytest.skip("this Pillow is built without WebP")
     data = encode(picture(width=83, height=61), "WEBP", **options)
     assert data[12:16] == kind.encode()
     assert np.array_equal(decode(DecodeImage((61, 83), max_pixels=83 * 61), data), pillow(data, 61, 83))
-    monkeypatch.setitem(Image.OPEN, "WEBP", (lambda *_: pytest.fail("libwebp was asked"), lambda prefix: True))
+    monkeypatch.setitem(Image.OPEN, "WEBP", (lambda *_: pytest.fail("libwebp was called"), lambda prefix: True))
     with pytest.raises(ValueError, match="83 x 61 = 5063 pixels"):
         decode(DecodeImage((61, 83), max_pixels=83 * 61 - 1), data)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_the_limit_is_ours_not_pillows(kind, monkeypatch):
-    """max_pixels alone decides: Pillow's process-wide limit neither refuses, nor warns, nor is changed."""
+def test_pillows_own_limit_has_no_effect(kind, monkeypatch):
+    """Only max_pixels limits: Pillow's process-wide limit neither refuses, nor warns, nor changes."""
     data = encode(picture(width=30, height=20), kind)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     decode(DecodeImage(8, max_pixels=600), data)
@@ -504,7 +503,7 @@ def test_the_limit_is_ours_not_pillows(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "BMP", "PPM", "WEBP"])
 def test_truncated_images_are_errors(kind):
-    """An image cut off in its pixels raises, scaled or not, and nothing is written."""
+    """An image truncated in its pixels raises, scaled or not, and writes nothing."""
     if kind == "WEBP" and not features.check("webp"):
         pytest.skip("this Pillow is built without WebP")
     data = encode(picture(width=400, height=300), kind)
@@ -520,10 +519,13 @@ def test_truncated_images_are_errors(kind):
     ("data", "message"),
     [
         (b"", "no bytes: the file is empty"),
-        (b"this is a text, not a picture", "Pillow knows no such image: 29 bytes that begin with b'this is a text, '"),
+        (
+            b"this is a text, not a picture",
+            "Pillow cannot identify this image: 29 bytes that begin with b'this is a text, '",
+        ),
         (b"\xff\xd8\xff", "broken image"),
         (b"\xff\xd8\xff\xe0\x00", "broken image"),
-        (b"\x89PNG\r\n\x1a\n", "Pillow knows no such image"),
+        (b"\x89PNG\r\n\x1a\n", "Pillow cannot identify this image"),
         (
             png_header(0, 5) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b""),
             "PNG: its header gives no pixels",
@@ -535,20 +537,20 @@ def test_truncated_images_are_errors(kind):
         (b"P6 0 5 255\n", "PPM: its header gives no pixels"),
     ],
 )
-def test_what_is_no_image_is_an_error(data, message):
-    """Nothing, no image, a bare signature and no pixels each raise OSError or ValueError that says so."""
+def test_data_that_is_not_an_image_is_an_error(data, message):
+    """No data, other data, a bare signature and an image without pixels raise an OSError or ValueError that says so."""
     with pytest.raises((OSError, ValueError), match=message):
         decode(DecodeImage(8), data)
 
 
 @pytest.mark.parametrize("data", [(b"a", b"b"), {"image": b"a"}, "a.jpg", None, 7, [1, 2]])
-def test_what_is_not_bytes_is_a_type_error(data):
-    """Anything without a buffer is a TypeError that names its type and what is taken."""
+def test_data_without_a_buffer_is_a_type_error(data):
+    """An object without a buffer raises a TypeError with its type and the expected one."""
     with pytest.raises(TypeError, match=f"takes the bytes of one image, got {type(data).__name__}"):
         decode(DecodeImage(8), data)
 
 
-def test_anything_with_a_buffer_is_taken():
+def test_objects_with_a_buffer_are_decoded():
     """bytearray, memoryview and numpy bytes decode as bytes do."""
     for kind in ("JPEG", "PNG"):
         data = encode(picture(), kind)
@@ -572,7 +574,7 @@ SEEDS = [
 @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=4), st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_damaged_files_decode_as_pillow_or_raise(data, changes, draw):
-    """A file with changed or missing bytes is decoded as Pillow decodes it, or is an OSError or ValueError."""
+    """A file with changed or missing bytes decodes as with Pillow, or raises an OSError or ValueError."""
     damaged = bytearray(data)
     for at, value in changes:
         damaged[at % len(damaged)] = value
@@ -585,16 +587,16 @@ def test_damaged_files_decode_as_pillow_or_raise(data, changes, draw):
             return
         try:
             expected = pillow(damaged, 9, 7)
-        except SyntaxError:  # from its parser of EXIF: the picture is sound, and as it is stored
+        except SyntaxError:  # from Pillow's EXIF parser: the pixels are intact
             expected = np.asarray(Image.open(io.BytesIO(damaged)).convert("RGB").resize((7, 9), BILINEAR))
         assert np.array_equal(got, expected)
 
 
-# --- the object
+# --- the DecodeImage object
 
 
 def test_a_tensor_is_a_view_of_channels_last_memory():
-    """Called, it gives uint8 [3, H, W] over the memory that ``row`` describes, with the pixels of decode_into."""
+    """``__call__`` returns uint8 [3, H, W] over memory as ``row`` describes it, with the pixels of decode_into."""
     decoder, data = DecodeImage((24, 40)), encode(picture(), "PNG")
     assert decoder.row == Row((24, 40, 3), "uint8", (2, 0, 1))
     assert isinstance(decoder, RowDecoder)
@@ -605,8 +607,8 @@ def test_a_tensor_is_a_view_of_channels_last_memory():
     assert np.array_equal(tensor.permute(1, 2, 0).numpy(), decode(decoder, data))
 
 
-def test_rng_gives_the_seed_and_nothing_else_is_drawn():
-    """A generator in the same state gives the same picture; the global generators stay as they were."""
+def test_only_rng_is_drawn_from():
+    """A generator in the same state gives the same picture; the global generators do not change."""
     decoder, data = DecodeImage(16, crop="random", flip=True), encode(picture(), "PNG")
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     first, again, other = (decoder(data, rng=torch.Generator().manual_seed(s)) for s in (5, 5, 6))
@@ -627,13 +629,13 @@ def test_rng_gives_the_seed_and_nothing_else_is_drawn():
     ],
 )
 def test_memory_of_another_layout_is_refused(out):
-    """``out`` must be C-contiguous uint8 [H, W, 3]; the message says what it was."""
+    """``out`` must be C-contiguous uint8 [H, W, 3]; the message describes what was passed."""
     with pytest.raises(ValueError, match=r"out must be writable C-contiguous uint8 \[8, 8, 3\], got"):
         DecodeImage(8).decode_into(encode(picture(), "PNG"), out)
 
 
-def test_a_row_of_a_batch_is_filled_and_its_neighbours_are_not():
-    """Decoding into a row of a batch touches that row alone."""
+def test_decoding_into_a_row_leaves_other_rows_unchanged():
+    """Decoding into a row of a batch writes to that row only."""
     batch = np.full((3, 8, 8, 3), 7, np.uint8)
     DecodeImage(8).decode_into(encode(Image.new("RGB", (20, 20), (1, 2, 3)), "PNG"), batch[1])
     assert (batch[1] == (1, 2, 3)).all()
@@ -641,7 +643,7 @@ def test_a_row_of_a_batch_is_filled_and_its_neighbours_are_not():
 
 
 def test_pickles_and_compares_by_value():
-    """A copy by pickle is equal, prints alike and decodes alike."""
+    """A pickled copy is equal, has the same repr and decodes alike."""
     decoder = DecodeImage(
         [24, 40], crop="random", scale=[0.2, 1], flip=True, scaled=False, max_pixels=10**6, formats=["png", "Jpeg"]
     )
@@ -650,7 +652,7 @@ def test_pickles_and_compares_by_value():
     assert copy == decoder
     assert hash(copy) == hash(decoder)
     assert repr(copy) == repr(decoder)
-    assert repr(DecodeImage(8, crop="random")) == "DecodeImage(size=8, crop='random')"  # what was said, and no more
+    assert repr(DecodeImage(8, crop="random")) == "DecodeImage(size=8, crop='random')"  # only non-default arguments
     assert (copy.row, copy.takes_seed) == (decoder.row, decoder.takes_seed)
     assert np.array_equal(decode(copy, data, 3), decode(decoder, data, 3))
     assert decoder != DecodeImage((24, 40))
@@ -659,15 +661,15 @@ def test_pickles_and_compares_by_value():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"size": 0}, ValueError, "size must be 1 or more, got 0"),
-        ({"size": (224, -1)}, ValueError, "width in size must be 1 or more, got -1"),
+        ({"size": 0}, ValueError, "size must be at least 1, got 0"),
+        ({"size": (224, -1)}, ValueError, "width in size must be at least 1, got -1"),
         ({"size": (1, 2, 3)}, ValueError, r"size must be an int or a pair \(height, width\), got \(1, 2, 3\)"),
         ({"size": 22.4}, TypeError, "size must be an int, got 22.4"),
         ({"size": True}, TypeError, "size must be an int, got True"),
         ({"size": "224"}, TypeError, "size must be an int, got '224'"),
-        ({"size": 224, "resize": 200}, ValueError, "resize must be size=224 or more, got 200"),
-        ({"size": (8, 8), "resize": 9}, ValueError, r"not for size=\(8, 8\)"),
-        ({"size": 8, "resize": 9, "crop": "random"}, ValueError, 'not for crop="random"'),
+        ({"size": 224, "resize": 200}, ValueError, "resize must be at least size=224, got 200"),
+        ({"size": (8, 8), "resize": 9}, ValueError, r'needs an int size and crop="center", got size=\(8, 8\)'),
+        ({"size": 8, "resize": 9, "crop": "random"}, ValueError, 'crop="center", got crop="random"'),
         ({"size": 8, "crop": "middle"}, ValueError, 'crop must be "center" or "random", got \'middle\''),
         ({"size": 8, "scale": (0, 1)}, ValueError, r"scale must be a pair \(low, high\) with 0 < low <= high <= 1"),
         ({"size": 8, "scale": (0.5, 1.5)}, ValueError, r"got \(0.5, 1.5\)"),
@@ -680,36 +682,36 @@ def test_pickles_and_compares_by_value():
         ({"size": 8, "ratio": (1, float("inf"))}, ValueError, "ratio must be a pair"),
         ({"size": 8, "ratio": (float("nan"), 1)}, ValueError, "ratio must be a pair"),
         ({"size": 8, "flip": 0.5}, TypeError, "flip must be True or False, got 0.5"),
-        ({"size": 8, "max_pixels": 0}, ValueError, "max_pixels must be 1 or more, got 0"),
+        ({"size": 8, "max_pixels": 0}, ValueError, "max_pixels must be at least 1, got 0"),
         ({"size": 8, "max_pixels": None}, TypeError, "max_pixels must be an int, got None"),
-        ({"size": 8, "formats": "JPEG"}, TypeError, "formats must be a tuple of names, as .* got 'JPEG'"),
-        ({"size": 8, "formats": None}, TypeError, "formats must be a tuple of names, as .* got None"),
+        ({"size": 8, "formats": "JPEG"}, TypeError, "formats must be a tuple of names, such as .* got 'JPEG'"),
+        ({"size": 8, "formats": None}, TypeError, "formats must be a tuple of names, such as .* got None"),
         ({"size": 8, "formats": ("PNG", 3)}, TypeError, "formats must be a tuple of names"),
-        ({"size": 8, "formats": ()}, ValueError, "formats must name one format or more, got none"),
+        ({"size": 8, "formats": ()}, ValueError, "formats must contain at least one name, got none"),
         (
             {"size": 8, "backend": "opencv"},
             ValueError,
             'backend must be "auto", "native", "pillow" or "turbo", got \'opencv\'',
         ),
-        ({"size": 8, "formats": ("JPG",)}, ValueError, "formats has 'JPG', which this Pillow cannot open; it knows .*"),
+        ({"size": 8, "formats": ("JPG",)}, ValueError, "contains 'JPG', which this Pillow cannot open; it can open .*"),
     ],
 )
 def test_arguments_are_checked(options, error, message):
-    """A wrong argument is refused at construction, with what was received and what is allowed."""
+    """The constructor refuses a wrong argument; the message gives the value and what is allowed."""
     with pytest.raises(error, match=message):
         DecodeImage(**options)
 
 
 def run_python(code):
-    """Run ``code`` in a fresh interpreter that finds this aiofeed."""
+    """Run ``code`` in a new interpreter that imports this aiofeed."""
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_no_torch_is_needed_to_decode():
-    """Importing the decoder and decoding into an array leave torch unimported."""
+def test_decoding_does_not_import_torch():
+    """Importing the decoder and decoding into an array do not import torch."""
     data = encode(picture(), "PNG")
     run_python(
         "import sys, numpy as np, aiofeed.decoders.image as image\n"
@@ -718,8 +720,8 @@ def test_no_torch_is_needed_to_decode():
     )
 
 
-def test_the_package_imports_nothing_until_asked():
-    """Importing ``aiofeed.decoders`` costs neither PIL nor numpy, and an unknown name is an AttributeError."""
+def test_the_package_imports_lazily():
+    """Importing ``aiofeed.decoders`` imports neither PIL nor numpy; an unknown name is an AttributeError."""
     run_python(
         "import sys, aiofeed.decoders as decoders\n"
         "assert not {'PIL', 'numpy', 'torch'} & set(sys.modules)\n"
@@ -730,7 +732,7 @@ def test_the_package_imports_nothing_until_asked():
 
 
 def test_the_first_images_of_a_process_decode_in_several_threads_at_once():
-    """Pillow's plugins load once, whichever threads meet their formats first, and each gets its right picture."""
+    """Pillow's plugins load once if several threads open the first images, and each thread gets its picture."""
     kinds = ["TIFF", "PNG", "JPEG", "PPM", "GIF", *(["WEBP"] if features.check("webp") else [])]
     files = [encode(Image.new("RGB", (8, 8), (250, 0, 0)), kind) for kind in kinds] * 3
     run_python(

@@ -1,4 +1,4 @@
-"""DecodeImage(backend="native"): whole chunks in one call, close to Pillow's pixels, everything odd left to Pillow."""
+"""Tests of DecodeImage(backend="native"): chunks in one call, pixels close to Pillow's, unusual files refused."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from aiofeed.decoders.native_jpeg import LIBRARY, NativeDecoder, native_decoder
 from tests.support.paths import ROOT
 from tests.support.pictures import decode, exif, jpeg, psnr
 
-here = pytest.mark.skipif(native_decoder() is None, reason="the library was not built (hatch_build.py)")
+needs_library = pytest.mark.skipif(native_decoder() is None, reason="the library was not built (hatch_build.py)")
 
 
 def picture(width, height, mode="RGB"):
-    """Smooth shapes of all colours, as photographs are, and some noise."""
+    """Smooth shapes of all colours, like a photograph, with noise."""
     y, x = np.mgrid[0:height, 0:width] / max(width, height)
     planes = np.stack([np.sin(7 * x + k) * np.cos(5 * y - 2 * k) for k in range(3)], axis=-1)
     noise = np.random.default_rng(0).normal(0, 3, (height, width, 1))
@@ -34,28 +34,28 @@ def picture(width, height, mode="RGB"):
 
 
 @pytest.fixture
-def left(monkeypatch):
-    """How many of each call's pictures are left to Pillow."""
-    found = []
+def refused(monkeypatch):
+    """For each call of the library: the number of pictures that it leaves to Pillow."""
+    counts = []
     decode = NativeDecoder.decode
 
     def spy(self, *args, **options):
-        what = decode(self, *args, **options)
-        found.append(len(what))
-        return what
+        remaining = decode(self, *args, **options)
+        counts.append(len(remaining))
+        return remaining
 
     monkeypatch.setattr(NativeDecoder, "decode", spy)
-    return found
+    return counts
 
 
 # --- the pixels
 
 
-@here
+@needs_library
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0", "4:1:1"])
 @pytest.mark.parametrize("size", [(64, 64), (83, 61), (300, 201), (640, 481)])
-def test_pixels_are_close_to_pillows(subsampling, size, left):
-    """Every common layout, full or scaled, whole or cut, mirrored or not: 40 dB or more from Pillow at its scale."""
+def test_pixels_are_close_to_pillows(subsampling, size, refused):
+    """For every layout, scale, crop and flip the result has at least 40 dB PSNR against Pillow's at its scale."""
     data = jpeg(picture(*size), subsampling=subsampling)
     for options in (
         {"size": size[::-1]},
@@ -66,43 +66,43 @@ def test_pixels_are_close_to_pillows(subsampling, size, left):
         {"size": (100, 301)},
     ):
         for seed in range(3):
-            ours, theirs = (decode(DecodeImage(**options, backend=by), data, seed) for by in ("native", "pillow"))
-            assert psnr(ours, theirs) > 40, (options, seed)
-    assert left == [0] * 18
+            native, pillow = (decode(DecodeImage(**options, backend=by), data, seed) for by in ("native", "pillow"))
+            assert psnr(native, pillow) > 40, (options, seed)
+    assert refused == [0] * 18
 
 
-@here
-def test_photographs_are_closer_than_is_said(left):
-    """At least 45 dB from Pillow at the same scale, and from Pillow at full scale."""
+@needs_library
+def test_photographs_are_as_close_as_documented(refused):
+    """Photographs have at least 45 dB PSNR against Pillow at the same scale, and 40 dB against Pillow at full scale."""
     data = pytest.importorskip("benchmarks.data")
     pytest.importorskip("skimage")
     pytest.importorskip("sklearn")
     for name, photograph in data.photographs().items():
         file = jpeg(photograph)
         for size in ((224, 224), (112, 112), (64, 48)):
-            ours = decode(DecodeImage(size, backend="native"), file)
+            native = decode(DecodeImage(size, backend="native"), file)
             for scaled in (True, False):
-                theirs = decode(DecodeImage(size, backend="pillow", scaled=scaled), file)
-                assert psnr(ours, theirs) > (45 if scaled else 40), (name, size, scaled)
-    assert not any(left)
+                pillow = decode(DecodeImage(size, backend="pillow", scaled=scaled), file)
+                assert psnr(native, pillow) > (45 if scaled else 40), (name, size, scaled)
+    assert not any(refused)
 
 
-@here
+@needs_library
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (7, 300), (64, 64), (333, 251)])
-def test_grey_pictures_differ_by_one_level_at_most(size, left):
-    """The filter is Pillow's, whatever the direction and the ratio."""
+def test_grey_pictures_differ_by_one_level_at_most(size, refused):
+    """The filter equals Pillow's in both directions and for all ratios."""
     data = jpeg(picture(*size, "L"), restart_marker_rows=1)
     for target in ((4, 4), (3, 200), (64, 64), (251, 333), (11, 17)):
-        ours, theirs = (decode(DecodeImage(target, backend=by), data) for by in ("native", "pillow"))
-        assert np.abs(ours.astype(int) - theirs).max() <= 1
-    assert left == [0] * 5
+        native, pillow = (decode(DecodeImage(target, backend=by), data) for by in ("native", "pillow"))
+        assert np.abs(native.astype(int) - pillow).max() <= 1
+    assert refused == [0] * 5
 
 
-@here
+@needs_library
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("crop", ["center", "random"])
-def test_orientation_is_honoured(orientation, crop, left):
-    """From EXIF or XMP, at full and smaller scales, for the whole and for a part, mirrored too."""
+def test_orientation_is_applied(orientation, crop, refused):
+    """The orientation in EXIF or XMP is applied at all scales, for the whole picture and for crops, mirrored or not."""
     image = picture(333, 251)
     for options in ({"exif": exif(orientation)}, {"xmp": b'<x tiff:Orientation="%d"/>' % orientation}):
         data = jpeg(image, **options)
@@ -113,12 +113,12 @@ def test_orientation_is_honoured(orientation, crop, left):
                     for by in ("native", "pillow")
                 ]
                 assert psnr(*both) > 36, (size, seed)
-    assert left == [0] * 24
+    assert refused == [0] * 24
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_boxes_are_turned_back(orientation):
-    """A box of the upright picture is where its pixels are stored."""
+def test_stored_box_contains_the_same_pixels(orientation):
+    """``stored_box`` of a box of the upright picture contains the same pixels of the stored picture."""
     stored = np.arange(5 * 7).reshape(5, 7)
     image = Image.fromarray(stored.astype(np.uint8))
     image.getexif()[0x0112] = orientation
@@ -134,9 +134,9 @@ def test_boxes_are_turned_back(orientation):
 # --- part of a file
 
 
-@here
-def test_rows_below_what_is_shown_are_not_read(left, monkeypatch):
-    """What is damaged there does no harm, and above it does; a picture that is shown whole is Pillow's to judge."""
+@needs_library
+def test_damage_below_the_visible_rows_is_ignored(refused, monkeypatch):
+    """Damage below the visible rows is not read; damage above them leaves the file to Pillow."""
     data = bytearray(jpeg(picture(160, 480), restart_marker_rows=1))
     at = data.index(b"\xff\xd3", len(data) * 3 // 4)
     data[at : at + 2] = b"\xff\xd6"  # a restart marker out of turn
@@ -146,26 +146,26 @@ def test_rows_below_what_is_shown_are_not_read(left, monkeypatch):
     monkeypatch.setattr(DecodeImage, "view", lambda *_: View((0, 300, 160, 460)))
     decode(DecodeImage((40, 40), backend="native"), damaged)
     monkeypatch.undo()
-    assert left == [0, 1]
+    assert refused == [0, 1]
 
 
-@here
-def test_rows_above_what_is_shown_change_nothing(left):
-    """Any part of a picture is what Pillow shows of it, from any row on."""
+@needs_library
+def test_rows_above_the_visible_part_have_no_effect(refused):
+    """A box that starts at any row shows what Pillow shows of it."""
     data = jpeg(picture(200, 300))
     for upper in (0, 1, 15, 16, 17, 100, 260):
         view = View((3.5, upper + 0.25, 180, upper + 39.75))
         rows = np.empty((1, 40, 50, 3), np.uint8)
         assert native_decoder().decode([data], rows, lambda *_, view=view: view, max_pixels=10**6) == []
         with Image.open(io.BytesIO(data)) as image:
-            theirs = np.asarray(image.resize((50, 40), Image.Resampling.BILINEAR, box=view.box))
-        assert psnr(rows[0], theirs) > 42
+            pillow = np.asarray(image.resize((50, 40), Image.Resampling.BILINEAR, box=view.box))
+        assert psnr(rows[0], pillow) > 42
 
 
-# --- what is left to Pillow
+# --- files that are left to Pillow
 
 
-def odd():
+def unusual_files():
     plain = jpeg(picture(40, 30))
     frame = plain.index(b"\xff\xc0")
     return {
@@ -186,11 +186,11 @@ def odd():
     }
 
 
-@here
-@pytest.mark.parametrize("kind", odd())
-def test_what_is_odd_has_pillows_outcome(kind):
-    """Its picture to the bit, or its error to the word, alone and among others, whose pictures are theirs."""
-    data, plain = odd()[kind], jpeg(picture(50, 60))
+@needs_library
+@pytest.mark.parametrize("kind", unusual_files())
+def test_unusual_files_have_pillows_outcome(kind):
+    """An unusual file has Pillow's pixels or error, alone and among other files, which it does not affect."""
+    data, plain = unusual_files()[kind], jpeg(picture(50, 60))
     outcomes = []
     for backend in ("pillow", "native"):
         try:
@@ -208,9 +208,9 @@ def test_what_is_odd_has_pillows_outcome(kind):
     assert errors[1] is None or (rows[1] == 77).all()
 
 
-@here
-def test_damaged_files_are_decoded_only_where_pillow_decodes_them_too():
-    """Whole pictures, damaged anywhere by the hundred: no picture where Pillow has none, else one of its errors."""
+@needs_library
+def test_damaged_files_are_decoded_only_if_pillow_decodes_them():
+    """A damaged file that is shown whole decodes if Pillow decodes it, else has Pillow's error."""
     files = [jpeg(picture(61, 45), subsampling=s, restart_marker_rows=r) for s in (0, 1, 2) for r in (0, 1)]
     rng = random.Random(0)
     decoder, pillow = DecodeImage((20, 30), max_pixels=10**6), DecodeImage((20, 30), max_pixels=10**6, backend="pillow")
@@ -240,28 +240,28 @@ def test_damaged_files_are_decoded_only_where_pillow_decodes_them_too():
     assert decoded > 100
 
 
-@here
-def test_the_limit_on_pixels_is_kept():
-    """More than ``max_pixels`` is refused with the same words as ever."""
+@needs_library
+def test_max_pixels_is_enforced():
+    """A file of more than ``max_pixels`` is refused with Pillow's message."""
     with pytest.raises(ValueError, match=r"40 x 30 = 1200 pixels .*max_pixels=1199 allows"):
         decode(DecodeImage(8, max_pixels=1199, backend="native"), jpeg(picture(40, 30)))
 
 
-@here
-def test_a_reduction_beyond_its_tables_is_pillows(left):
-    """A side that shrinks more than a hundred times needs more weights than there is room for."""
+@needs_library
+def test_a_very_strong_reduction_is_left_to_pillow(refused):
+    """A side that shrinks more than a hundred times needs more weights than the library stores."""
     data = jpeg(picture(2000, 40))
     both = [decode(DecodeImage((40, 2), backend=by, scaled=True), data) for by in ("native", "pillow")]
-    assert left == [1]
+    assert refused == [1]
     assert np.array_equal(*both)
 
 
-# --- many at once
+# --- several files in one call
 
 
-@here
-def test_many_are_what_each_is_alone():
-    """Sizes, orientations and kinds mixed, with seeds of their own, in rows of a larger array."""
+@needs_library
+def test_decode_many_into_equals_decode_into():
+    """Files of mixed sizes, orientations and kinds, each with a seed, decode into their rows of a larger array."""
     files = [jpeg(picture(40 + 9 * n, 90 - 5 * n, "L" if n % 3 else "RGB"), exif=exif(n % 8 + 1)) for n in range(12)]
     files[5] = jpeg(picture(40, 30), progressive=True)
     decoder = DecodeImage(24, crop="random", flip=True)
@@ -274,9 +274,9 @@ def test_many_are_what_each_is_alone():
     assert not rows[13].any()
 
 
-@here
-def test_many_take_anything_with_a_buffer():
-    """Bytes, and what can be made bytes; a seed that is missing is an error of each sample."""
+@needs_library
+def test_decode_many_into_takes_buffers():
+    """Objects with a buffer decode as bytes do; a missing seed is an error of each sample."""
     file = jpeg(picture(40, 30))
     rows = np.zeros((3, 8, 8, 3), np.uint8)
     assert DecodeImage(8).decode_many_into([file, bytearray(file), memoryview(file)], rows) == [None] * 3
@@ -287,8 +287,8 @@ def test_many_take_anything_with_a_buffer():
     assert DecodeImage(8).decode_many_into([], rows[:0]) == []
 
 
-def test_many_check_their_memory():
-    """Rows of another number, shape, dtype or order are refused, as are too few seeds."""
+def test_decode_many_into_checks_its_arguments():
+    """Rows of another number, shape, dtype or order are refused, as is a wrong number of seeds."""
     file = jpeg(picture(40, 30))
     decoder = DecodeImage(8)
     for wrong in (
@@ -304,9 +304,9 @@ def test_many_check_their_memory():
         decoder.decode_many_into([file], np.zeros((1, 8, 8, 3), np.uint8), [1, 2])
 
 
-@here
+@needs_library
 def test_threads_decode_at_the_same_time():
-    """Four of them get what one gets."""
+    """Four threads at a time get the pixels that one gets."""
     files = [jpeg(picture(100 + n, 80)) for n in range(20)]
     decoder = DecodeImage((30, 40))
     rows = np.zeros((4, 20, 30, 40, 3), np.uint8)
@@ -315,13 +315,13 @@ def test_threads_decode_at_the_same_time():
         thread.start()
     for thread in threads:
         thread.join()
-    alone = np.stack([decode(decoder, file) for file in files])
-    assert all(np.array_equal(mine, alone) for mine in rows)
+    expected = np.stack([decode(decoder, file) for file in files])
+    assert all(np.array_equal(mine, expected) for mine in rows)
 
 
-@here
-def test_a_feeder_decodes_chunks_and_names_who_failed(tmp_path, left):
-    """One call for many samples; the one that is broken is an error with its name, or is left out."""
+@needs_library
+def test_a_feeder_decodes_chunks_and_names_the_failed_sample(tmp_path, refused):
+    """A feeder decodes several samples per call; a broken one is listed in ``failures`` with its key and skipped."""
     (tmp_path / "a").mkdir()
     for n in range(12):
         (tmp_path / "a" / f"{n:02d}.jpg").write_bytes(jpeg(picture(40 + n, 30)))
@@ -335,8 +335,8 @@ def test_a_feeder_decodes_chunks_and_names_who_failed(tmp_path, left):
     [failure] = feeder.failures
     assert failure.key.endswith("05.jpg")
     assert "truncated" in str(failure.error)
-    assert sum(left) == 1
-    assert len(left) < 12
+    assert sum(refused) == 1
+    assert len(refused) < 12
     kept = [n for n in range(12) if n != 5]
     for image, n in zip(images, kept, strict=True):
         assert np.array_equal(
@@ -344,8 +344,8 @@ def test_a_feeder_decodes_chunks_and_names_who_failed(tmp_path, left):
         )
 
 
-def test_a_subclass_that_decodes_in_its_own_way_is_asked_one_by_one(tmp_path):
-    """``decode_into`` overridden: what it writes counts, not what is inherited for many."""
+def test_a_subclass_that_overrides_decode_into_is_called_per_sample(tmp_path):
+    """If a subclass overrides ``decode_into``, the inherited ``decode_many_into`` is not used."""
 
     class Sevens(DecodeImage):
         def decode_into(self, data, out, seed=None):
@@ -359,8 +359,8 @@ def test_a_subclass_that_decodes_in_its_own_way_is_asked_one_by_one(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["raises", "too few"])
-def test_a_call_for_many_that_fails_is_made_for_each(tmp_path, fault):
-    """A decoder whose ``decode_many_into`` does not keep its word loses nothing but time."""
+def test_a_faulty_decode_many_into_falls_back_to_decode_into(tmp_path, fault):
+    """If ``decode_many_into`` raises, or returns too few results, each sample is decoded on its own."""
 
     class Odd(DecodeImage):
         def decode_many_into(self, data, out, seeds=None):
@@ -378,12 +378,12 @@ def test_a_call_for_many_that_fails_is_made_for_each(tmp_path, fault):
         assert np.array_equal(image.permute(1, 2, 0), decode(DecodeImage(8), file.read_bytes()))
 
 
-# --- there or not
+# --- with and without the library
 
 
-@here
-def test_who_decodes_is_who_is_asked_for(left):
-    """ "auto" takes the library, but for exact pixels; "pillow" and "turbo" never do."""
+@needs_library
+def test_backend_selects_the_library(refused):
+    """ "auto" uses the library unless the caller requests exact pixels; "pillow" does not."""
     data = jpeg(picture(40, 30))
     for options, calls in (
         ({}, 1),
@@ -392,34 +392,34 @@ def test_who_decodes_is_who_is_asked_for(left):
         ({"backend": "pillow"}, 0),
         ({"formats": ("PNG", "JPEG")}, 1),
     ):
-        left.clear()
+        refused.clear()
         decode(DecodeImage(16, **options), data)
-        assert len(left) == calls, options
+        assert len(refused) == calls, options
     with pytest.raises(ValueError, match="leaves out"):
         decode(DecodeImage(16, formats=("PNG",)), data)
     with pytest.raises(ValueError, match="scaled=False is for exact pixels"):
         DecodeImage(16, backend="native", scaled=False)
 
 
-def test_without_the_library_others_serve(monkeypatch):
-    """ "auto" does without; "native" says how to get it, at once, or where such a decoder was unpickled."""
+def test_without_the_library_pillow_decodes(monkeypatch):
+    """ "auto" works without the library; "native" raises with instructions, on construction or after unpickling."""
     data = jpeg(picture(40, 30))
-    insists = pickle.dumps(DecodeImage(16, backend="native")) if native_decoder() else None
+    native = pickle.dumps(DecodeImage(16, backend="native")) if native_decoder() else None
     monkeypatch.setattr(native_jpeg, "LIBRARY", Path("/nowhere"))
     native_decoder.cache_clear()
     try:
         assert np.array_equal(decode(DecodeImage(16), data), decode(DecodeImage(16, backend="pillow"), data))
         with pytest.raises(ImportError, match="libjpeg-turbo's headers"):
             DecodeImage(16, backend="native")
-        if insists is not None:
+        if native is not None:
             with pytest.raises(ImportError, match="was not built"):
-                decode(pickle.loads(insists), data)
+                decode(pickle.loads(native), data)
     finally:
         native_decoder.cache_clear()
 
 
-def test_a_library_that_does_not_load_is_told_once(monkeypatch, tmp_path, caplog):
-    """One that is no library, say: the others serve, and the log says why."""
+def test_a_library_that_does_not_load_is_logged_once(monkeypatch, tmp_path, caplog):
+    """If the library cannot be loaded, Pillow decodes, and one log line gives the reason."""
     broken = tmp_path / "_native_jpeg.so"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(native_jpeg, "LIBRARY", broken)
@@ -434,36 +434,35 @@ def test_a_library_that_does_not_load_is_told_once(monkeypatch, tmp_path, caplog
         native_decoder.cache_clear()
 
 
-@here
-def test_what_is_kept_knows_who_decoded_it():
-    """A cache that another decoder filled is not taken for this one's."""
+@needs_library
+def test_fingerprint_contains_the_backend():
+    """A cache that another backend filled is not used."""
     auto, pillow = DecodeImage(16).fingerprint(), DecodeImage(16, backend="pillow").fingerprint()
     assert auto != pillow
     assert native_decoder().version in auto
 
 
-@here
+@needs_library
 @pytest.mark.slow
 def test_the_library_is_built_from_its_source(tmp_path):
-    """``hatch_build.py`` says what is missing where there is no compiler, and leaves no library behind."""
+    """``hatch_build.py`` builds the library; if it cannot, it says why and deletes the library of an earlier build."""
     for name in ("hatch_build.py", "aiofeed/decoders/native_jpeg.c"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    where = {"PATH": "/usr/bin:/bin", "AIOFEED_GROUPS": "0"}
-    done = subprocess.run(
-        [sys.executable, "hatch_build.py"], cwd=tmp_path, env=where, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == f"built {LIBRARY.relative_to(ROOT)}\n"
-    assert NativeDecoder(tmp_path / LIBRARY.relative_to(ROOT)).version == native_decoder().version
-    for extra, reason in (({"CC": "/nowhere/cc"}, "/nowhere/cc"), ({"AIOFEED_TURBO": "0"}, "AIOFEED_TURBO=0")):
-        done = subprocess.run(
-            [sys.executable, "hatch_build.py"],
-            cwd=tmp_path,
-            env={**where, **extra},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    built = tmp_path / LIBRARY.relative_to(ROOT)
+
+    def build(**variables):
+        env = {"PATH": "/usr/bin:/bin", "AIOFEED_BUILD_NATIVE_FILES": "0", **variables}
+        command = [sys.executable, "hatch_build.py"]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+
+    assert build().stdout == f"built {LIBRARY.relative_to(ROOT)}\n"
+    assert NativeDecoder(built).version == native_decoder().version
+    for variables, reason in (
+        ({"CC": "/nowhere/cc"}, "/nowhere/cc"),
+        ({"AIOFEED_BUILD_NATIVE_JPEG": "0"}, "AIOFEED_BUILD_NATIVE_JPEG=0"),
+    ):
+        done = build(**variables)
         assert done.returncode == 1
         assert reason in done.stderr
-        assert not (tmp_path / LIBRARY.relative_to(ROOT)).exists()
+        assert not built.exists()

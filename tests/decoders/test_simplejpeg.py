@@ -1,4 +1,4 @@
-"""DecodeImage(backend=): the same pixels, errors and choices whoever decodes a JPEG; what is left to Pillow."""
+"""Tests of DecodeImage(backend="turbo"): simplejpeg gives Pillow's pixels, and leaves unusual files to Pillow."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from PIL import Image, ImageFile
 
 from aiofeed.decoders import DecodeImage, simplejpeg
-from aiofeed.decoders.simplejpeg import WORTHWHILE_PIXELS, JpegHeader, jpeg_decoder, read_header
+from aiofeed.decoders.simplejpeg import WORTHWHILE_PIXELS, JpegHeader, read_header, simplejpeg_decoder
 from tests.support.pictures import decode, exif, jpeg
 
-here = pytest.mark.skipif(jpeg_decoder() is None, reason="simplejpeg is not installed (the extra `turbo`)")
+needs_simplejpeg = pytest.mark.skipif(simplejpeg_decoder() is None, reason="simplejpeg is not installed (extra turbo)")
 
 
 def picture(width, height, mode="RGB"):
-    """Edges, gradients and noise: nothing that two decoders could agree on by chance."""
+    """Edges, gradients and noise, on which two decoders cannot agree by chance."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[0:height, 0:width]
     planes = np.stack([x * 255 // width, y * 255 // height, (x // 5 + y // 7) % 2 * 255], axis=-1)
@@ -28,49 +28,49 @@ def picture(width, height, mode="RGB"):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What simplejpeg is asked for from here on: (height, width, channels) of each result, or the error."""
-    found = []
-    decoder = jpeg_decoder()
+    """For each call of simplejpeg: (height, width, channels) of the result, or the error."""
+    results = []
+    decoder = simplejpeg_decoder()
 
     def spy(*args, **options):
         try:
             pixels = decoder(*args, **options)
         except Exception as error:
-            found.append(error)
+            results.append(error)
             raise
-        found.append(pixels.shape)
+        results.append(pixels.shape)
         return pixels
 
-    monkeypatch.setattr("aiofeed.decoders.backends.jpeg_decoder", lambda: spy)
-    monkeypatch.setattr("aiofeed.decoders.backends.required_decoder", lambda: spy)
-    return found
+    monkeypatch.setattr("aiofeed.decoders.backends.simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.backends.required_simplejpeg_decoder", lambda: spy)
+    return results
 
 
 @pytest.fixture
-def absent(monkeypatch):
+def no_simplejpeg(monkeypatch):
     """simplejpeg is not installed."""
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    jpeg_decoder.cache_clear()
+    simplejpeg_decoder.cache_clear()
     yield
     monkeypatch.undo()
-    jpeg_decoder.cache_clear()
+    simplejpeg_decoder.cache_clear()
 
 
 @pytest.fixture
-def no_library(monkeypatch):
-    """The library that is built with aiofeed was not."""
+def no_native_library(monkeypatch):
+    """The native library is not built."""
     monkeypatch.setattr("aiofeed.decoders.backends.native_decoder", lambda: None)
 
 
-# --- the same pixels
+# --- pixels
 
 
-@here
+@needs_simplejpeg
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0", "4:1:1"])
 @pytest.mark.parametrize("size", [(64, 64), (83, 61), (1, 1), (7, 300), (640, 481)])
 def test_pixels_are_pillows(mode, subsampling, size, calls):
-    """Every common layout, full or scaled, whole or cut, mirrored or not: bit for bit what Pillow gives."""
+    """For every layout, scale, crop and flip the result equals Pillow's bit for bit."""
     data = jpeg(picture(*size, mode), subsampling=subsampling)
     for options in (
         {"size": size[::-1]},
@@ -80,27 +80,27 @@ def test_pixels_are_pillows(mode, subsampling, size, calls):
         {"size": 20, "crop": "random", "flip": True},
     ):
         for seed in range(4):
-            by = [decode(DecodeImage(**options, backend=backend), data, seed) for backend in ("turbo", "pillow")]
-            assert np.array_equal(*by), (options, seed)
+            both = [decode(DecodeImage(**options, backend=backend), data, seed) for backend in ("turbo", "pillow")]
+            assert np.array_equal(*both), (options, seed)
     assert len(calls) == 20
     assert all(isinstance(each, tuple) for each in calls)
 
 
-@here
+@needs_simplejpeg
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("scaled", [False, True])
 def test_orientation_is_pillows(orientation, scaled, calls):
-    """From EXIF or from XMP, with odd sizes that a scaled decode rounds up."""
+    """The orientation in EXIF or XMP is applied as by Pillow, also with odd sizes that a scaled decode rounds up."""
     image = picture(333, 251)
     for options in ({"exif": exif(orientation)}, {"xmp": b'<x tiff:Orientation="%d"/>' % orientation}):
         data = jpeg(image, **options)
         for size in ((31, 42), 40, (251, 333), (333, 251)):
-            by = [decode(DecodeImage(size, scaled=scaled, backend=b), data) for b in ("turbo", "pillow")]
-            assert np.array_equal(*by)
+            both = [decode(DecodeImage(size, scaled=scaled, backend=b), data) for b in ("turbo", "pillow")]
+            assert np.array_equal(*both)
     assert len(calls) == 8
 
 
-@here
+@needs_simplejpeg
 @pytest.mark.parametrize(
     ("size", "target", "decoded"),
     [
@@ -111,8 +111,8 @@ def test_orientation_is_pillows(orientation, scaled, calls):
         ((1600, 1200), 224, (600, 800)),
     ],
 )
-def test_the_scale_is_the_one_that_pillow_is_asked_for(size, target, decoded, calls):
-    """1/2, 1/4 or 1/8, never below twice the target; simplejpeg's other scales (3/8, 5/8, ...) are not taken."""
+def test_the_scale_equals_pillows(size, target, decoded, calls):
+    """The scale is 1/2, 1/4 or 1/8, never below twice the target; simplejpeg's other scales (3/8, ...) are not used."""
     data = jpeg(picture(*size))
     scaled, full = (decode(DecodeImage(target, scaled=s, backend="turbo"), data) for s in (True, False))
     assert [each[:2] for each in calls] == [decoded, size[::-1]]
@@ -121,12 +121,12 @@ def test_the_scale_is_the_one_that_pillow_is_asked_for(size, target, decoded, ca
     assert np.array_equal(scaled, decode(DecodeImage(target, backend="pillow"), data))
 
 
-# --- what goes to whom
+# --- files that simplejpeg decodes
 
 
-@here
-def test_small_plain_jpegs_are_taken_by_themselves(calls, no_library):
-    """ "auto" takes what gains by it; "turbo" takes large ones too; "pillow" none."""
+@needs_simplejpeg
+def test_auto_uses_simplejpeg_for_small_jpegs(calls, no_native_library):
+    """ "auto" uses simplejpeg for small JPEGs, "turbo" for all, "pillow" for none."""
     small, large = jpeg(picture(512, 256)), jpeg(picture(513, 256))
     assert WORTHWHILE_PIXELS == 512 * 256
     for backend, expected in (("auto", 1), ("turbo", 2), ("pillow", 0)):
@@ -146,7 +146,7 @@ def not_plain():
         "12 bits": plain[: frame + 4] + b"\x0c" + plain[frame + 5 :],
         "arithmetic": plain[: frame + 1] + b"\xc9" + plain[frame + 2 :],
         "lossless": plain[: frame + 1] + b"\xc3" + plain[frame + 2 :],
-        "height to follow": plain[: frame + 5] + b"\0\0" + plain[frame + 7 :],
+        "no height": plain[: frame + 5] + b"\0\0" + plain[frame + 7 :],
         "no width": plain[: frame + 7] + b"\0\0" + plain[frame + 9 :],
         "two frames": plain[:frame] + plain[frame : frame + 19] + plain[frame:],
         "bytes between segments": plain[:frame] + b"\0" + plain[frame:],
@@ -161,11 +161,11 @@ def not_plain():
 
 
 @pytest.mark.parametrize("kind", not_plain())
-def test_what_is_not_plain_is_pillows(kind):
-    """It is not even tried, and has Pillow's outcome."""
+def test_files_that_are_not_plain_are_left_to_pillow(kind):
+    """``read_header`` refuses a file that is not plain, and it has Pillow's pixels or error."""
     data = not_plain()[kind]
     assert read_header(data) is None
-    if jpeg_decoder() is not None:
+    if simplejpeg_decoder() is not None:
         outcomes = []
         for backend in ("pillow", "turbo"):
             try:
@@ -176,16 +176,16 @@ def test_what_is_not_plain_is_pillows(kind):
 
 
 def test_headers_are_read():
-    """Size as stored, orientation, whatever else is in front of the pixels."""
+    """``read_header`` returns the stored size and the orientation, and skips other segments."""
     assert read_header(jpeg(picture(40, 30))) == JpegHeader(40, 30, 1)
     assert read_header(jpeg(picture(40, 30, "L"), restart_marker_rows=1)) == JpegHeader(40, 30, 1)
     data = jpeg(picture(40, 30), exif=exif(6), icc_profile=bytes(range(256)), comment=b"a comment")
     assert read_header(data) == JpegHeader(40, 30, 6)
 
 
-@here
-def test_truncated_files_are_errors_and_leave_the_row_alone(calls):
-    """However much is missing: the error is Pillow's, the row is as it was."""
+@needs_simplejpeg
+def test_truncated_files_are_errors_and_leave_the_row_unchanged(calls):
+    """A file truncated anywhere raises Pillow's error and leaves the row unchanged."""
     for size in ((30, 40), (16, 16)):
         data = jpeg(picture(40, 30))
         for end in (len(data) - 2, len(data) - 40, len(data) * 2 // 3, len(data) // 2):
@@ -197,18 +197,18 @@ def test_truncated_files_are_errors_and_leave_the_row_alone(calls):
     assert all(isinstance(each, ValueError) for each in calls)
 
 
-@here
-def test_truncated_files_are_decoded_where_the_program_says_so(monkeypatch):
-    """Pillow's switch is obeyed with simplejpeg as without."""
+@needs_simplejpeg
+def test_load_truncated_images_is_obeyed(monkeypatch):
+    """With ``LOAD_TRUNCATED_IMAGES`` a truncated file decodes to Pillow's pixels."""
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = jpeg(picture(40, 30))[:-200]
-    by = [decode(DecodeImage((30, 40), backend=backend), data) for backend in ("turbo", "pillow")]
-    assert np.array_equal(*by)
+    both = [decode(DecodeImage((30, 40), backend=backend), data) for backend in ("turbo", "pillow")]
+    assert np.array_equal(*both)
 
 
-@here
+@needs_simplejpeg
 def test_damage_that_libjpeg_only_warns_about_has_pillows_outcome():
-    """A pixel's code broken: Pillow decodes on, and so its picture is what comes of it."""
+    """A file with a broken code, which libjpeg warns about, has Pillow's pixels or error."""
     data = bytearray(jpeg(picture(120, 90)))
     start = data.index(b"\xff\xda") + 14
     rng = np.random.default_rng(1)
@@ -227,56 +227,56 @@ def test_damage_that_libjpeg_only_warns_about_has_pillows_outcome():
     assert decoded > 60
 
 
-@here
-def test_the_limit_on_pixels_comes_before_the_pixels(calls):
-    """With the same words as for other formats, and before simplejpeg is asked."""
+@needs_simplejpeg
+def test_max_pixels_is_checked_before_simplejpeg_is_called(calls):
+    """More than ``max_pixels`` is refused with the message of other formats, before simplejpeg is called."""
     with pytest.raises(ValueError, match=r"40 x 30 = 1200 pixels .*max_pixels=1199 allows"):
         decode(DecodeImage(8, max_pixels=1199, backend="turbo"), jpeg(picture(40, 30)))
     assert calls == []
 
 
-@here
-def test_formats_without_jpeg_refuse_it(calls):
-    """What ``formats`` leaves out is not decoded by the other way in."""
+@needs_simplejpeg
+def test_formats_without_jpeg_refuse_jpegs(calls):
+    """If ``formats`` leaves out JPEG, simplejpeg is not called."""
     with pytest.raises(ValueError, match="leaves out"):
         decode(DecodeImage(8, formats=("PNG",), backend="turbo"), jpeg(picture(40, 30)))
     assert calls == []
 
 
-# --- installed or not
+# --- with and without simplejpeg
 
 
-def test_without_simplejpeg_pillow_serves(absent, no_library):
-    """ "auto" does without; "turbo" says what to install, at once, or where such a decoder was unpickled."""
+def test_without_simplejpeg_pillow_decodes(no_simplejpeg, no_native_library):
+    """ "auto" works without simplejpeg; "turbo" raises on construction and says how to install it."""
     data = jpeg(picture(40, 30))
     assert np.array_equal(decode(DecodeImage(16), data), decode(DecodeImage(16, backend="pillow"), data))
     with pytest.raises(ImportError, match=r"pip install 'aiofeed\[turbo\]'"):
         DecodeImage(16, backend="turbo")
 
 
-@here
-def test_a_decoder_that_travels_asks_where_it_arrives(request, no_library):
-    """Pickled with simplejpeg, it decodes without, unless it insists."""
-    auto, insists = (pickle.loads(pickle.dumps(DecodeImage(16, backend=backend))) for backend in ("auto", "turbo"))
-    assert (auto.backend, insists.backend) == ("auto", "turbo")
-    assert hash(insists) == hash(DecodeImage(16, backend="turbo"))
-    assert auto != insists
+@needs_simplejpeg
+def test_an_unpickled_decoder_looks_for_simplejpeg_again(request, no_native_library):
+    """A decoder that was pickled with simplejpeg decodes without it if its backend is "auto", and raises if "turbo"."""
+    auto, turbo = (pickle.loads(pickle.dumps(DecodeImage(16, backend=backend))) for backend in ("auto", "turbo"))
+    assert (auto.backend, turbo.backend) == ("auto", "turbo")
+    assert hash(turbo) == hash(DecodeImage(16, backend="turbo"))
+    assert auto != turbo
     data = jpeg(picture(40, 30))
     before = decode(auto, data)
-    request.getfixturevalue("absent")
+    request.getfixturevalue("no_simplejpeg")
     assert np.array_equal(decode(auto, data), before)
     with pytest.raises(ImportError, match="needs simplejpeg"):
-        decode(insists, data)
+        decode(turbo, data)
 
 
-def test_a_simplejpeg_that_does_not_load_is_told_once(monkeypatch, caplog, no_library):
-    """Built for another numpy, say: Pillow serves, and the log says why."""
+def test_a_simplejpeg_that_does_not_load_is_logged_once(monkeypatch, caplog, no_native_library):
+    """If simplejpeg is installed but cannot be imported, Pillow decodes, and one log line gives the reason."""
 
     def broken(name):
         raise ImportError("numpy.core.multiarray failed to import")
 
     monkeypatch.setattr(simplejpeg, "import_module", broken)
-    jpeg_decoder.cache_clear()
+    simplejpeg_decoder.cache_clear()
     try:
         data = jpeg(picture(40, 30))
         for _ in range(2):
@@ -284,4 +284,4 @@ def test_a_simplejpeg_that_does_not_load_is_told_once(monkeypatch, caplog, no_li
         [record] = caplog.records
         assert "multiarray failed" in record.getMessage()
     finally:
-        jpeg_decoder.cache_clear()
+        simplejpeg_decoder.cache_clear()

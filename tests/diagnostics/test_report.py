@@ -1,4 +1,4 @@
-"""The report on the machine: what it says, and the advice for each thing that is amiss."""
+"""Tests of the machine's report: its facts, its text, and the advice for each problem."""
 
 import dataclasses
 import platform
@@ -13,15 +13,15 @@ import torch
 
 import aiofeed
 from aiofeed import diagnostics
-from aiofeed.diagnostics import AcceleratorReport, Environment, accelerators
-from aiofeed.diagnostics import environment as around
+from aiofeed.devices import resolve
+from aiofeed.diagnostics import AcceleratorReport, Environment, accelerators, environment
 from aiofeed.diagnostics.advice import advise
 from aiofeed.diagnostics.cli import main
 from aiofeed.diagnostics.report import DeviceReport
 from aiofeed.testing import SimulatedDevice
 
 GIB = 1 << 30
-SOUND = Environment(
+GOOD = Environment(
     aiofeed="0.1.0",
     python="Python 3.11.7, Linux x86_64",
     torch="2.9.0, CUDA 12.8",
@@ -49,25 +49,25 @@ SOUND = Environment(
 CARD = AcceleratorReport("cuda:0", "NVIDIA H200", 140 * GIB, 139 * GIB, 0, 2 << 20, 55e9, 11e9)
 
 
-def about(**changes):
-    """The advice where one thing differs from a sound machine."""
-    return advise([CARD], None, dataclasses.replace(SOUND, **changes))
+def advice(**changes):
+    """The advice for a machine that differs from a good one in ``changes``."""
+    return advise([CARD], None, dataclasses.replace(GOOD, **changes))
 
 
-def about_card(**changes):
-    return advise([dataclasses.replace(CARD, **changes)], None, SOUND)
+def card_advice(**changes):
+    return advise([dataclasses.replace(CARD, **changes)], None, GOOD)
 
 
-def about_absence(absent, **changes):
-    return advise([], absent, dataclasses.replace(SOUND, **changes))
+def absence_advice(absent, **changes):
+    return advise([], absent, dataclasses.replace(GOOD, **changes))
 
 
 class TestAdvice:
-    def test_a_sound_machine(self):
-        """Nothing is amiss, nothing is advised."""
-        assert about() == ()
+    def test_a_good_machine(self):
+        """A machine without problems gets no advice."""
+        assert advice() == ()
         assert (
-            about_absence(
+            absence_advice(
                 "a build without CUDA", torch="2.9.0+cpu, built without CUDA", nvidia_driver=None, nvidia_files=False
             )
             == ()
@@ -80,7 +80,7 @@ class TestAdvice:
             (
                 "none (CUDA_VISIBLE_DEVICES='' limits what is visible)",
                 {},
-                r"^CUDA_VISIBLE_DEVICES='' limits .*: unset it",
+                r"^CUDA_VISIBLE_DEVICES='' hides devices: unset it",
             ),
             ("no", {"nvidia_refused": ("/dev/nvidia0",)}, "may not open /dev/nvidia0: join the group"),
             (
@@ -95,35 +95,42 @@ class TestAdvice:
             ),
             ("none", {"nvidia_files": False}, "no device files: start the container with `--gpus all`"),
             ("none", {"nvidia_files": False, "nvidia_driver": None}, "finds no driver"),
-            ("none: unknown error", {}, "none: unknown error: see what `nvidia-smi` says"),
-            ("none", {"forked": True}, "forked from one that had started CUDA.*'spawn'"),
+            ("none: unknown error", {}, "none: unknown error: run `nvidia-smi`"),
+            ("none", {"forked": True}, "forked from one that had initialized CUDA.*'spawn'"),
         ],
     )
     def test_no_accelerator(self, absent, changes, line):
-        """Each reason for the absence has its own way out."""
-        [found] = about_absence(absent, **changes)
+        """Each reason for a missing accelerator has one line with its solution."""
+        [found] = absence_advice(absent, **changes)
         assert re.search(line, found)
+
+    def test_hidden_devices(self, monkeypatch):
+        """The advice recognises the reason that ``explain_no_accelerator`` gives for hidden devices."""
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+        monkeypatch.setattr(resolve, "built_without_cuda", lambda: False)
+        [found] = absence_advice(resolve.explain_no_accelerator())
+        assert found.startswith("CUDA_VISIBLE_DEVICES='7' hides devices")
 
     @pytest.mark.parametrize(
         ("changes", "line"),
         [
-            ({"pillow": None, "pillow_simd": False}, r"no Pillow.*pip install 'aiofeed\[simd\]'"),
+            ({"pillow": None, "pillow_simd": False}, r"Pillow is missing.*pip install 'aiofeed\[simd\]'"),
             (
                 {"pillow": "12.1.1", "pillow_simd": False, "pillow_simd_hidden": True},
                 "over Pillow-SIMD.*force-reinstall",
             ),
-            ({"pillow": "12.1.1", "pillow_simd": False}, "Pillow-SIMD does it in less time"),
+            ({"pillow": "12.1.1", "pillow_simd": False}, "Pillow-SIMD is faster"),
             ({"uvloop": None}, "pip install uvloop"),
             ({"torch_threads": 16}, "torch uses 16 threads on 8 cores: set OMP_NUM_THREADS=8"),
             ({"open_files": (256, 4096)}, r"only 256 files.*`ulimit -n` \(up to 4096"),
-            ({"open_files": (256, -1)}, "no upper end"),
+            ({"open_files": (256, -1)}, "without a hard limit"),
             ({"shm_bytes": 64 << 20}, r"/dev/shm has 64.0 MiB.*--shm-size"),
             ({"free_memory_bytes": 1 << 20}, r"only 1.0 MiB of memory are free \(the cgroup allows 64.0 GiB\)"),
         ],
     )
-    def test_surroundings(self, changes, line):
-        """Each thing that is amiss has its one line."""
-        [found] = about(**changes)
+    def test_environment(self, changes, line):
+        """Each problem of the environment has one line with its solution."""
+        [found] = advice(**changes)
         assert re.search(line, found)
 
     @pytest.mark.parametrize(
@@ -131,12 +138,12 @@ class TestAdvice:
         [
             ({"pin_error": "RuntimeError: no", "pinned_bytes_per_s": None}, r"cannot be pinned .*no\).*`ulimit -l`"),
             ({"pinned_bytes_per_s": 3.2e9}, "cuda:0 copies 3.2 GB/s"),
-            ({"free_bytes": GIB}, "other processes hold the rest"),
+            ({"free_bytes": GIB}, "other processes use the rest"),
         ],
     )
     def test_accelerators(self, changes, line):
-        """So has what is amiss with an accelerator."""
-        [found] = about_card(**changes)
+        """Each problem of an accelerator has one line with its solution."""
+        [found] = card_advice(**changes)
         assert re.search(line, found)
 
     @pytest.mark.parametrize(
@@ -147,109 +154,109 @@ class TestAdvice:
             {"pillow": "12.1.1", "pillow_simd": False, "x86": False},
         ],
     )
-    def test_what_is_not_amiss(self, changes):
-        """What a system does not say, or does not have, is no fault."""
-        assert about(**changes) == ()
+    def test_unknown_values_are_no_problem(self, changes):
+        """Values that a system does not report or limit give no advice."""
+        assert advice(**changes) == ()
 
-    def test_memory_of_one_s_own_is_not_amiss(self):
-        """A device that this process has filled is in use."""
-        assert about_card(free_bytes=GIB, reserved_bytes=138 * GIB, allocated_bytes=130 * GIB) == ()
+    def test_memory_used_by_this_process_is_no_problem(self):
+        """A device that is full with this process's own memory gives no advice."""
+        assert card_advice(free_bytes=GIB, reserved_bytes=138 * GIB, allocated_bytes=130 * GIB) == ()
 
 
 class TestText:
     def test_report(self):
-        """One fact per line, units shown, then the advice."""
-        text = str(DeviceReport((CARD,), None, SOUND, ("mend this",)))
-        assert "NVIDIA H200; 139.0 GiB of 140.0 GiB free; 0 bytes allocated and 2.0 MiB reserved here" in text
-        assert "pinned copies 55.0 GB/s; pageable copies 11.0 GB/s; copies on a stream of their own" in text
+        """The text has one fact per line, with units, then the advice."""
+        text = str(DeviceReport((CARD,), None, GOOD, ("fix this",)))
+        assert "NVIDIA H200; 139.0 GiB of 140.0 GiB free; 0 bytes allocated and 2.0 MiB reserved by this proc" in text
+        assert "pinned copies 55.0 GB/s; pageable copies 11.0 GB/s; copies on a separate stream" in text
         assert "Pillow-SIMD 12.1.1.post0; other decoders: simplejpeg 1.8.2, cv2" in text
         assert "read in groups, without the GIL" in text
         assert "8 (affinity 16, quota 7.5)" in text
         assert "50.0 GiB free (limit 64.0 GiB)" in text
         assert "8.0 MiB (may be raised to no limit)" in text
-        assert text.endswith("\n- mend this")
+        assert text.endswith("\n- fix this")
 
-    def test_nothing(self):
-        """A machine without anything is described too."""
+    def test_a_bare_machine(self):
+        """A machine without accelerators, packages and limits is described too."""
         bare = dataclasses.replace(
-            SOUND, pillow=None, decoders={}, small_files=False, uvloop=None, cpu_quota=None, memory_limit_bytes=None,
+            GOOD, pillow=None, decoders={}, small_files=False, uvloop=None, cpu_quota=None, memory_limit_bytes=None,
             open_files=None, locked_bytes=None, shm_bytes=None,
         )  # fmt: skip
         text = str(DeviceReport((), "no reason", bare, ()))
         assert "none: no reason" in text
         assert "none; other decoders: none" in text
-        assert "asyncio's own" in text
+        assert re.search("event loop +asyncio$", text, re.MULTILINE)
         assert "read one by one" in text
         assert "/dev/shm" not in text
-        assert text.endswith("Nothing is amiss.")
+        assert text.endswith("No problems found.")
         metal = AcceleratorReport("mps:0", "mps", own_stream=False)
-        assert "mps; one stream for copies and work" in str(DeviceReport((metal,), None, bare, ()))
+        assert "mps; one stream for copies and kernels" in str(DeviceReport((metal,), None, bare, ()))
 
 
 class TestFacts:
     def test_of_this_machine(self):
-        """The facts are those that the system gives."""
-        found = around.inspect_environment()
+        """The facts of this machine are read."""
+        found = environment.inspect_environment()
         assert torch.__version__ in found.torch
         assert found.cores >= 1
         assert found.free_memory_bytes > 0
         assert found.forked is False
 
     def test_pillow(self, monkeypatch):
-        """The active package counts, not the installed one."""
+        """The version is that of the active package, not of the installed one."""
         installed = {"pillow": "12.1.1", "pillow-simd": "12.1.1.post0"}
-        monkeypatch.setattr(around, "_installed", installed.get)
+        monkeypatch.setattr(environment, "_installed", installed.get)
         for version, simd, hidden in (("12.1.1", False, True), ("12.1.1.post0", True, False)):
             monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(__version__=version))
-            found = around.inspect_environment()
+            found = environment.inspect_environment()
             assert (found.pillow, found.pillow_simd, found.pillow_simd_hidden) == (version, simd, hidden)
         monkeypatch.setitem(sys.modules, "PIL", None)
-        assert around.inspect_environment().pillow is None
+        assert environment.inspect_environment().pillow is None
 
     def test_packages_are_not_imported(self, monkeypatch, tmp_path):
-        """Decoders are looked for and not imported."""
+        """Decoders are found without importing them."""
         (tmp_path / "simplejpeg.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(around, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
-        assert around.inspect_environment().decoders["simplejpeg"] == "9.9"
+        monkeypatch.setattr(environment, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
+        assert environment.inspect_environment().decoders["simplejpeg"] == "9.9"
 
-    def test_the_library_of_ones_own(self, monkeypatch):
-        """It is named with its libjpeg-turbo where it was built, and not where it was not."""
+    def test_the_native_library(self, monkeypatch):
+        """The native library is listed with its libjpeg-turbo if it was built."""
         for library, expected in ((SimpleNamespace(version="3.1.2"), "3.1.2"), (None, None)):
             monkeypatch.setattr("aiofeed.decoders.native_jpeg.native_decoder", lambda library=library: library)
-            assert around.inspect_environment().decoders.get("aiofeed's own over libjpeg-turbo") == expected
+            assert environment.inspect_environment().decoders.get("native library with libjpeg-turbo") == expected
 
     def test_driver_and_device_files(self, monkeypatch, tmp_path):
-        """The driver's version is read, and device files that may not be opened are named."""
+        """The driver's version is read, and device files that may not be opened are listed."""
         version = tmp_path / "version"
         version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n")
         (tmp_path / "nvidia0").touch()
         (tmp_path / "nvidiactl").touch()
         (tmp_path / "nvidia-caps").mkdir()
-        monkeypatch.setattr(around, "_DRIVER", version)
-        monkeypatch.setattr(around, "_DEV", tmp_path)
-        monkeypatch.setattr(around.os, "access", lambda path, mode: Path(path).name != "nvidiactl")
-        found = around.inspect_environment()
+        monkeypatch.setattr(environment, "_DRIVER", version)
+        monkeypatch.setattr(environment, "_DEV", tmp_path)
+        monkeypatch.setattr(environment.os, "access", lambda path, mode: Path(path).name != "nvidiactl")
+        found = environment.inspect_environment()
         assert found.nvidia_driver == "570.86.15"
         assert found.nvidia_files
         assert found.nvidia_refused == (str(tmp_path / "nvidiactl"),)
         assert found.shm_bytes is None
 
     def test_other_systems(self, monkeypatch):
-        """Where there is no ``resource`` and no cgroup, those facts are missing and nothing fails."""
+        """Without ``resource`` and cgroups those facts are ``None``, and nothing fails."""
         monkeypatch.setitem(sys.modules, "resource", None)
-        monkeypatch.delattr(around.os, "statvfs", raising=False)
-        monkeypatch.setattr(around.machine, "_CGROUP", Path("/nowhere"))
-        found = around.inspect_environment()
+        monkeypatch.delattr(environment.os, "statvfs", raising=False)
+        monkeypatch.setattr(environment.machine, "_CGROUP", Path("/nowhere"))
+        found = environment.inspect_environment()
         assert (found.open_files, found.locked_bytes, found.shm_bytes) == (None, None, None)
         assert (found.cpu_quota, found.memory_limit_bytes) == (None, None)
         str(DeviceReport((), "x", found, ()))
 
     def test_no_limit(self, monkeypatch):
-        """The system's word for no limit is -1 here."""
+        """``RLIM_INFINITY`` becomes -1."""
         limits = SimpleNamespace(RLIM_INFINITY=2**63 - 1, RLIMIT_NOFILE=7, getrlimit=lambda which: (1024, 2**63 - 1))
         monkeypatch.setitem(sys.modules, "resource", limits)
-        found = around.inspect_environment()
+        found = environment.inspect_environment()
         assert found.open_files == (1024, -1)
         assert found.locked_bytes is None
 
@@ -257,17 +264,17 @@ class TestFacts:
 class TestAccelerators:
     @pytest.fixture
     def card(self, monkeypatch):
-        """A machine whose one accelerator is a simulated one, under CUDA's name."""
+        """A machine with one accelerator, which is simulated."""
         device = SimulatedDevice()
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
         monkeypatch.setattr(accelerators, "resolve_device", lambda index: device)
-        monkeypatch.setattr(accelerators, "SECONDS", 0.0)
-        monkeypatch.setattr(accelerators, "NBYTES", 4096)
+        monkeypatch.setattr(accelerators, "MEASURE_S", 0.0)
+        monkeypatch.setattr(accelerators, "COPY_BYTES", 4096)
         return device
 
     def test_described(self, monkeypatch):
-        """Name and memory are torch's; what the device's part of torch does not have is left open."""
+        """Name and memory come from the device's module of torch; functions that fail or are missing give ``None``."""
         module = SimpleNamespace(
             get_device_name=lambda device: "A card",
             mem_get_info=lambda device: (1, 2),
@@ -277,8 +284,8 @@ class TestAccelerators:
         backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
         assert accelerators.describe_accelerator(backend) == AcceleratorReport("xpu:0", "A card", 2, 1)
 
-    def test_described_by_what_torch_has_for_all(self, monkeypatch):
-        """Where a device's part of torch does not tell its memory, torch.accelerator may."""
+    def test_described_by_torch_accelerator(self, monkeypatch):
+        """If the device's module of torch does not report memory, torch.accelerator may."""
         monkeypatch.setattr(torch, "xpu", SimpleNamespace(memory_allocated=lambda device: 0))
         for name, found in {"get_memory_info": (1, 2), "memory_allocated": 3, "memory_reserved": 4}.items():
             monkeypatch.setattr(torch.accelerator, name, lambda device, found=found: found, raising=False)
@@ -286,7 +293,7 @@ class TestAccelerators:
         assert accelerators.describe_accelerator(backend) == AcceleratorReport("xpu:0", "xpu", 2, 1, 0, 4)
 
     def test_measured(self):
-        """Both ways of copying are measured, by copies that the device makes."""
+        """Pinned and pageable copies are measured with copies that the device makes."""
         device = SimulatedDevice()
         report = accelerators.measure_copies(CARD, device, 4096)
         assert report.pinned_bytes_per_s > 0
@@ -296,7 +303,7 @@ class TestAccelerators:
         device.synchronize()
 
     def test_rate(self, monkeypatch):
-        """The rate is bytes over seconds, the first copy not counted."""
+        """The rate is bytes per second, without the first copy."""
         ticks = iter([0.0, 0.5, 1.0])
         monkeypatch.setattr(accelerators.time, "perf_counter", lambda: next(ticks))
         device = SimulatedDevice()
@@ -304,7 +311,7 @@ class TestAccelerators:
         assert device.copies == 5
 
     def test_memory_that_cannot_be_pinned(self):
-        """It is said why, and the rest is measured."""
+        """The report has the driver's error, and the rate of pageable copies."""
         report = accelerators.measure_copies(CARD, SimulatedDevice(pin_fails=True), 4096)
         assert "cannot be pinned" in report.pin_error
         assert report.pinned_bytes_per_s is None
@@ -316,7 +323,7 @@ class TestAccelerators:
         assert (report.pinned_bytes_per_s, report.pageable_bytes_per_s) == (None, None)
 
     def test_report(self, card):
-        """The report has the accelerator and no reason for its absence; measuring can be left out."""
+        """The report lists the accelerator; ``measure=False`` makes no copies."""
         report = aiofeed.device_report(measure=False)
         assert [found.device for found in report.accelerators] == ["simulated:0"]
         assert report.absent is None
@@ -324,7 +331,7 @@ class TestAccelerators:
         assert aiofeed.device_report().accelerators[0].pinned_bytes_per_s > 0
 
     def test_forked(self, card, monkeypatch):
-        """In a child of a process with CUDA, accelerators are not touched."""
+        """In a child forked from a process with CUDA, accelerators are not initialized."""
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
         monkeypatch.setattr(diagnostics, "explain_no_accelerator", lambda: "forked")
         report = aiofeed.device_report()
@@ -332,9 +339,9 @@ class TestAccelerators:
         assert any("'spawn'" in line for line in report.advice)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="says why there is no accelerator")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_absent():
-    """Without an accelerator the report says why."""
+    """Without an accelerator the report gives the reason."""
     report = aiofeed.device_report()
     assert report.accelerators == ()
     assert report.absent
@@ -343,14 +350,14 @@ def test_absent():
 
 class TestCommand:
     def test_doctor(self, capsys):
-        """The report is printed, and the exit code is 0 whatever it says."""
+        """``doctor`` prints the report and exits with 0 whatever it contains."""
         assert main(["doctor", "--quick"]) == 0
         output = capsys.readouterr().out
         assert re.search(rf"^aiofeed .*; Python {platform.python_version()}", output, re.MULTILINE)
         assert "torch" in output
 
     def test_as_a_module(self):
-        """``python -m aiofeed doctor`` is the same."""
+        """``python -m aiofeed doctor`` prints the report."""
         done = subprocess.run(
             [sys.executable, "-m", "aiofeed", "doctor", "--quick"],
             capture_output=True,
@@ -363,8 +370,8 @@ class TestCommand:
 
     @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
     def test_usage(self, arguments, capsys):
-        """Anything else is an error that names what there is."""
-        with pytest.raises(SystemExit) as ended:
+        """Without a command, or with an unknown one, it exits with usage."""
+        with pytest.raises(SystemExit) as stopped:
             main(arguments)
-        assert ended.value.code == 2
+        assert stopped.value.code == 2
         assert "doctor" in capsys.readouterr().err or not arguments

@@ -59,7 +59,7 @@ class Block:
 
 
 def python_blocks(path: Path, text: str) -> list[Block]:
-    """The Python blocks of a document, in order; an info string that only looks like Python is an error."""
+    """The Python blocks of a document, in order; an unknown info string that starts like Python's is an error."""
     blocks = []
     for match in FENCE.finditer(text):
         info = match["info"].strip()
@@ -129,7 +129,7 @@ def test_api_page_is_complete() -> None:
 
 
 def test_architecture_names_every_room() -> None:
-    """docs/architecture.md has a line for every folder of aiofeed, so that it keeps up with the code."""
+    """docs/architecture.md mentions every folder of aiofeed."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = [path.parent.name for path in (ROOT / "aiofeed").glob("*/**/__init__.py")]
     assert [room for room in rooms if f"`{room}/`" not in text] == []
@@ -232,7 +232,7 @@ def test_links_are_found_in_every_form(tmp_path: Path) -> None:
 
 
 def test_runner_only_compiles_no_run() -> None:
-    """A ``no-run`` block is not run, but must be Python."""
+    """A ``no-run`` block is compiled and not run."""
     run_blocks(python_blocks(Path("page.md"), "```python no-run\nraise KeyError\n```\n"), {})
     with pytest.raises(SyntaxError):
         run_blocks(python_blocks(Path("page.md"), "```python no-run\nx = = 1\n```\n"), {})

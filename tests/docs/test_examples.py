@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, and show what they promise."""
+"""Tests of the examples: each runs as its documentation says, and prints the documented results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def command(name: str, *arguments: str | Path) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """As in a terminal that is wide enough for every table and shows no colours."""
+    """The environment of a terminal without colours that is wide enough for every table."""
     return {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8", **changes}
 
 
 def run(name: str, *arguments: str | Path, code: int = 0) -> str:
-    """What an example prints, stderr included, once it has ended with ``code``."""
+    """Run an example, which must exit with ``code``; returns its stdout and stderr."""
     done = subprocess.run(
         command(name, *arguments),
         stdout=subprocess.PIPE,
@@ -57,7 +57,7 @@ def number(cell: str) -> float:
 
 
 def drain(terminal: int) -> None:
-    """Read until the other end is closed, which some systems report as an error."""
+    """Read until the other side is closed, which some systems report as an error."""
     try:
         while os.read(terminal, 4096):
             pass
@@ -73,7 +73,7 @@ SMALL_DEMO = ("--images", "60", "--batch-size", "16", "--size", "64")
 
 @dataclass(frozen=True)
 class DemoRun:
-    """A run of the demo on images of its own: where it put them, and what it printed."""
+    """A run of the demo: the folder of its images, and its output."""
 
     data: Path
     output: str
@@ -88,7 +88,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
 
 
 def test_demo_compares_both_sides(demo: DemoRun) -> None:
-    """The comparison has figures for both sides, and both have learned the same from the same images."""
+    """The table has figures for both sides, and both reach the same loss on the same images."""
     for label in (
         "images per second",
         "first batch, first epoch",
@@ -96,20 +96,20 @@ def test_demo_compares_both_sides(demo: DemoRun) -> None:
         "CPU seconds per 1,000 images",
     ):
         assert [number(cell) > 0 for cell in cells(demo.output, label)] == [True, True]
-    assert all(0 <= number(cell) <= 100 for cell in cells(demo.output, "waited for data, of all time"))
+    assert all(0 <= number(cell) <= 100 for cell in cells(demo.output, "share of time waiting for data"))
     by_loader, by_aiofeed = map(number, cells(demo.output, "loss in the last epoch"))
     assert by_aiofeed == pytest.approx(by_loader, rel=0.02)
 
 
-def test_demo_says_where_the_time_went(demo: DemoRun) -> None:
-    """Seconds are given for all six things that aiofeed spends time on, and some for reading and decoding."""
+def test_demo_shows_where_the_time_went(demo: DemoRun) -> None:
+    """The second table has seconds for all six stages; those of reading and decoding are above 0."""
     seconds = {kind: number(cells(demo.output, kind)[0]) for kind in STAGES}
     assert seconds["read"] > 0
     assert seconds["decode"] > 0
 
 
-def test_demo_makes_its_images_once(demo: DemoRun) -> None:
-    """Sixty JPEGs of 500 x 400 in ten classes, which the next run leaves as they are."""
+def test_demo_generates_its_images_once(demo: DemoRun) -> None:
+    """The demo writes sixty JPEGs of 500 x 400 in ten classes; the next run does not change them."""
     [folder] = demo.data.glob("photographs-*")
     assert f"The images stay in {folder}" in demo.output
     written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")}
@@ -123,24 +123,24 @@ def test_demo_makes_its_images_once(demo: DemoRun) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_demo_ends_quietly_on_ctrl_c(demo: DemoRun) -> None:
-    """Ctrl-C in the middle of the training, sent to the workers too, gives one word and no traceback."""
+def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
+    """Ctrl-C during the training, sent to the workers too, prints one word and no traceback."""
     import pty
 
-    terminal, end = pty.openpty()
+    terminal, child_side = pty.openpty()
     process = subprocess.Popen(
         command("demo.py", *SMALL_DEMO, "--epochs", "1000", "--data", demo.data),
-        stdout=end,
+        stdout=child_side,
         stderr=subprocess.PIPE,
         encoding="utf-8",
         env=environment(TERM="xterm"),
         start_new_session=True,
     )
-    os.close(end)
+    os.close(child_side)
     try:
-        shown = b""
-        while b"2: DataLoader" not in shown:
-            shown += os.read(terminal, 4096)
+        output = b""
+        while b"2: DataLoader" not in output:
+            output += os.read(terminal, 4096)
         os.killpg(process.pid, signal.SIGINT)
         drain(terminal)
         _, errors = process.communicate()
@@ -153,9 +153,9 @@ def test_demo_ends_quietly_on_ctrl_c(demo: DemoRun) -> None:
 
 
 def test_demo_refuses_too_few_images(tmp_path: Path) -> None:
-    """Fewer images than a batch holds is an error that gives both numbers."""
+    """Fewer images than a batch has is an error with both numbers."""
     output = run("demo.py", "--images", "10", "--batch-size", "64", "--data", tmp_path, code=2)
-    assert "--images must be 10 or more and fill a batch of 64, got 10" in output
+    assert "--images must be at least 10 and fill a batch of 64, got 10" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -163,7 +163,7 @@ def test_demo_refuses_too_few_images(tmp_path: Path) -> None:
 
 
 def test_overlap_loads_the_next_sample_during_a_step() -> None:
-    """With one load at a time, load N + 1 begins before step N ends and never before load N has ended."""
+    """With one load at a time, load N + 1 begins after load N ends and before step N ends."""
     one_by_one, four = run("overlap.py", "--samples", "3", "--scale", "0.5").split("4 loads at a time")
     events = re.findall(r"((?:load|step) \d (?:begins|ends))", one_by_one)
     assert len(events) == 12
@@ -183,7 +183,7 @@ def test_overlap_loads_the_next_sample_during_a_step() -> None:
 
 
 def test_train_images_saves_a_model(jpeg_folder: Path, tmp_path: Path) -> None:
-    """Training on a folder prints loss and statistics per epoch and saves weights with the names of the classes."""
+    """Training on a folder prints loss and statistics per epoch, and saves the weights with the class names."""
     saved = tmp_path / "model.pt"
     arguments = ("--epochs", "2", "--size", "32", "--batch-size", "8", "--checkpoint", saved)
     output = run("train_images.py", jpeg_folder, *arguments)
@@ -194,20 +194,20 @@ def test_train_images_saves_a_model(jpeg_folder: Path, tmp_path: Path) -> None:
     assert all(torch.isfinite(weights).all() for weights in checkpoint["model"].values())
 
 
-def test_train_images_without_a_path_says_how_to_get_images() -> None:
-    """Without PATH it points to the demo."""
-    assert "`make demo` makes one" in run("train_images.py", code=2)
+def test_train_images_without_a_path_mentions_the_demo() -> None:
+    """Without PATH the error says how to generate images."""
+    assert "`make demo` creates one" in run("train_images.py", code=2)
 
 
-@pytest.mark.parametrize("what", ["missing", "empty", "file", "broken"])
-def test_train_images_names_what_is_wrong(what: str, tmp_path: Path) -> None:
-    """A path that is missing, empty or a file, and a file that is no image, is named in one line."""
-    path = culprit = tmp_path / what
-    if what == "empty":
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "broken"])
+def test_train_images_names_the_bad_path(kind: str, tmp_path: Path) -> None:
+    """A path that is missing, empty or a file, and a file that is not an image, is named in one line."""
+    path = culprit = tmp_path / kind
+    if kind == "empty":
         path.mkdir()
-    elif what == "file":
+    elif kind == "file":
         path.write_text("no folder")
-    elif what == "broken":
+    elif kind == "broken":
         (path / "ant").mkdir(parents=True)
         culprit = path / "ant" / "0.jpg"
         culprit.write_bytes(b"no image")
@@ -220,7 +220,7 @@ def test_train_images_names_what_is_wrong(what: str, tmp_path: Path) -> None:
 
 
 def test_async_training_answers_while_it_trains() -> None:
-    """The answers to /progress go through the batches while the loss falls."""
+    """The answers to /progress advance through the batches, and the loss falls."""
     output = run("async_training.py", "--self-test", "--samples", "12000", "--epochs", "2")
     assert re.search(r"^listening on http://127\.0\.0\.1:[0-9]+/progress$", output, re.MULTILINE)
     answers = [json.loads(answer) for answer in re.findall(r"^/progress: (.*)$", output, re.MULTILINE)]
@@ -236,7 +236,7 @@ def test_async_training_answers_while_it_trains() -> None:
 
 
 def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
-    """Feeder, Feeder in two threads and prefetch give the batches that DataLoader gives."""
+    """The batches of Feeder, Feeder with two threads and prefetch equal DataLoader's."""
     output = run("existing_dataset.py", "--samples", "50", "--batch-size", "16", "--step-s", "0.005")
     for way in ("Feeder(dataset)", "Feeder(FromDataset(dataset, threads=2))", "prefetch(DataLoader(dataset))"):
         assert re.search(rf"^{re.escape(way)} +[0-9.]+ s, batches equal$", output, re.MULTILINE)
@@ -245,8 +245,8 @@ def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 
-def test_several_devices_trains_as_one_device_does() -> None:
-    """The loss falls, and two parts of a batch with averaged gradients give what one device gives."""
+def test_several_devices_equal_one_device() -> None:
+    """The loss falls, and is the same with two devices as with one."""
     losses = {}
     for devices in (["cpu"], ["cpu", "cpu"]):
         output = run("several_devices.py", "--devices", *devices)
@@ -260,7 +260,7 @@ def test_several_devices_trains_as_one_device_does() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets that pass descriptors")
 def test_shared_tensors_are_one_copy() -> None:
-    """Both children learn from 16 MiB that three processes have, and each accounts for a third of."""
+    """Both children train on 16 MiB that three processes map, and each accounts for a third."""
     output = run("shared_tensors.py", "--samples", "16384")
     assert "16 MiB shared" in output
     losses = re.findall(r"^rate ([0-9.]+): loss ([0-9.]+)$", output, re.MULTILINE)
@@ -279,17 +279,17 @@ def test_shared_tensors_are_one_copy() -> None:
 
 @pytest.mark.integration
 def test_lightning_resume_sees_each_sample_once() -> None:
-    """The Trainer resumes in mid-epoch: 40 samples before, 60 after, and then the next epoch."""
+    """The Trainer sees 40 samples before it stops, the other 60 after it resumes, then the next epoch."""
     pytest.importorskip("lightning")
     output = run("lightning_resume.py")
-    assert "broken off after step 5 of 13: 40 samples seen" in output
+    assert "stopped after step 5 of 13: 40 samples seen" in output
     assert "resumed: 60 more samples in epoch 0, 100 in epoch 1" in output
     assert "epoch 0, each sample once: True" in output
 
 
 @pytest.mark.integration
 def test_accelerate_loop_sees_each_sample_once() -> None:
-    """Accelerate's saved state resumes in mid-epoch."""
+    """After ``load_state`` the training continues in mid-epoch and sees each sample once."""
     pytest.importorskip("accelerate")
     output = run("accelerate_loop.py")
     assert "saved in epoch 0, after 40 samples" in output
@@ -298,34 +298,34 @@ def test_accelerate_loop_sees_each_sample_once() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.skipif(sys.platform == "win32", reason="torchrun's rendezvous there needs another build of torch")
+@pytest.mark.skipif(sys.platform == "win32", reason="torchrun's rendezvous needs another build of torch on Windows")
 def test_torchrun_ddp_resumes_with_more_processes() -> None:
-    """Two processes see 40 samples each, three the rest of the 300, the last two repeated."""
+    """Two processes see 40 samples each, then three see the rest of the 300, with two repeated."""
     output = run("torchrun_ddp.py", "--self-test")
     lines = re.findall(r"^process (\d) of (\d): (\d+) samples$", output, re.MULTILINE)
     assert sorted(lines) == [("0", "2", "40"), ("0", "3", "74"), ("1", "2", "40"), ("1", "3", "74"), ("2", "3", "74")]
     assert "self-test: 302 samples seen: 300, and 2 repeated" in output
 
 
-def test_torchrun_ddp_says_how_to_run_it() -> None:
-    """Without torchrun it gives the line to use."""
+def test_torchrun_ddp_shows_its_command() -> None:
+    """Without torchrun the error shows the command to use."""
     assert "torchrun --nproc-per-node=2" in run("torchrun_ddp.py", code=2)
 
 
 @pytest.mark.integration
 def test_checkpoint_dcp_sees_each_sample_once() -> None:
-    """The feeder goes on from torch's distributed checkpoint, and the weights are back too."""
+    """A distributed checkpoint restores the feeder's position and the weights."""
     output = run("checkpoint_dcp.py")
     assert "loaded: 60 samples are left, each sample once: True" in output
-    assert "the weights are those that were saved: True" in output
+    assert "the weights equal the saved ones: True" in output
 
 
 # --- three_trainings, ddp_one_host -----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
-def test_three_trainings_see_every_image_that_is_decoded_once() -> None:
-    """Each of the three sees 120 images in each of three epochs, 360 are decoded, and the losses fall."""
+def test_three_trainings_share_decoded_images() -> None:
+    """Each of three trainings sees 120 images in each of three epochs, 360 are decoded, and the losses fall."""
     output = run("three_trainings.py")
     lines = re.findall(r"rate [0-9.]+: 360 images, loss ([0-9.]+) in the first epoch, ([0-9.]+) in the last", output)
     assert len(lines) == 3
@@ -334,7 +334,7 @@ def test_three_trainings_see_every_image_that_is_decoded_once() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
-def test_ddp_one_host_shares_the_batches_out() -> None:
+def test_ddp_one_host_distributes_the_batches() -> None:
     """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
     output = run("ddp_one_host.py")
     assert len(re.findall(r"^rank [01]: 16 batches", output, re.MULTILINE)) == 2
@@ -345,7 +345,7 @@ def test_ddp_one_host_shares_the_batches_out() -> None:
 
 
 def test_every_example_is_listed() -> None:
-    """examples/README.md names every example, and none that is not there."""
+    """examples/README.md lists exactly the examples that exist."""
     listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
@@ -354,7 +354,7 @@ def test_every_example_is_listed() -> None:
 
 
 def test_resident_digits_learns_and_compares() -> None:
-    """The network gets more than 95 % of digits right that it has not seen, and every way has been timed."""
+    """The test accuracy is above 95 %, and every way has a time."""
     pytest.importorskip("sklearn")
     output = run("resident_digits.py", "--samples", "2000", "--epochs", "8")
     assert float(re.search(r"test accuracy ([0-9.]+)%", output)[1]) > 95  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""What a feeder does with the numbers that were found: jobs say what the test wants them to, not what they took."""
+"""Tests of the tuner's effect on a feeder, with job timings set by the test, and of chunk sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.core.types import Row
-from aiofeed.engine import assembler
+from aiofeed.engine import decode_stage
 from aiofeed.engine.concurrency import JobTimer
 from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, ChunkSizer
 from aiofeed.engine.tuning import reads
@@ -29,7 +29,7 @@ BATCH = 8
 
 
 class Numbers:
-    """Samples whose reads are a turn of the loop."""
+    """A source whose reads return at once."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -45,13 +45,13 @@ def decode(data: bytes) -> torch.Tensor:
     return torch.tensor(int.from_bytes(data, "big"))
 
 
-class FakeMeter(JobTimer):
-    """Jobs that take turns, as under the GIL."""
+class FakeTimer(JobTimer):
+    """Reports jobs that run one at a time, as under the GIL."""
 
-    made = 0
+    created = 0
 
     def __init__(self, pool: ThreadPool) -> None:
-        type(self).made += 1
+        type(self).created += 1
         self._max_running = pool.max_running
 
     def job(self, samples: int, nbytes: int) -> JobTiming:
@@ -61,54 +61,53 @@ class FakeMeter(JobTimer):
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpus", lambda: 4)
-    # Else so little work would be left to a thread by itself, whatever was found.
+    # Otherwise one thread would decode samples this cheap, whatever the tuner chooses.
     monkeypatch.setattr("aiofeed.engine.fetch.source.TINY_DECODE_S", 0.0)
-    FakeMeter.made = 0
-    monkeypatch.setattr(assembler, "JobTimer", FakeMeter)
+    FakeTimer.created = 0
+    monkeypatch.setattr(decode_stage, "JobTimer", FakeTimer)
 
 
 def feeding(source: Any, **options: Any) -> Feeder[Any]:
     return Feeder(source, **options)
 
 
-def epochs_until(feeder: Feeder[Any], threads: int) -> None:
-    """Epochs, until so many threads decode; the test's limit on time ends what never comes."""
+def iterate_until(feeder: Feeder[Any], threads: int) -> None:
+    """Iterate epochs until ``threads`` decode threads are in use, or the test times out."""
     while feeder.statistics().decode_threads != threads:
         for _ in feeder:
             pass
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_threads_that_do_not_help_are_taken_away_and_statistics_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    """From four threads to one, with one warning that names the GIL once it matters, for a feeder's life."""
+def test_useless_threads_are_removed_and_the_gil_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """GIL-bound decoding goes from four threads to one; statistics and one warning per feeder name the GIL."""
     with (
         caplog.at_level(logging.WARNING, logger="aiofeed"),
         feeding(Numbers(), decode=decode, batch_size=BATCH) as feeder,
     ):
         assert feeder.statistics().decode_threads == 4
         assert feeder.statistics().gil_us == 0
-        epochs_until(feeder, 1)
-        found = feeder.statistics()
-        assert found.gil_us == pytest.approx(90, rel=0.02)
-        assert not caplog.records, "told of for a fraction of a second"
+        iterate_until(feeder, 1)
+        assert feeder.statistics().gil_us == pytest.approx(90, rel=0.02)
+        assert not caplog.records, "warned after a fraction of a second"
         while not caplog.records:
             for _ in feeder:
                 pass
         feeder.close()
-        epochs_until(feeder, 1)
+        iterate_until(feeder, 1)
         for _ in feeder:
             pass
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
     for part in ("the GIL", "of the 90 us", "1 of 4 threads", 'engine="process:4"'):
-        assert part in told[0]
+        assert part in messages[0]
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_what_was_found_outlives_close() -> None:
-    """A feeder that is closed and iterated again goes on with what it knew."""
+def test_the_choice_outlives_close() -> None:
+    """A feeder that is closed and iterated again starts with the threads chosen before."""
     feeder = feeding(Numbers(), decode=decode, batch_size=BATCH)
-    epochs_until(feeder, 1)
+    iterate_until(feeder, 1)
     feeder.close()
     for _ in feeder:
         break
@@ -117,9 +116,9 @@ def test_what_was_found_outlives_close() -> None:
 
 
 @pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize("source", [Numbers(), FromDataset(list(range(SAMPLES)), threads=3)], ids=["said", "dataset"])
-def test_threads_that_the_user_gave_stay(source: Any) -> None:
-    """``decode_threads`` and ``FromDataset(threads=)`` are kept, and nothing is measured."""
+@pytest.mark.parametrize("source", [Numbers(), FromDataset(list(range(SAMPLES)), threads=3)], ids=["limits", "dataset"])
+def test_user_specified_threads_stay(source: Any) -> None:
+    """With ``decode_threads`` or ``FromDataset(threads=)`` the number does not change and jobs are not timed."""
     dataset = isinstance(source, FromDataset)
     limits = None if dataset else Limits(decode_threads=3)
     with feeding(source, decode=None if dataset else decode, batch_size=BATCH, limits=limits) as feeder:
@@ -127,11 +126,11 @@ def test_threads_that_the_user_gave_stay(source: Any) -> None:
             for _ in feeder:
                 pass
         assert feeder.statistics().decode_threads == 3
-    assert FakeMeter.made == 0
+    assert FakeTimer.created == 0
 
 
 class Near(Numbers):
-    """Samples that the decode thread may read itself."""
+    """A source that the decode thread may read itself."""
 
     answers_at_once = True
 
@@ -141,13 +140,13 @@ class Near(Numbers):
 
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize(("limits", "max_running"), [(None, 1), (Limits(decode_threads=3), 3)])
-def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
+def test_cheap_samples_get_one_thread_unless_the_user_specifies_more(
     limits: Limits | None, max_running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a look; statistics say what is in force."""
+    """Samples below ``TINY_DECODE_S`` are decoded by one thread without tuning; statistics report the number in use."""
     for name in ("TINY_DECODE_S", "SMALL_DECODE_S"):
         monkeypatch.setattr(f"aiofeed.engine.fetch.source.{name}", 1.0)
-    monkeypatch.setattr(FakeMeter, "job", lambda meter, samples, nbytes: None)
+    monkeypatch.setattr(FakeTimer, "job", lambda timer, samples, nbytes: None)
     with feeding(Near(), decode=decode, batch_size=BATCH, limits=limits) as feeder:
         for _ in feeder:
             pass
@@ -156,8 +155,8 @@ def test_samples_that_take_nothing_get_one_thread_unless_the_user_says_more(
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_batches_do_not_depend_on_what_is_found() -> None:
-    """The same batches in the same order while threads come and go as with one thread from the start."""
+def test_batches_do_not_depend_on_the_number_of_threads() -> None:
+    """While the tuner changes the threads, batches and order are the same as with one thread."""
     with feeding(Numbers(), decode=decode, batch_size=BATCH, shuffle=True, seed=3) as feeder:
         found = [batch.tolist() for _ in range(4) for batch in feeder]
         assert feeder.statistics().decode_threads < 4
@@ -167,20 +166,20 @@ def test_batches_do_not_depend_on_what_is_found() -> None:
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_a_consumer_that_is_slower_takes_no_thread_away() -> None:
-    """While a finished batch waits, jobs say nothing: each epoch is read by a consumer that lets the queue fill."""
+def test_a_slow_consumer_does_not_remove_threads() -> None:
+    """Jobs that run while a finished batch waits are not scored, so a consumer that fills the queue has no effect."""
     with feeding(Numbers(), decode=decode, batch_size=BATCH) as feeder:
         left = SAMPLES // BATCH
         for _ in feeder:
             left -= 1
             while feeder.statistics().queue_depth < min(2, left):
                 threading.Event().wait(0.0005)
-        assert FakeMeter.made > SAMPLES // BATCH // 2
+        assert FakeTimer.created > SAMPLES // BATCH // 2
         assert feeder.statistics().decode_threads == 4
 
 
 class Far(Numbers):
-    """Reads that take a moment; how many are under way."""
+    """A source with slow reads that counts how many run at a time."""
 
     under_way = most = 0
 
@@ -192,8 +191,8 @@ class Far(Numbers):
         return await super().read(index)
 
 
-def test_slow_reads_become_more_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many at a time are asked for, and statistics say how many."""
+def test_read_concurrency_grows_for_slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it helps, read concurrency doubles; statistics report it."""
     monkeypatch.setattr(reads, "SLOW_READ_S", 0.005)
     monkeypatch.setattr(reads, "READS_BRING", 0.0)
     source = Far()
@@ -207,8 +206,8 @@ def test_slow_reads_become_more_where_that_helps(monkeypatch: pytest.MonkeyPatch
     assert 64 < source.most <= feeder.statistics().read_concurrency
 
 
-def test_a_given_read_concurrency_is_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow reads are."""
+def test_a_given_read_concurrency_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``Limits(read_concurrency=16)`` at most 16 reads run, however slow they are."""
     monkeypatch.setattr(reads, "SLOW_READ_S", 0.0)
     monkeypatch.setattr(reads, "READS_BRING", 0.0)
     source = Far()
@@ -220,7 +219,7 @@ def test_a_given_read_concurrency_is_never_passed(monkeypatch: pytest.MonkeyPatc
 
 
 class IntoRows:
-    """As ``decode``, into rows of the batch's memory: how large a batch becomes is known before the first is read."""
+    """Like ``decode``, into rows of the batch's buffer, so that the size of a batch is known before the first read."""
 
     row = Row((1,), "int64")
     takes_seed = False
@@ -232,27 +231,27 @@ class IntoRows:
         out[...] = int.from_bytes(data, "big")
 
 
-def test_a_chunk_that_waits_while_fewer_reads_are_allowed_than_it_has_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read all the same, alone: samples turn out to be large when the first reads are back."""
+def test_a_chunk_larger_than_the_read_concurrency_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that waits while read concurrency falls below its size is still read."""
     monkeypatch.setattr(reads, "FREE_BYTES", 4)
     with feeding(Far(), decode=IntoRows(), batch_size=32, limits=Limits(decode_threads=1)) as feeder:
         assert torch.cat(list(feeder)).flatten().tolist() == list(range(SAMPLES))
 
 
-# --- what a job takes -------------------------------------------------------------------------------------------------
+# --- timing of jobs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_meter_tells_work_from_waiting() -> None:
-    """Wall-clock time, the thread's own, and all threads at work."""
+def test_a_timer_separates_work_from_waiting() -> None:
+    """A timing has wall-clock time, CPU time of the thread, and the number of threads if all were busy."""
     pool = ThreadPool("test", 1)
 
     def wait_and_work() -> JobTiming:
-        meter = JobTimer(pool)
+        timer = JobTimer(pool)
         threading.Event().wait(0.02)
         until = time.thread_time() + 0.005
         while time.thread_time() < until:
             pass
-        return meter.job(3)
+        return timer.job(3)
 
     job = pool.submit(wait_and_work).result(5)
     pool.stop()
@@ -264,16 +263,16 @@ def test_a_meter_tells_work_from_waiting() -> None:
     assert 0 <= job.queued_s <= job.wall_s
 
 
-def test_a_job_beside_an_idle_thread_says_so() -> None:
-    """Threads is 0 where one of them has nothing to do."""
+def test_a_job_with_an_idle_thread_is_marked() -> None:
+    """``threads`` is 0 if a thread of the pool is idle."""
     pool = ThreadPool("test", 2)
     assert pool.submit(lambda: JobTimer(pool).job(1)).result(5).threads == 0
     pool.stop()
     assert pool.join(5)
 
 
-def test_a_system_without_the_counter_has_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system does not say how long a thread waited for a core, it is 0."""
+def test_a_system_without_the_counter_reports_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system does not report how long a thread waited for a core, the wait is 0."""
 
     def missing(*args: object) -> int:
         raise FileNotFoundError
@@ -282,38 +281,38 @@ def test_a_system_without_the_counter_has_no_queue(monkeypatch: pytest.MonkeyPat
     assert machine.queued_s() == 0.0
 
 
-# --- the size of a chunk ----------------------------------------------------------------------------------------------
+# --- chunk size -------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_for_the_gil_makes_no_chunk_smaller() -> None:
-    """What counts is the time on the processor, where that is a good part of it."""
-    pace = ChunkSizer()
-    pace.observe(0.064 * 4, 64, 0.064)
-    assert pace.seconds == pytest.approx(0.001)
-    assert pace.chunk_size(64, 2) == 32
+def test_waiting_for_the_gil_does_not_shrink_chunks() -> None:
+    """If CPU time is a good part of the wall-clock time, only CPU time counts."""
+    sizer = ChunkSizer()
+    sizer.observe(0.064 * 4, 64, 0.064)
+    assert sizer.seconds == pytest.approx(0.001)
+    assert sizer.chunk_size(64, 2) == 32
 
 
-def test_waiting_for_something_of_its_own_does() -> None:
-    """A decoder that sleeps has hardly any time on the processor, and its chunks are small."""
-    pace = ChunkSizer()
-    pace.observe(1.0, 10, 0.001)
-    assert pace.chunk_size(64, 2) == 1
+def test_a_decoder_that_sleeps_has_small_chunks() -> None:
+    """If there is hardly any CPU time, wall-clock time counts."""
+    sizer = ChunkSizer()
+    sizer.observe(1.0, 10, 0.001)
+    assert sizer.chunk_size(64, 2) == 1
 
 
-def test_a_chunk_of_large_samples_is_small() -> None:
-    """What is read is decoded before it has left every cache: 16 MiB of it, or one sample."""
-    pace = ChunkSizer()
-    pace.observe(0.001, 1, 0.001)
-    pace.weigh(8 * 100_000, 8)
-    assert pace.chunk_size(64, 2) == 32
+def test_chunks_of_large_samples_are_small() -> None:
+    """A chunk has at most 16 MiB of encoded samples, or one sample."""
+    sizer = ChunkSizer()
+    sizer.observe(0.001, 1, 0.001)
+    sizer.weigh(8 * 100_000, 8)
+    assert sizer.chunk_size(64, 2) == 32
     for _ in range(100):
-        pace.weigh(8 * 8_000_000, 8)
-    assert pace.chunk_size(64, 2) == 2
+        sizer.weigh(8 * 8_000_000, 8)
+    assert sizer.chunk_size(64, 2) == 2
     for _ in range(100):
-        pace.weigh(2 * 40_000_000, 2)
-    assert pace.chunk_size(64, 2) == 1
+        sizer.weigh(2 * 40_000_000, 2)
+    assert sizer.chunk_size(64, 2) == 1
 
 
-def test_nothing_known_makes_a_first_chunk() -> None:
-    """Before anything was decoded."""
+def test_the_first_chunk_has_a_fixed_size() -> None:
+    """Before the first decode a chunk has ``FIRST_CHUNK`` samples."""
     assert ChunkSizer().chunk_size(64, 2) == FIRST_CHUNK

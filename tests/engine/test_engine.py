@@ -1,4 +1,4 @@
-"""However slow the consumer is, what is in flight stays bounded; and what may overlap does."""
+"""Tests of the engine's limits: work in flight is bounded for any consumer, and independent work overlaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiofeed.testing import SimulatedDevice
 
 
 class Gauge:
-    """A source that counts what is being read, and how far reading and decoding have come."""
+    """A source that counts its reads and decodes."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -48,8 +48,8 @@ class Gauge:
             assert self.changed.wait_for(lambda: self.decoded >= count, 10)
 
 
-def settled(feeder: Feeder[Any], source: Gauge) -> None:
-    """Let the engine do all that it may: its loop has gone round with nothing left to start."""
+def wait_until_settled(feeder: Feeder[Any], source: Gauge) -> None:
+    """Wait until an iteration of the engine's loop and a job of its decode pool change nothing."""
     pipeline = feeder._session.pipeline
     assert pipeline is not None
     last = None
@@ -73,8 +73,8 @@ def settled(feeder: Feeder[Any], source: Gauge) -> None:
         (1, Limits(prefetch_batches=2, read_concurrency=8)),
     ],
 )
-def test_a_consumer_that_stops_bounds_everything(batch_size: int, limits: Limits) -> None:
-    """With the consumer at its first batch: at most prefetch_batches are decoded ahead, and reads are bounded too."""
+def test_a_stopped_consumer_bounds_reads_and_decodes(batch_size: int, limits: Limits) -> None:
+    """While the consumer keeps a batch, at most prefetch_batches more are decoded, and reads are bounded too."""
     source = Gauge(600)
     feeder = Feeder(source, decode=source.decode, batch_size=batch_size, limits=limits)
     iterator = iter(feeder)
@@ -83,7 +83,7 @@ def test_a_consumer_that_stops_bounds_everything(batch_size: int, limits: Limits
         assert limits.prefetch_batches is not None
         assert limits.read_concurrency is not None
         source.wait_for_decoded((taken + limits.prefetch_batches) * batch_size)
-        settled(feeder, source)
+        wait_until_settled(feeder, source)
         assert source.decoded == (taken + limits.prefetch_batches) * batch_size
         most = limits.prefetch_batches + math.ceil(limits.read_concurrency / batch_size) + 1
         assert source.read_ever <= (taken + most) * batch_size
@@ -93,7 +93,7 @@ def test_a_consumer_that_stops_bounds_everything(batch_size: int, limits: Limits
 
 
 def test_memory_bytes_bounds_what_is_in_flight() -> None:
-    """Batches of known size: no more are in flight than memory_bytes holds, and one always is."""
+    """Of batches of known size as many are in flight as memory_bytes allows, but at least one."""
     source = Gauge(100)
 
     def decode(data: bytes) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_memory_bytes_bounds_what_is_in_flight() -> None:
     for taken in (1, 2, 3):
         next(iterator)
         source.wait_for_decoded((taken + 2) * 4)
-        settled(feeder, source)
+        wait_until_settled(feeder, source)
         assert source.decoded == (taken + 2) * 4
     feeder.close()
     tiny = Feeder(source, decode=decode, batch_size=4, limits=Limits(memory_bytes=1))
@@ -115,7 +115,7 @@ def test_memory_bytes_bounds_what_is_in_flight() -> None:
 
 
 def test_device_batches_bounds_what_is_on_the_device() -> None:
-    """With the consumer stopped, so many batches are on the device or on their way, and no more."""
+    """With the consumer stopped, device_batches batches are on the device or being copied."""
     source = Gauge(200)
     device = SimulatedDevice()
     limits = Limits(device_batches=2, prefetch_batches=3)
@@ -123,14 +123,14 @@ def test_device_batches_bounds_what_is_on_the_device() -> None:
     iterator = iter(feeder)
     next(iterator)
     source.wait_for_decoded((1 + 2 + 3) * 4)
-    settled(feeder, source)
+    wait_until_settled(feeder, source)
     assert source.decoded == (1 + 2 + 3) * 4
     assert feeder.statistics().queue_depth <= 2
     feeder.close()
 
 
-def test_reading_goes_on_while_the_consumer_works() -> None:
-    """The next batch is decoded during a step: waiting for it inside the step ends."""
+def test_decoding_continues_during_a_step() -> None:
+    """The next batch is decoded while the consumer works on the current one."""
     source = Gauge(40)
     feeder = Feeder(source, decode=source.decode, batch_size=4)
     for number, _ in enumerate(feeder):
@@ -140,7 +140,7 @@ def test_reading_goes_on_while_the_consumer_works() -> None:
 
 
 def test_a_slow_read_does_not_stop_other_reads() -> None:
-    """While a sample's read is stuck, others of the same and later batches are read."""
+    """While one read is stuck, other samples of the same and of later batches are read."""
     others = asyncio.Event()
 
     class OneIsSlow(Gauge):
@@ -159,8 +159,8 @@ def test_a_slow_read_does_not_stop_other_reads() -> None:
     feeder.close()
 
 
-def test_counters_add() -> None:
-    """Totals are sums; the time to the first batch is the first epoch's."""
+def test_epoch_statistics_add_up() -> None:
+    """``EpochStats.add`` sums totals; the time to the first batch is the first epoch's."""
     one, other = EpochStats(samples=2, first_batch_s=0.5), EpochStats(samples=3, first_batch_s=0.1)
     one.add(other)
     assert (one.samples, one.first_batch_s) == (5, 0.5)

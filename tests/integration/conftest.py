@@ -1,4 +1,4 @@
-"""What the tests of other projects' loops share: a feed whose every sample can be told apart, and child processes."""
+"""Fixtures for the tests with other projects: a feeder with distinguishable samples, and torchrun processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SAMPLES = 26
 BATCH_SIZE = 4
 BATCHES = 7
-"""Per epoch, the last of two samples."""
+"""Batches per epoch; the last one has two samples."""
 
 
 class Numbers:
@@ -41,28 +41,28 @@ class Numbers:
 
 
 def augment(data: bytes, *, rng: torch.Generator) -> torch.Tensor:
-    """The number, and a draw of the sample's own generator, as random augmentation would use it: float32 [2]."""
+    """Return the number and a random number of the sample's generator, as an augmentation draws it: float32 [2]."""
     return torch.cat([torch.tensor([float(data)]), torch.rand(1, generator=rng)])
 
 
 @pytest.fixture
 def make_feeder() -> Iterator[Callable[..., Feeder[torch.Tensor]]]:
-    """`make_feeder(**options)` gives a shuffled feeder over 26 samples in fours; closed after the test."""
-    with contextlib.ExitStack() as opened:
+    """`make_feeder(**options)` makes a shuffled feeder over 26 samples, 4 per batch; it is closed after the test."""
+    with contextlib.ExitStack() as feeders:
 
         def make(samples: int = SAMPLES, **options: Any) -> Feeder[torch.Tensor]:
-            chosen = {"batch_size": BATCH_SIZE, "shuffle": True, "seed": 3, **options}
-            return opened.enter_context(Feeder(Numbers(samples), decode=augment, **chosen))
+            arguments = {"batch_size": BATCH_SIZE, "shuffle": True, "seed": 3, **options}
+            return feeders.enter_context(Feeder(Numbers(samples), decode=augment, **arguments))
 
         yield make
 
 
 @pytest.fixture(scope="module")
 def torchrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`torchrun(workers, script, *arguments)`: running processes whose output can be read; none outlives the module."""
+    """`torchrun(workers, script, *arguments)` starts processes with a readable output; they end with the module."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     environment = {
-        # Workers with as many threads each as there are cores would wait for each other more than compute.
+        # Workers that each use all cores slow each other down.
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
@@ -82,25 +82,25 @@ def torchrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield start
     for process in started:
-        kill_family(process)
+        kill_tree(process)
 
 
 @pytest.fixture(scope="module")
 def kill() -> Callable[[subprocess.Popen[str]], None]:
-    """`kill(process)`: SIGKILL to it and to all that it started, and wait for them."""
-    return kill_family
+    """`kill(process)` kills a process and its descendants and waits for their end."""
+    return kill_tree
 
 
-def kill_family(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a process and all that it started. torchrun puts its workers into process groups of their own."""
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """Kill a process and its descendants. torchrun gives each worker its own process group."""
     if process.poll() is None:
         parent = psutil.Process(process.pid)
-        parent.suspend()  # So that it starts nothing meanwhile.
-        family = [*parent.children(recursive=True), parent]
-        for member in family:
+        parent.suspend()  # It must not start further processes.
+        tree = [*parent.children(recursive=True), parent]
+        for member in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        psutil.wait_procs(family[:-1], timeout=10)
+        psutil.wait_procs(tree[:-1], timeout=10)
     process.wait(timeout=10)
     if process.stdout is not None:
         process.stdout.close()

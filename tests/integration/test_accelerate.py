@@ -1,4 +1,4 @@
-"""Accelerate's plain loop takes a feeder as it is, and keeps its state among what it saves."""
+"""Accelerate: a feeder works in its training loop, and its checkpoints contain the feeder's state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """`accelerator(**options)` gives a new one on the CPU, as in a new process: its state is kept in classes."""
+    """`accelerator(**options)` makes a new one on the CPU, as in a new process; its state is stored in classes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerate = pytest.importorskip("accelerate")
@@ -35,13 +35,13 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]
         reset()
         return accelerate.Accelerator(cpu=True, **options)
 
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # It sets more of the kind; this keeps the first from staying.
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # Accelerate sets it too; monkeypatch removes it
     yield new
     reset()
 
 
 class Training:
-    """Model, optimizer and feeder under an accelerator, and the batches seen, each with its epoch."""
+    """A model, an optimizer and a feeder under an accelerator; `seen` lists the batches, each with its epoch."""
 
     def __init__(self, accelerator: Any, feeder: Feeder[torch.Tensor]) -> None:
         linear = torch.nn.Linear(2, 1, bias=False)
@@ -53,7 +53,7 @@ class Training:
         self.seen: list[tuple[int, torch.Tensor]] = []
 
     def run(self, steps: int | None = None) -> None:
-        """Train to the end, or for so many steps."""
+        """Train to the end, or until `steps` batches were seen."""
         for epoch in self.feeder.epochs(EPOCHS):
             for batch in self.feeder:
                 loss = self.model(batch / 26).square().mean()
@@ -69,51 +69,51 @@ class Training:
 def test_resume_is_exact(
     accelerator: Callable[..., Any], make_feeder: Callable[..., Feeder[Any]], tmp_path: Path, step: int
 ) -> None:
-    """`save_state` in mid-epoch or at its end, `load_state` into new objects: the batches and weights that follow are
-    those of the uninterrupted run."""
+    """After `save_state` in an epoch or at its end and `load_state` into new objects, batches and weights are those of
+    the uninterrupted run."""
     whole = Training(accelerator(), make_feeder())
     whole.run()
-    broken_off = Training(accelerator(), make_feeder())
-    broken_off.run(step)
-    broken_off.accelerator.save_state(str(tmp_path))
+    interrupted = Training(accelerator(), make_feeder())
+    interrupted.run(step)
+    interrupted.accelerator.save_state(str(tmp_path))
     resumed = Training(accelerator(), make_feeder())
     resumed.accelerator.load_state(str(tmp_path))
     resumed.run()
-    seen = broken_off.seen + resumed.seen
+    seen = interrupted.seen + resumed.seen
     assert [epoch for epoch, _ in seen] == [0] * 7 + [1] * 7
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(seen, whole.seen, strict=True))
     assert torch.equal(resumed.model.weight, whole.model.weight)
 
 
-def test_prepare_leaves_a_feeder_alone(
+def test_prepare_returns_the_feeder_unchanged(
     accelerator: Callable[..., Any], make_feeder: Callable[..., Feeder[Any]]
 ) -> None:
-    """`prepare` gives the feeder back as it was: it is no `DataLoader`, so nothing shards its batches again."""
+    """`prepare` returns the feeder itself: it is no `DataLoader`, so Accelerate does not shard its batches again."""
     feeder = make_feeder()
-    here = accelerator()
-    assert here.prepare(feeder) is feeder
-    model, prepared = here.prepare(torch.nn.Linear(2, 1), feeder)
+    instance = accelerator()
+    assert instance.prepare(feeder) is feeder
+    model, prepared = instance.prepare(torch.nn.Linear(2, 1), feeder)
     assert prepared is feeder
     assert [model(batch).shape[0] for batch in prepared] == [4] * 6 + [2]
 
 
-def test_accumulation_does_not_see_the_end_of_an_epoch(
+def test_accumulation_ignores_the_end_of_a_feeders_epoch(
     accelerator: Callable[..., Any], make_feeder: Callable[..., Feeder[Any]]
 ) -> None:
-    """`accumulate` knows where a prepared `DataLoader` ends, a feeder's end it does not know: an accumulation that an
-    epoch's end cuts short goes on into the next epoch."""
+    """`accumulate` detects the last batch of a prepared `DataLoader`, not of a feeder: an incomplete accumulation
+    continues in the feeder's next epoch."""
 
-    def stepped(batches: Any, here: Any, model: torch.nn.Module) -> list[bool]:
-        """After which batches gradients would be applied."""
-        found = []
+    def optimizer_steps(batches: Any, instance: Any, model: torch.nn.Module) -> list[bool]:
+        """For each batch, whether the optimizer would step after it."""
+        steps = []
         for batch in batches:
-            with here.accumulate(model):
-                here.backward(model(batch).mean())
-                found.append(here.sync_gradients)
-        return found
+            with instance.accumulate(model):
+                instance.backward(model(batch).mean())
+                steps.append(instance.sync_gradients)
+        return steps
 
     for loader, at_the_end in (("feeder", False), ("DataLoader", True)):
-        here = accelerator(gradient_accumulation_steps=2)
+        instance = accelerator(gradient_accumulation_steps=2)
         batches: Any = make_feeder() if loader == "feeder" else torch.utils.data.DataLoader(torch.zeros(26, 2), 4)
-        model, batches = here.prepare(torch.nn.Linear(2, 1), batches)
-        assert stepped(batches, here, model) == [False, True] * 3 + [at_the_end]
+        model, batches = instance.prepare(torch.nn.Linear(2, 1), batches)
+        assert optimizer_steps(batches, instance, model) == [False, True] * 3 + [at_the_end]

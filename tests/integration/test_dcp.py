@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint saves and loads a feeder beside the model: it is a Stateful."""
+"""torch.distributed.checkpoint saves and loads a feeder together with the model, because it is a `Stateful`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def test_feeder_is_stateful(make_feeder: Callable[..., Feeder[Any]]) -> None:
-    """A feeder has what torch's and torchdata's `Stateful` ask for."""
+    """A feeder implements the `Stateful` protocols of torch and torchdata."""
     from torch.distributed.checkpoint.stateful import Stateful
 
     assert isinstance(make_feeder(), Stateful)
@@ -35,10 +35,10 @@ def test_feeder_is_stateful(make_feeder: Callable[..., Feeder[Any]]) -> None:
 @pytest.mark.parametrize(
     ("options", "steps"), [({}, 3), ({}, 7), ({}, 9), ({"shuffle": "keyed"}, 3), ({"in_order": False}, 3)]
 )
-def test_saved_feeder_goes_on(
+def test_saved_feeder_resumes(
     make_feeder: Callable[..., Feeder[Any]], tmp_path: Path, options: dict[str, Any], steps: int
 ) -> None:
-    """Saved in mid-epoch or at its end and loaded into a new feeder, the rest of two epochs is that of an
+    """A new feeder that loads a state, saved in an epoch or at its end, delivers the rest of two epochs as an
     uninterrupted one; in one process, without a process group."""
     import torch.distributed.checkpoint as dcp
 
@@ -55,14 +55,14 @@ def test_saved_feeder_goes_on(
 
 
 def two_epochs(feeder: Feeder[torch.Tensor]) -> Iterator[tuple[int, list[list[float]]]]:
-    """What is left of two epochs, as plain numbers, each batch with its epoch."""
+    """Yield the remaining batches of two epochs as lists, each with its epoch."""
     for epoch in feeder.epochs(2):
         for batch in feeder:
             yield epoch, batch.tolist()
 
 
 def test_two_ranks_share_a_checkpoint(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    """Two ranks save together and load together; each goes on with its own part."""
+    """Two ranks save one checkpoint and load it; each continues with its own part."""
     process = torchrun(2, SCRIPT, tmp_path)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
@@ -70,7 +70,7 @@ def test_two_ranks_share_a_checkpoint(torchrun: Callable[..., subprocess.Popen[s
 
 
 def test_other_data_are_refused(make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
-    """Loading into a feeder over other data is a `StateError` that says what differs."""
+    """Loading into a feeder over other data raises a `StateError` that names the difference."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"feeder": make_feeder()}, checkpoint_id=tmp_path, no_dist=True)

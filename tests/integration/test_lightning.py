@@ -1,4 +1,4 @@
-"""Lightning's Trainer takes a feeder as it takes a DataLoader, checkpoints in mid-epoch included."""
+"""Lightning: a Trainer accepts a feeder instead of a DataLoader, with checkpoints inside an epoch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BATCHES = 7
 
 pytestmark = [
     pytest.mark.integration,
-    # What Lightning, and what it imports, has to say about this machine, a small Trainer and new versions.
+    # Lightning and its imports warn about the machine, the small Trainer and new versions.
     pytest.mark.filterwarnings("default"),
 ]
 
 
 class Lit:
-    """Lightning, and what is made with it; imported by the first test that asks for it, since that takes seconds."""
+    """Lightning's module and trainer. The first test that uses them imports Lightning, which takes seconds."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
@@ -33,7 +33,7 @@ class Lit:
             lightning = self.lightning = pytest.importorskip("lightning")
 
         class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
-            """A regression that remembers the batches it was given, and writes a checkpoint after the chosen ones."""
+            """A regression that records its batches and saves a checkpoint after the given steps."""
 
             def __init__(self, save_after: tuple[int, ...] = (), folder: Path | None = None) -> None:
                 super().__init__()
@@ -58,9 +58,9 @@ class Lit:
         self.Module = Module
 
     def trainer(self, folder: Path, **options: Any) -> Any:
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        chosen = {"max_epochs": EPOCHS, "enable_checkpointing": False, **quiet, **options}
-        return self.lightning.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **chosen)
+        no_output = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        arguments = {"max_epochs": EPOCHS, "enable_checkpointing": False, **no_output, **options}
+        return self.lightning.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +69,24 @@ def lit() -> Lit:
 
 
 def same(one: list[tuple[int, torch.Tensor]], other: list[tuple[int, torch.Tensor]]) -> bool:
-    """Whether the batches, and the epochs they came in, are equal bit for bit."""
+    """Return whether the batches and their epochs are equal bit for bit."""
     return len(one) == len(other) and all(
         epoch == epoch_of_other and torch.equal(batch, batch_of_other)
         for (epoch, batch), (epoch_of_other, batch_of_other) in zip(one, other, strict=True)
     )
 
 
-def directly(feeder: Feeder[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """What a plain loop gets."""
+def plain_loop(feeder: Feeder[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """Return the batches of a plain loop, each with its epoch."""
     with feeder:
         return [(epoch, batch) for epoch in range(EPOCHS) for batch in feeder]
 
 
 def test_fit_gives_what_a_plain_loop_gets(lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
-    """`Trainer.fit` sees every sample of an epoch once, in another order each epoch, as a plain loop over it does."""
+    """`Trainer.fit` trains on the batches of a plain loop: every sample once per epoch, each epoch in another order."""
     module = lit.Module()
     lit.trainer(tmp_path).fit(module, train_dataloaders=make_feeder())
-    assert same(module.seen, directly(make_feeder()))
+    assert same(module.seen, plain_loop(make_feeder()))
     orders = [
         [int(index) for of, batch in module.seen if of == epoch for index in batch[:, 0]] for epoch in range(EPOCHS)
     ]
@@ -95,10 +95,10 @@ def test_fit_gives_what_a_plain_loop_gets(lit: Lit, make_feeder: Callable[..., F
 
 
 @pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
-def test_validation_takes_a_feeder_too(
+def test_validation_with_a_feeder(
     lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path, num_sanity_val_steps: int
 ) -> None:
-    """A feeder for validation is gone through once after each epoch, whether or not a few batches were tried before."""
+    """Each epoch ends with one complete validation epoch, with or without a sanity check before training."""
     seen: list[list[int]] = []
 
     class Validated(lit.Module):  # type: ignore[misc,name-defined]
@@ -114,8 +114,8 @@ def test_validation_takes_a_feeder_too(
 
 
 def test_resume_after_any_step_is_exact(lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
-    """A checkpoint after any step, resumed with new objects, goes on with the very next batch, and ends with the
-    weights of the uninterrupted run: nothing is skipped or seen twice, at the ends of epochs neither."""
+    """A run resumed from a checkpoint after any step continues with the next batch and ends with the weights of the
+    uninterrupted run: it skips and repeats no batch, not even at the end of an epoch."""
     steps = range(1, EPOCHS * BATCHES)
     whole = lit.Module(save_after=tuple(steps), folder=tmp_path)
     lit.trainer(tmp_path).fit(whole, train_dataloaders=make_feeder())
@@ -130,8 +130,7 @@ def test_resume_after_any_step_is_exact(lit: Lit, make_feeder: Callable[..., Fee
 
 
 def test_checkpoint_holds_the_feeders_state(lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
-    """The checkpoint counts the batches that were trained on, not one that Lightning has fetched ahead: a loader
-    with a length is not fetched ahead."""
+    """The checkpoint counts the trained batches: Lightning fetches no batch ahead from a loader with a length."""
     lit.trainer(tmp_path).fit(lit.Module(save_after=(3,), folder=tmp_path), train_dataloaders=make_feeder())
     [state] = torch.load(tmp_path / "3.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     assert (state["epoch"], state["position"]) == (0, 3 * 4)
@@ -140,13 +139,13 @@ def test_checkpoint_holds_the_feeders_state(lit: Lit, make_feeder: Callable[...,
 def test_model_checkpoint_resumes_in_mid_epoch(
     lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path
 ) -> None:
-    """What `ModelCheckpoint(every_n_train_steps=...)` wrote before the run broke off is exact to resume from."""
+    """A run resumed from a checkpoint of `ModelCheckpoint(every_n_train_steps=...)` equals the uninterrupted run."""
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
 
     class Fails(lit.Module):  # type: ignore[misc,name-defined]
         def on_train_batch_start(self, *_: Any) -> None:
             if self.global_step == 12:
-                raise OSError("the power is gone")
+                raise OSError("power failure")
 
     whole, failed, rest = lit.Module(), Fails(), lit.Module()
     lit.trainer(tmp_path).fit(whole, train_dataloaders=make_feeder())
@@ -159,19 +158,19 @@ def test_model_checkpoint_resumes_in_mid_epoch(
 
 
 def test_resume_with_another_batch_size(lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
-    """The rest of the epoch comes in batches of another size."""
+    """A feeder with another batch size delivers the rest of the epoch in its own batches."""
     before = lit.Module(save_after=(3,), folder=tmp_path)
     lit.trainer(tmp_path, max_steps=3).fit(before, train_dataloaders=make_feeder())
     rest = lit.Module()
     lit.trainer(tmp_path, max_epochs=1).fit(
         rest, train_dataloaders=make_feeder(batch_size=2), ckpt_path=tmp_path / "3.ckpt"
     )
-    whole = [batch for epoch, batch in directly(make_feeder()) if epoch == 0]
+    whole = [batch for epoch, batch in plain_loop(make_feeder()) if epoch == 0]
     assert torch.equal(torch.cat([batch for _, batch in before.seen + rest.seen]), torch.cat(whole))
 
 
 def test_checkpoint_of_other_data_is_refused(lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:
-    """Resuming with other data ends `fit` with the difference."""
+    """Resuming with other data ends `fit` with a `StateError` that names the difference."""
     lit.trainer(tmp_path).fit(lit.Module(save_after=(3,), folder=tmp_path), train_dataloaders=make_feeder())
     with pytest.raises(StateError, match="length: 26 in the state, 27 here"):
         lit.trainer(tmp_path).fit(lit.Module(), train_dataloaders=make_feeder(27), ckpt_path=tmp_path / "3.ckpt")

@@ -1,4 +1,4 @@
-"""Training with DDP under torchrun, killed in mid-epoch, goes on with as many processes, fewer or more."""
+"""DDP training under torchrun, killed inside an epoch and resumed with the same number of processes, fewer or more."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ pytestmark = pytest.mark.integration
 
 SCRIPT = Path(__file__).with_name("train_ddp.py")
 SAMPLES, BATCH_SIZE, SEED = 101, 4, 3
-"""As in train_ddp.py."""
+"""The same values as in train_ddp.py."""
 
-KEPT = 5
-"""The step of the last checkpoint before the kill; 13 steps are an epoch of two ranks."""
+SAVED_STEP = 5
+"""The step of the last checkpoint before the kill. An epoch of two ranks has 13 steps."""
 
 Sample: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left behind.
+    """The records of a training.
 
     Args:
-        ranks: per rank, and per step from the first on that it took: the epoch and the batch.
-        checkpoint: the last one.
+        ranks: for each rank and each of its steps, the epoch and the batch.
+        checkpoint: the last checkpoint.
     """
 
     ranks: list[list[tuple[int, list[Sample]]]]
     checkpoint: dict[str, Any]
 
     def samples(self, epoch: int, steps: int | None = None) -> Counter[Sample]:
-        """What all ranks saw of an epoch, in their first ``steps`` steps."""
+        """Count the samples of an epoch over all ranks, in their first ``steps`` steps."""
         return Counter(sample for rank in self.ranks for of, batch in rank[:steps] if of == epoch for sample in batch)
 
 
@@ -57,7 +57,7 @@ def read_run(folder: Path) -> Run:
 
 
 def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
-    """Train to the end, from the checkpoint in ``folder`` if there is one."""
+    """Train to the end, from the checkpoint in ``folder`` if it exists."""
     folder.mkdir(exist_ok=True)
     process = torchrun(workers, SCRIPT, folder / "last.pt", folder)
     output, _ = process.communicate(timeout=150)
@@ -67,9 +67,9 @@ def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
 
 @pytest.fixture(scope="module")
 def killed(torchrun: TorchRun, kill: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A training of two ranks, killed after both were handed a batch that the last checkpoint does not count."""
+    """A training of two ranks, killed after both received a batch that the last checkpoint does not count."""
     folder = tmp_path_factory.mktemp("killed")
-    process = torchrun(2, SCRIPT, folder / "last.pt", folder, "--hold-at", KEPT + 1)
+    process = torchrun(2, SCRIPT, folder / "last.pt", folder, "--hold-at", SAVED_STEP + 1)
     assert process.stdout is not None
     printed = []
     for line in process.stdout:
@@ -80,14 +80,14 @@ def killed(torchrun: TorchRun, kill: Callable[..., None], tmp_path_factory: pyte
         pytest.fail("the training ended before it was killed:\n" + "".join(printed))
     kill(process)
     run = read_run(folder)
-    assert run.checkpoint["step"] == KEPT
-    assert all(len(rank) > KEPT for rank in run.ranks)
+    assert run.checkpoint["step"] == SAVED_STEP
+    assert all(len(rank) > SAVED_STEP for rank in run.ranks)
     return folder, run
 
 
 @pytest.fixture(scope="module")
 def whole(torchrun: TorchRun, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same training, uninterrupted."""
+    """The same training without interruption."""
     return train(torchrun, tmp_path_factory.mktemp("whole"), 2)
 
 
@@ -97,14 +97,14 @@ def resume(torchrun: TorchRun, killed: tuple[Path, Run], folder: Path, workers: 
 
 
 def sharded(rank: int, workers: int, epoch: int) -> list[int]:
-    """What torch's own sampler gives a rank for an epoch."""
+    """Return a rank's indices of an epoch from torch's sampler."""
     sampler = DistributedSampler(range(SAMPLES), num_replicas=workers, rank=rank, shuffle=True, seed=SEED)
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
 def test_uninterrupted_training_follows_distributed_sampler(whole: Run) -> None:
-    """Each rank gets, under torchrun and without being told which it is, what `DistributedSampler` gives it."""
+    """Under torchrun, without a `shard` argument, each rank receives the samples of `DistributedSampler`."""
     for rank, steps in enumerate(whole.ranks):
         for epoch in range(2):
             indices = [int(index) for of, batch in steps if of == epoch for index, _ in batch]
@@ -114,11 +114,11 @@ def test_uninterrupted_training_follows_distributed_sampler(whole: Run) -> None:
 def test_resume_with_as_many_processes(
     torchrun: TorchRun, killed: tuple[Path, Run], whole: Run, tmp_path: Path
 ) -> None:
-    """Batches before the checkpoint and batches after it are those of the uninterrupted training, rank by rank and
-    bit for bit, and the weights at the end are the same."""
+    """The batches before and after the checkpoint equal those of the uninterrupted training, rank by rank and bit for
+    bit, and so do the final weights."""
     resumed = resume(torchrun, killed, tmp_path, 2)
     for before, after, expected in zip(killed[1].ranks, resumed.ranks, whole.ranks, strict=True):
-        assert before[:KEPT] + after == expected
+        assert before[:SAVED_STEP] + after == expected
     assert torch.equal(resumed.checkpoint["model"]["weight"], whole.checkpoint["model"]["weight"])
 
 
@@ -126,15 +126,15 @@ def test_resume_with_as_many_processes(
 def test_resume_with_other_processes(
     torchrun: TorchRun, killed: tuple[Path, Run], whole: Run, tmp_path: Path, workers: int
 ) -> None:
-    """Over all ranks, each sample of the epoch is seen once before the checkpoint or after it, with the random numbers
-    it would have had; only padding repeats the first samples of the epoch. The next epoch is that of a new training
-    with so many processes."""
+    """Over all ranks, each sample of the epoch is delivered once, before or after the checkpoint, with its random
+    numbers of the uninterrupted training; only padding repeats the epoch's first samples. The next epoch equals that
+    of a new training with the new number of processes."""
     resumed = resume(torchrun, killed, tmp_path, workers)
-    seen = killed[1].samples(epoch=0, steps=KEPT) + resumed.samples(epoch=0)
+    seen = killed[1].samples(epoch=0, steps=SAVED_STEP) + resumed.samples(epoch=0)
     order = sharded(0, 1, epoch=0)
-    padding = -(SAMPLES - KEPT * BATCH_SIZE * 2) % workers
+    padding = -(SAMPLES - SAVED_STEP * BATCH_SIZE * 2) % workers
     assert Counter(int(index) for index, _ in seen.elements()) == Counter(order + order[:padding])
-    # The last sample of the last rank is the padding of the uninterrupted training: 101 samples for two.
+    # The last sample of the last rank is padding of the uninterrupted training: 101 samples on two ranks.
     assert not whole.samples(epoch=0) - Counter([whole.ranks[1][12][1][-1]]) - seen
     for rank, steps in enumerate(resumed.ranks):
         assert [int(index) for of, batch in steps if of == 1 for index, _ in batch] == sharded(rank, workers, 1)

@@ -1,4 +1,4 @@
-"""One rank of what test_dcp.py launches: saves a feeder with all others, loads it into a new one, and compares."""
+"""One rank of test_dcp.py: saves a feeder together with the other ranks, loads it into a new one, and compares."""
 
 from __future__ import annotations
 

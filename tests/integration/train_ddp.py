@@ -1,4 +1,4 @@
-"""One rank of what test_torchrun.py launches: trains under DDP, writes down what it sees, and resumes what it finds.
+"""One rank of test_torchrun.py: trains under DDP, records its batches, and resumes from an existing checkpoint.
 
 python -m torch.distributed.run --standalone --nproc-per-node=2 train_ddp.py CHECKPOINT RECORDS [--hold-at STEP]
 """
@@ -24,7 +24,7 @@ EPOCHS = 2
 
 
 def write_atomically(path: Path, state: dict[str, Any]) -> None:
-    """The file is the old one or the new one, never half of one."""
+    """Replace the file in one step, so that a kill leaves the old or the new one."""
     temporary = path.with_suffix(".part")
     torch.save(state, temporary)
     os.replace(temporary, path)
@@ -32,9 +32,9 @@ def write_atomically(path: Path, state: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", type=Path, help="written by rank 0 after every step, resumed where it exists")
-    parser.add_argument("records", type=Path, help="folder for what each rank sees: step, epoch and batch per line")
-    parser.add_argument("--hold-at", type=int, help="step at which rank 0 stands still before its checkpoint")
+    parser.add_argument("checkpoint", type=Path, help="file that rank 0 writes after every step; resumed if it exists")
+    parser.add_argument("records", type=Path, help="folder for the ranks' records: step, epoch and batch per line")
+    parser.add_argument("--hold-at", type=int, help="step at which rank 0 waits before its checkpoint")
     options = parser.parse_args()
 
     torch.distributed.init_process_group("gloo")

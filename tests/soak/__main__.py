@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.soak.configurations import ViolationError
 from tests.soak.runner import EXTRAS, Soak
 
-MOST_BROKEN = 5
+MAX_FAILURES = 5
 
 
 def _arguments() -> argparse.Namespace:
@@ -24,11 +24,11 @@ def _arguments() -> argparse.Namespace:
         "--minutes",
         type=float,
         default=3.0,
-        help="of episodes (default 3); signals and damaged images, after them, take some more",
+        help="time for episodes (default 3); the signal and image tests after them take longer",
     )
-    parser.add_argument("--seed", type=int, default=None, help="of everything drawn; default: another each time")
-    parser.add_argument("--episode", type=int, default=None, help="run this episode alone")
-    parser.add_argument("--times", type=int, default=1, help="how often, with --episode (default 1)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of all random choices (default: the time)")
+    parser.add_argument("--episode", type=int, default=None, help="run only this episode")
+    parser.add_argument("--times", type=int, default=1, help="repetitions of --episode (default 1)")
     return parser.parse_args()
 
 
@@ -44,8 +44,8 @@ def _numbers(arguments: argparse.Namespace) -> Iterator[int]:
         yield number
 
 
-def _shown(soak: Soak, numbers: Iterator[int], minutes: float) -> Iterator[int]:
-    """The numbers, with progress on a terminal where rich is there to show it."""
+def _with_progress(soak: Soak, numbers: Iterator[int], minutes: float) -> Iterator[int]:
+    """Yield the numbers; with rich installed, show the progress on a terminal."""
     try:
         from rich.progress import Progress, TimeElapsedColumn
     except ImportError:
@@ -55,41 +55,41 @@ def _shown(soak: Soak, numbers: Iterator[int], minutes: float) -> Iterator[int]:
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("soak", total=60 * minutes)
         for number in numbers:
-            what = f"{soak.tally['episodes']} episodes, {soak.tally['epochs']} epochs, {len(soak.broken)} broken"
-            progress.update(task, completed=time.monotonic() - started, description=what)
+            text = f"{soak.counts['episodes']} episodes, {soak.counts['epochs']} epochs, {len(soak.failures)} failures"
+            progress.update(task, completed=time.monotonic() - started, description=text)
             yield number
 
 
 def main() -> int:
-    """Run, print the totals; 1 where a promise was broken."""
+    """Run the soak and print the totals; return 1 after a failure."""
     arguments = _arguments()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell that masks it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell masks it for a background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     seed = arguments.seed if arguments.seed is not None else time.time_ns() % (1 << 31)
     print(f"seed: {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(seed, Path(folder), fatal=True)
-        for number in _shown(soak, _numbers(arguments), arguments.minutes):
+        for number in _with_progress(soak, _numbers(arguments), arguments.minutes):
             if not soak.run(number):
-                print(soak.broken[-1], flush=True)
+                print(soak.failures[-1], flush=True)
                 traceback.print_exception(soak.error)
-                if len(soak.broken) >= MOST_BROKEN:
+                if len(soak.failures) >= MAX_FAILURES:
                     break
     if arguments.episode is None:
         for name, function in EXTRAS.items():
             print(f"{name}: ", end="", flush=True)
             try:
                 print(function(seed), flush=True)
-            except Exception as error:  # whatever it is, the totals are worth printing
-                soak.broken.append(f"{name}: {type(error).__name__}: {error}")
-                print(soak.broken[-1], flush=True)
+            except Exception as error:  # continue, to print the totals
+                soak.failures.append(f"{name}: {type(error).__name__}: {error}")
+                print(soak.failures[-1], flush=True)
         try:
             soak.checks.check_growth()
         except ViolationError as error:
-            soak.broken.append(str(error))
+            soak.failures.append(str(error))
             print(error)
     print(soak.totals())
-    return 1 if soak.broken else 0
+    return 1 if soak.failures else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Episodes of `aiofeed.prefetch`: batches that somebody else makes."""
+"""Episodes of `aiofeed.prefetch` over foreign iterables of batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.soak.episodes import Episode
 
 
 class Batches:
-    """An iterable of numbered batches, which counts how often it was begun and ended."""
+    """An iterable of numbered batches. It counts how many iterations started and ended."""
 
     def __init__(self, count: int, fails_at: int | None = None) -> None:
         self.count = count
         self.fails_at = fails_at
-        self.begun = self.ended = 0
+        self.started = self.ended = 0
 
     def make(self, number: int) -> dict[str, Any]:
         if number == self.fails_at:
@@ -29,7 +29,7 @@ class Batches:
         return {"x": torch.full((3, 2000), number), "key": str(number)}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.begun += 1
+        self.started += 1
         try:
             for number in range(self.count):
                 yield self.make(number)
@@ -38,12 +38,12 @@ class Batches:
 
 
 class AsyncBatches(Batches):
-    """The same, asynchronously."""
+    """An async iterable of the same batches."""
 
     __iter__ = None  # type: ignore[assignment]
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        self.begun += 1
+        self.started += 1
         try:
             for number in range(self.count):
                 await asyncio.sleep(0)
@@ -58,7 +58,7 @@ def _check(batch: Any, number: int) -> None:
 
 
 def bridge(episode: Episode) -> None:
-    """Passes over batches of an iterable, some of them left early, some failing, the last one whole."""
+    """Iterate over `prefetch` three times: the first two may stop early or fail, the last one is complete."""
     random = episode.random
     latency = random.choice(LATENCIES)
     device = None if latency is None else SimulatedDevice(random.randrange(1 << 30), latency=latency)
@@ -74,46 +74,46 @@ def bridge(episode: Episode) -> None:
     for last in (False, False, True):
         batches.fails_at = random.randrange(batches.count) if not last and random.random() < 0.4 else None
         steps = batches.count + 1 if last else random.randint(0, batches.count + 1)
-        got = asyncio.run(_pass_async(feed, steps)) if asynchronous else _pass(feed, steps)
-        wanted = batches.count if batches.fails_at is None else batches.fails_at
-        if got != min(steps, wanted):
-            raise ViolationError(f"{got} batches of {wanted}, {steps} asked for", "lost")
-        episode.tally["passes of prefetch"] += 1
-    episode.after.append(lambda: _ended(batches, device))
+        received = asyncio.run(_iterate_async(feed, steps)) if asynchronous else _iterate(feed, steps)
+        available = batches.count if batches.fails_at is None else batches.fails_at
+        if received != min(steps, available):
+            raise ViolationError(f"{received} of {available} batches received, {steps} requested", "lost")
+        episode.counts["iterations of prefetch"] += 1
+    episode.after.append(lambda: _check_released(batches, device))
 
 
-def _ended(batches: Batches, device: SimulatedDevice | None) -> None:
-    if batches.begun != batches.ended:
-        raise ViolationError(f"iterated {batches.begun} times, closed {batches.ended}", "left behind")
+def _check_released(batches: Batches, device: SimulatedDevice | None) -> None:
+    if batches.started != batches.ended:
+        raise ViolationError(f"{batches.started} iterations started, {batches.ended} ended", "leaked")
     if device is not None:
         gc.collect()
         device.synchronize()
         if device.pinned_bytes or device.allocated_bytes:
-            what = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
-            raise ViolationError(what, "left behind")
+            leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
+            raise ViolationError(leak, "leaked")
 
 
-def _pass(feed: Any, steps: int) -> int:
-    got = 0
+def _iterate(feed: Any, steps: int) -> int:
+    received = 0
     iterator = iter(feed)
     try:
-        while got < steps:
-            _check(next(iterator), got)
-            got += 1
+        while received < steps:
+            _check(next(iterator), received)
+            received += 1
     except (StopIteration, KeyError):
         pass
-    return got
+    return received
 
 
-async def _pass_async(feed: Any, steps: int) -> int:
-    got = 0
+async def _iterate_async(feed: Any, steps: int) -> int:
+    received = 0
     iterator = aiter(feed)
     try:
-        while got < steps:
-            _check(await anext(iterator), got)
-            got += 1
+        while received < steps:
+            _check(await anext(iterator), received)
+            received += 1
     except (StopAsyncIteration, KeyError):
-        return got
-    if got % 2:
+        return received
+    if received % 2:
         await iterator.aclose()
-    return got
+    return received

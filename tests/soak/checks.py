@@ -1,4 +1,4 @@
-"""What may be left behind by an episode: nothing. All that is looked at is looked at here."""
+"""Checks after each episode: no thread, descriptor, task, memory, open source or unexpected message is left."""
 
 from __future__ import annotations
 
@@ -22,61 +22,61 @@ import psutil
 
 from tests.soak.configurations import Rig, ViolationError
 
-GONE_S = 10.0
-"""How long threads may take to end; they take milliseconds, and a busy machine takes what it wants."""
+THREAD_EXIT_S = 10.0
+"""Time limit for the end of threads. They need milliseconds; a busy machine needs more."""
 
 HANG_S = 60.0
-"""An episode that takes this long hangs; they take a tenth of a second."""
+"""An episode that takes this long hangs. A usual one takes 0.1 s."""
 
 RSS_SLACK = 24 << 20
-"""What malloc may keep, in bytes, between the first third of the episodes and the last."""
+"""Growth of the resident memory, in bytes, allowed for malloc between the first and last third of the episodes."""
 
 
 def feed_threads() -> list[threading.Thread]:
-    """The threads of aiofeed that run now."""
+    """Return aiofeed's running threads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")]
 
 
 def descriptors() -> int:
-    """How many files are open, but for the pipe of multiprocessing's resource tracker, which stays for good."""
+    """Count the open descriptors, without the permanent pipe of multiprocessing's resource tracker."""
     tracker = resource_tracker._resource_tracker._fd is not None  # type: ignore[attr-defined]
     return len(os.listdir("/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd")) - tracker
 
 
 def pending_tasks() -> list[asyncio.Task[Any]]:
-    """Tasks of any loop that have not come to their end. Looks at every object there is."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), asyncio.Task) and not thing.done()]
+    """Return the unfinished tasks of all loops. Goes through all objects of the garbage collector."""
+    return [item for item in gc.get_objects() if issubclass(type(item), asyncio.Task) and not item.done()]
 
 
-def wait_for_threads(limit_s: float = GONE_S) -> None:
+def wait_for_threads(limit_s: float = THREAD_EXIT_S) -> None:
     """Wait until no thread of aiofeed runs."""
     deadline = time.monotonic() + limit_s
-    while (left := feed_threads()) and time.monotonic() < deadline:
+    while (running := feed_threads()) and time.monotonic() < deadline:
         gc.collect()
-        left[0].join(0.2)
-    if left := feed_threads():
-        raise ViolationError(f"threads still run: {sorted(thread.name for thread in left)}", "left behind")
+        running[0].join(0.2)
+    if running := feed_threads():
+        raise ViolationError(f"threads still run: {sorted(thread.name for thread in running)}", "leaked")
 
 
-class Watch(logging.Handler):
-    """Everything that is said where nobody listens: log lines, unraisable errors, errors of threads.
+class ProblemLog(logging.Handler):
+    """Collects warnings in the log, unraisable errors and uncaught errors of threads.
 
     Args:
-        allowed: what log lines may contain.
+        allowed: messages that contain one of these are expected.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.heard: list[str] = []
+        self.messages: list[str] = []
         self.allowed: tuple[str, ...] = ()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(f"{record.name}: {self.format(record)}")
+        self.messages.append(f"{record.name}: {self.format(record)}")
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProblemLog:
         self._hooks = sys.unraisablehook, threading.excepthook
-        sys.unraisablehook = lambda what: self.heard.append(f"unraisable: {what.exc_value!r} in {what.object!r}")
-        threading.excepthook = lambda what: self.heard.append(f"in thread {what.thread}: {what.exc_value!r}")
+        sys.unraisablehook = lambda args: self.messages.append(f"unraisable: {args.exc_value!r} in {args.object!r}")
+        threading.excepthook = lambda args: self.messages.append(f"in thread {args.thread}: {args.exc_value!r}")
         logging.getLogger().addHandler(self)
         return self
 
@@ -85,17 +85,17 @@ class Watch(logging.Handler):
         sys.unraisablehook, threading.excepthook = self._hooks
 
     def unexpected(self) -> list[str]:
-        """What was heard since the last time and is not allowed."""
-        heard, self.heard = self.heard, []
-        return [line for line in heard if not any(part in line for part in self.allowed)]
+        """Return the messages since the last call that are not allowed."""
+        messages, self.messages = self.messages, []
+        return [line for line in messages if not any(part in line for part in self.allowed)]
 
 
 class Checks:
-    """Looks for what an episode left behind."""
+    """Finds leaks after an episode."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-        # Collections are to look at what episodes make, not at all of torch.
+    def __init__(self, problems: ProblemLog) -> None:
+        self.problems = problems
+        # Collections go through the objects of the episodes, not through all of torch.
         gc.collect()
         gc.freeze()
         self.descriptors = descriptors()
@@ -104,7 +104,7 @@ class Checks:
         self._process = psutil.Process()
 
     def after(self, rigs: list[Rig], number: int) -> None:
-        """Raise `ViolationError` where something is left once the episode's feeders were dropped."""
+        """Drop the episode's feeders; raise `ViolationError` if they leaked something."""
         devices = [rig.device for rig in rigs if rig.device is not None]
         sources = [rig.source for rig in rigs if hasattr(rig.source, "opened")]
         for rig in rigs:
@@ -114,67 +114,67 @@ class Checks:
         wait_for_threads()
         for source in sources:
             if source.opened != source.closed:
-                raise ViolationError(f"opened {source.opened} times, closed {source.closed}", "left behind")
+                raise ViolationError(f"source opened {source.opened} times, closed {source.closed}", "leaked")
         if descriptors() > self.descriptors or devices:
             gc.collect()
         if (now := descriptors()) > self.descriptors:
-            raise ViolationError(f"{self.descriptors} descriptors before, {now} after", "left behind")
+            raise ViolationError(f"{self.descriptors} descriptors before, {now} after", "leaked")
         for device in devices:
             device.synchronize()
             if device.pinned_bytes or device.allocated_bytes:
-                what = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
-                raise ViolationError(what, "left behind")
+                leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
+                raise ViolationError(leak, "leaked")
         if number % 50 == 49:
             gc.collect()
-            if len(left := pending_tasks()) > self.tasks:
-                raise ViolationError(f"tasks pend: {left}", "left behind")
-        if heard := self.watch.unexpected():
-            raise ViolationError("heard: " + "; ".join(heard), "left behind")
+            if len(tasks := pending_tasks()) > self.tasks:
+                raise ViolationError(f"unfinished tasks: {tasks}", "leaked")
+        if messages := self.problems.unexpected():
+            raise ViolationError("unexpected messages: " + "; ".join(messages), "leaked")
         self.resident.append(self._process.memory_info().rss)
 
     def abandon(self, rigs: list[Rig]) -> None:
-        """Clear up after an episode that failed, whose traceback keeps alive what it made."""
+        """Close the feeders of a failed episode. Its traceback keeps them alive."""
         for rig in rigs:
             if hasattr(rig, "feeder"):
                 rig.feeder.close()
-        self.watch.unexpected()
+        self.problems.unexpected()
 
     def growth(self) -> tuple[float, float]:
-        """Median resident bytes in the first third of the episodes, warming up left out, and in the last."""
+        """Return the median resident bytes of the first and the last third of the episodes, without the first tenth."""
         measured = self.resident[len(self.resident) // 10 :]
         third = max(len(measured) // 3, 1)
         return statistics.median(measured[:third]), statistics.median(measured[-third:])
 
     def check_growth(self) -> None:
-        """Raise `ViolationError` where resident memory grew."""
+        """Raise `ViolationError` if resident memory grew."""
         first, last = self.growth()
         if last > first + RSS_SLACK:
-            raise ViolationError(f"resident memory grew from {first / 1e6:.1f} to {last / 1e6:.1f} MB", "left behind")
+            raise ViolationError(f"resident memory grew from {first / 1e6:.1f} to {last / 1e6:.1f} MB", "leaked")
 
 
 @contextmanager
 def watchdog(replay: str, *, fatal: bool) -> Iterator[None]:
-    """Turn a hang into a failure: the way to replay it and every thread's stack, then, where `fatal`, the end.
+    """On a hang, print the replay command and all threads' stacks; if `fatal`, end the process.
 
-    The second watchdog needs no GIL.
+    faulthandler's timer also works while a thread holds the GIL.
     """
-    over = threading.Event()
+    ended = threading.Event()
 
-    def watch() -> None:
-        if not over.wait(HANG_S):
+    def wait() -> None:
+        if not ended.wait(HANG_S):
             print(f"\nhangs for {HANG_S:.0f} s: {replay}", file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             if fatal:
                 os._exit(3)
 
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    thread = threading.Thread(target=wait, name="watchdog", daemon=True)
     if fatal:
         faulthandler.dump_traceback_later(HANG_S + 10, exit=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         if fatal:
             faulthandler.cancel_dump_traceback_later()
         thread.join()

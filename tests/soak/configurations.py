@@ -1,4 +1,4 @@
-"""What is drawn for an episode: a feeder's arguments, and what it is expected to give."""
+"""Random arguments of a feeder, the feeder made of them, and the batches that it must deliver."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ LATENCIES = (None, None, "random", "late", "early")
 
 
 class ViolationError(AssertionError):
-    """A promise was broken.
+    """A feeder broke a guarantee.
 
     Args:
-        what: which, and how.
-        kind: "lost", "doubled", "wrong" or "left behind".
+        message: the guarantee and the difference.
+        kind: "lost", "doubled", "wrong" or "leaked".
     """
 
-    def __init__(self, what: str, kind: str = "wrong") -> None:
-        super().__init__(what)
+    def __init__(self, message: str, kind: str = "wrong") -> None:
+        super().__init__(message)
         self.kind = kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A feeder's arguments. `latency` is the simulated device's, `None` for the host."""
+    """A feeder's arguments. `latency` configures the simulated device; `None` leaves batches on the host."""
 
     length: int
     batch_size: int
@@ -42,12 +42,12 @@ class Configuration:
     drop_last: bool = False
     seed: int = 0
     source: str = "coroutine"
-    weather: str = "calm"
+    read_delay: str = "none"
     latency: str | None = None
     limits: Limits = field(default_factory=Limits)
 
     def expected(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch, by the rules alone."""
+        """Return an epoch's batches as the schedule defines them."""
         schedule = Schedule(
             length=self.length,
             batch_size=self.batch_size,
@@ -59,7 +59,7 @@ class Configuration:
 
 
 def draw_limits(random: random.Random) -> Limits:
-    """Limits small and large."""
+    """Draw limits, small and large ones."""
     return Limits(
         read_concurrency=random.choice((None, 1, 3, 16)),
         decode_threads=random.choice((1, 2, 2, 4)),
@@ -70,7 +70,7 @@ def draw_limits(random: random.Random) -> Limits:
 
 
 def draw(random: random.Random, folder: Path, **fixed: Any) -> Configuration:
-    """A configuration; what is `fixed` is not left to chance."""
+    """Draw a configuration; `fixed` sets arguments to given values."""
     source = fixed.get("source") or random.choice(SOURCES)
     drawn = Configuration(
         length=random.randint(1, FILES),
@@ -81,7 +81,7 @@ def draw(random: random.Random, folder: Path, **fixed: Any) -> Configuration:
         drop_last=random.random() < 0.3,
         seed=random.randrange(1 << 40),
         source=source,
-        weather=random.choice(("calm", "turns", "turns", "tail")),
+        read_delay=random.choice(("none", "yields", "yields", "tail")),
         latency=random.choice(LATENCIES),
         limits=draw_limits(random),
     )
@@ -89,13 +89,13 @@ def draw(random: random.Random, folder: Path, **fixed: Any) -> Configuration:
 
 
 class Rig:
-    """A feeder with what stands around it, and what it is expected to give.
+    """A feeder with its source and its simulated device.
 
     Args:
-        configuration: its arguments.
-        folder: where real files are.
-        tally: what is counted.
-        device: another device than the configuration's.
+        configuration: the feeder's arguments.
+        folder: folder for real files.
+        counts: counters of the run.
+        device: replaces the configuration's device.
         options: further arguments of the feeder.
     """
 
@@ -103,13 +103,13 @@ class Rig:
         self,
         configuration: Configuration,
         folder: Path,
-        tally: Counter[str],
+        counts: Counter[str],
         *,
         device: SimulatedDevice | None = None,
         **options: Any,
     ) -> None:
         self.configuration = configuration
-        self.tally = tally
+        self.counts = counts
         self.device = device
         if device is None and configuration.latency is not None:
             self.device = SimulatedDevice(configuration.seed, latency=configuration.latency)  # type: ignore[arg-type]
@@ -137,63 +137,63 @@ class Rig:
             items = Items(drawn.length, drawn.width)
             return FromDataset(items, threads=2) if drawn.seed % 2 else items
         kind = Many if drawn.source == "many" else Numbers
-        return kind(drawn.length, drawn.width, drawn.weather, drawn.seed)
+        return kind(drawn.length, drawn.width, drawn.read_delay, drawn.seed)
 
     @property
     def faults(self) -> Any:
-        """What the source is told to do wrong."""
+        """The source's faults."""
         return self.source.dataset.faults if isinstance(self.source, FromDataset) else self.source.faults
 
     def identify(self, batch: Any) -> list[int]:
-        """The samples of a batch, each shown to be whole."""
-        found = [int(index) for index in batch[:, 0].tolist()]
+        """Return the samples' indices in a batch; check that each sample is complete."""
+        indices = [int(index) for index in batch[:, 0].tolist()]
         if not bool((batch == batch[:, :1]).all()):
-            raise ViolationError(f"the contents of a batch are wrong: samples {found}")
-        return found
+            raise ViolationError(f"the contents of a batch are wrong: samples {indices}")
+        return indices
 
-    def begin(self) -> Pass:
-        """What the epoch that was begun just now should give."""
-        return Pass(self, self.feeder.epoch)
+    def start_record(self) -> EpochRecord:
+        """Start the record of the feeder's current epoch."""
+        return EpochRecord(self, self.feeder.epoch)
 
 
-class Pass:
-    """What one epoch handed out, compared with what it should.
+class EpochRecord:
+    """One epoch's received batches, compared with the expected ones.
 
     Args:
         rig: the feeder.
-        epoch: which epoch.
-        skip: batches handed out before, by another feeder.
+        epoch: the epoch's number.
+        received: batches that another feeder delivered before.
     """
 
-    def __init__(self, rig: Rig, epoch: int, skip: list[list[int]] | None = None) -> None:
+    def __init__(self, rig: Rig, epoch: int, received: list[list[int]] | None = None) -> None:
         self.rig = rig
         self.epoch = epoch
-        self.wanted = rig.configuration.expected(epoch)
-        self.got: list[list[int]] = list(skip or ())
+        self.expected = rig.configuration.expected(epoch)
+        self.received: list[list[int]] = list(received or ())
 
-    def take(self, batch: Any) -> None:
-        """Note a batch that was handed out."""
-        found = self.rig.identify(batch)
-        place = len(self.got)
-        self.got.append(found)
-        self.rig.tally["batches"] += 1
-        self.rig.tally["samples"] += len(found)
+    def add(self, batch: Any) -> None:
+        """Add a received batch and check it."""
+        indices = self.rig.identify(batch)
+        position = len(self.received)
+        self.received.append(indices)
+        self.rig.counts["batches"] += 1
+        self.rig.counts["samples"] += len(indices)
         if self.rig.configuration.in_order:
-            due = self.wanted[place] if place < len(self.wanted) else None
-            if found != due:
-                self._broken(f"batch {place} should be {due}, is {found}")
-        elif self.got.count(found) > self.wanted.count(found):
-            self._broken(f"batch {found} came once too often, or never should have")
+            expected = self.expected[position] if position < len(self.expected) else None
+            if indices != expected:
+                self._fail(f"batch {position} is {indices}, expected {expected}")
+        elif self.received.count(indices) > self.expected.count(indices):
+            self._fail(f"batch {indices} was received more often than expected")
 
-    def complete(self) -> None:
-        """The end was reached: every batch came once."""
-        self.rig.tally["epochs"] += 1
-        if sorted(self.got) != sorted(self.wanted):
-            self._broken(f"{len(self.got)} of {len(self.wanted)} batches came")
+    def check_complete(self) -> None:
+        """Check, at the end of the epoch, that every batch was received once."""
+        self.rig.counts["epochs"] += 1
+        if sorted(self.received) != sorted(self.expected):
+            self._fail(f"{len(self.received)} of {len(self.expected)} batches received")
 
-    def _broken(self, what: str) -> None:
-        came = Counter(index for batch in self.got for index in batch)
-        due = Counter(index for batch in self.wanted for index in batch)
-        doubled, lost = came - due, due - came
+    def _fail(self, message: str) -> None:
+        received = Counter(index for batch in self.received for index in batch)
+        expected = Counter(index for batch in self.expected for index in batch)
+        doubled, lost = received - expected, expected - received
         kind = "doubled" if doubled else "lost" if lost else "wrong"
-        raise ViolationError(f"epoch {self.epoch} of {self.rig.configuration}: {what}", kind)
+        raise ViolationError(f"epoch {self.epoch} of {self.rig.configuration}: {message}", kind)

@@ -1,4 +1,4 @@
-"""Kinds of episodes without a fault: epochs opened, left in some way, and followed by one that is whole."""
+"""Episodes without faults: epochs are started and ended in some way; then one complete epoch follows."""
 
 from __future__ import annotations
 
@@ -15,92 +15,92 @@ from pathlib import Path
 from typing import Any
 
 from aiofeed import IteratorClosedError
-from tests.soak.configurations import Configuration, Pass, Rig, ViolationError, draw, draw_limits
+from tests.soak.configurations import Configuration, EpochRecord, Rig, ViolationError, draw, draw_limits
 
 
 @dataclass
 class Episode:
-    """What an episode works with.
+    """An episode's inputs and the objects to check at its end.
 
     Args:
-        random: all its choices.
-        folder: where real files are.
-        tally: what is counted.
-        rigs: the feeders it made, to be looked at afterwards.
-        allowed: what log lines may contain.
-        after: called once its threads are gone.
+        random: draws all choices.
+        folder: folder for real files.
+        counts: counters of the run.
+        rigs: the episode's feeders.
+        allowed: log lines that contain one of these are expected.
+        after: functions to call when the episode's threads have ended.
     """
 
     random: random.Random
     folder: Path
-    tally: Counter[str]
+    counts: Counter[str]
     rigs: list[Rig] = field(default_factory=list)
-    # Some are drawn too short for a batch, which is told of.
+    # Some configurations have fewer samples than a batch, and the feeder logs it.
     allowed: list[str] = field(default_factory=lambda: ["an epoch has no batches"])
     after: list[Callable[[], None]] = field(default_factory=list)
 
     def rig(
         self, configuration: Configuration | None = None, *, fixed: dict[str, Any] | None = None, **more: Any
     ) -> Rig:
-        """A feeder of a drawn configuration."""
+        """Make a feeder of the given configuration, or of a drawn one."""
         drawn = configuration or draw(self.random, self.folder, **(fixed or {}))
-        self.rigs.append(Rig(drawn, self.folder, self.tally, **more))
+        self.rigs.append(Rig(drawn, self.folder, self.counts, **more))
         return self.rigs[-1]
 
 
 def whole_epoch(rig: Rig) -> None:
-    """One epoch from its first batch to its end, right in every sample."""
+    """Iterate over a complete epoch and check every sample."""
     iterator = iter(rig.feeder)
-    seen = rig.begin()
+    record = rig.start_record()
     for batch in iterator:
-        seen.take(batch)
-    seen.complete()
+        record.add(batch)
+    record.check_complete()
 
 
 async def whole_epoch_async(rig: Rig) -> None:
-    """The same, asynchronously."""
+    """Iterate over a complete epoch with `async for` and check every sample."""
     iterator = aiter(rig.feeder)
-    seen = rig.begin()
+    record = rig.start_record()
     async for batch in iterator:
-        seen.take(batch)
-    seen.complete()
+        record.add(batch)
+    record.check_complete()
 
 
-def refused(iterator: Any, seen: Pass) -> None:
-    """An iterator that was closed says so; one that had handed out everything may say that."""
+def check_closed(iterator: Any, record: EpochRecord) -> None:
+    """Check that a closed iterator raises: `IteratorClosedError`, or `StopIteration` after its last batch."""
     try:
         next(iterator)
     except IteratorClosedError:
         return
     except StopIteration:
-        if len(seen.got) == len(seen.wanted):
+        if len(record.received) == len(record.expected):
             return
         raise ViolationError("a closed iterator raised StopIteration") from None
     raise ViolationError("a closed iterator gave a batch")
 
 
-# --- ways to leave, for an ordinary loop: each gets a live iterator ---------------------------------------------------
+# --- ways to end a `for` loop early: each gets a live iterator --------------------------------------------------------
 
 
-def _drop(rig: Rig, iterator: Any, seen: Pass) -> None:
+def _drop(rig: Rig, iterator: Any, record: EpochRecord) -> None:
     del iterator
 
 
-def _close(rig: Rig, iterator: Any, seen: Pass) -> None:
+def _close(rig: Rig, iterator: Any, record: EpochRecord) -> None:
     rig.feeder.close()
-    refused(iterator, seen)
+    check_closed(iterator, record)
 
 
-def _close_iterator(rig: Rig, iterator: Any, seen: Pass) -> None:
+def _close_iterator(rig: Rig, iterator: Any, record: EpochRecord) -> None:
     iterator.close()
-    refused(iterator, seen)
+    check_closed(iterator, record)
 
 
-def _close_from_a_thread(rig: Rig, iterator: Any, seen: Pass) -> None:
+def _close_from_thread(rig: Rig, iterator: Any, record: EpochRecord) -> None:
     thread = threading.Thread(target=rig.feeder.close)
     thread.start()
     try:
-        # Until it is closed; a batch that was finished before may come still.
+        # Batches that were finished before the close may follow.
         while True:
             next(iterator)
     except (IteratorClosedError, StopIteration):
@@ -108,45 +108,45 @@ def _close_from_a_thread(rig: Rig, iterator: Any, seen: Pass) -> None:
     thread.join()
 
 
-def _second(rig: Rig, iterator: Any, seen: Pass) -> None:
+def _second(rig: Rig, iterator: Any, record: EpochRecord) -> None:
     other = iter(rig.feeder)
-    refused(iterator, seen)
+    check_closed(iterator, record)
     next(other, None)
 
 
-def _collect(rig: Rig, iterator: Any, seen: Pass) -> None:
+def _collect(rig: Rig, iterator: Any, record: EpochRecord) -> None:
     del iterator
     gc.collect()
 
 
-WAYS: dict[str, Callable[[Rig, Any, Pass], None]] = {
+ENDINGS: dict[str, Callable[[Rig, Any, EpochRecord], None]] = {
     "dropped": _drop,
     "close": _close,
-    "close from a thread": _close_from_a_thread,
+    "close from a thread": _close_from_thread,
     "iterator closed": _close_iterator,
     "a second iterator": _second,
     "collected": _collect,
 }
 
 
-def _some(episode: Episode, rig: Rig, seen: Pass) -> int:
-    return episode.random.choice((0, 1, 2, episode.random.randint(0, len(seen.wanted) + 1)))
+def _draw_steps(episode: Episode, rig: Rig, record: EpochRecord) -> int:
+    return episode.random.choice((0, 1, 2, episode.random.randint(0, len(record.expected) + 1)))
 
 
 def leave(episode: Episode) -> None:
-    """An ordinary loop that is left in one way after another."""
+    """End `for` loops early, each in another way; then iterate over a complete epoch."""
     rig = episode.rig()
     for _ in range(episode.random.randint(1, 5)):
-        way = episode.random.choice(("break", "exception", *WAYS))
+        way = episode.random.choice(("break", "exception", *ENDINGS))
         iterator = iter(rig.feeder)
-        seen = rig.begin()
-        steps = _some(episode, rig, seen)
-        episode.tally[f"left by {way}"] += 1
+        record = rig.start_record()
+        steps = _draw_steps(episode, rig, record)
+        episode.counts[f"ended by {way}"] += 1
         if way in ("break", "exception"):
             try:
                 for batch in iterator:
-                    seen.take(batch)
-                    if len(seen.got) >= steps:
+                    record.add(batch)
+                    if len(record.received) >= steps:
                         if way == "exception":
                             raise ZeroDivisionError
                         break
@@ -158,32 +158,32 @@ def leave(episode: Episode) -> None:
             batch = next(iterator, None)
             if batch is None:
                 break
-            seen.take(batch)
+            record.add(batch)
         else:
-            WAYS[way](rig, iterator, seen)
+            ENDINGS[way](rig, iterator, record)
         del iterator
     whole_epoch(rig)
 
 
-# --- ways to leave, for asynchronous code -----------------------------------------------------------------------------
+# --- ways to end an `async for` loop early ----------------------------------------------------------------------------
 
 
-async def _turns(count: int) -> None:
+async def _yield_to_loop(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def _leave_async(episode: Episode, rig: Rig, way: str) -> None:
     iterator = aiter(rig.feeder)
-    seen = rig.begin()
-    for _ in range(_some(episode, rig, seen)):
+    record = rig.start_record()
+    for _ in range(_draw_steps(episode, rig, record)):
         batch = await anext(iterator, None)
         if batch is None:
             return
-        seen.take(batch)
+        record.add(batch)
     if way == "cancel":
         task = asyncio.ensure_future(anext(iterator, None))
-        await _turns(episode.random.randrange(6))
+        await _yield_to_loop(episode.random.randrange(6))
         task.cancel()
         await asyncio.wait([task])
     elif way == "timeout":
@@ -191,26 +191,26 @@ async def _leave_async(episode: Episode, rig: Rig, way: str) -> None:
             async with asyncio.timeout(0):
                 await anext(iterator, None)
         except TimeoutError:
-            episode.tally["timeouts"] += 1
+            episode.counts["timeouts"] += 1
     elif way == "aclose":
         await rig.feeder.aclose()
-        refused(iterator, seen)
+        check_closed(iterator, record)
     elif way == "iterator aclose":
         await iterator.aclose()
     elif way == "second":
         other = aiter(rig.feeder)
-        refused(iterator, seen)
+        check_closed(iterator, record)
         await anext(other, None)
 
 
 def leave_async(episode: Episode) -> None:
-    """The same for a loop of asynchronous code."""
+    """End `async for` loops early, each in another way; then iterate over a complete epoch."""
     rig = episode.rig()
 
     async def body() -> None:
         for _ in range(episode.random.randint(1, 5)):
             way = episode.random.choice(("break", "cancel", "timeout", "aclose", "iterator aclose", "second"))
-            episode.tally[f"left by async {way}"] += 1
+            episode.counts[f"ended by async {way}"] += 1
             await _leave_async(episode, rig, way)
         await whole_epoch_async(rig)
         if episode.random.random() < 0.5:
@@ -220,47 +220,47 @@ def leave_async(episode: Episode) -> None:
 
 
 def cancel_points(episode: Episode) -> None:
-    """A consumer that is cancelled at its wait after a random number of turns, again and again, loses no batch."""
+    """Cancel the consumer's wait again and again, after a random number of loop iterations: no batch is lost."""
     source = episode.random.choice(("coroutine", "many", "files"))
     fixed = {"source": source, "length": 96, "batch_size": episode.random.choice((1, 1, 2, 3)), "drop_last": False}
     rig = episode.rig(fixed=fixed)
 
-    async def ask(iterator: Any) -> Any:
+    async def next_batch(iterator: Any) -> Any:
         return await anext(iterator, None)
 
     async def body() -> None:
         iterator = aiter(rig.feeder)
-        seen = rig.begin()
+        record = rig.start_record()
         while True:
             if episode.random.random() < 0.1:
                 try:
                     async with asyncio.timeout(episode.random.choice((0, 0.0001, 0.0005))):
                         batch = await anext(iterator, None)
                 except TimeoutError:
-                    episode.tally["timeouts"] += 1
+                    episode.counts["timeouts"] += 1
                     continue
             else:
-                task = asyncio.ensure_future(ask(iterator))
-                await _turns(episode.random.randrange(8))
+                task = asyncio.ensure_future(next_batch(iterator))
+                await _yield_to_loop(episode.random.randrange(8))
                 task.cancel()
                 await asyncio.wait([task])
                 if task.cancelled():
-                    episode.tally["cancellations"] += 1
+                    episode.counts["cancellations"] += 1
                     continue
                 batch = task.result()
             if batch is None:
                 break
-            seen.take(batch)
-        seen.complete()
+            record.add(batch)
+        record.check_complete()
 
     asyncio.run(body())
 
 
-# --- several, elsewhere, later ----------------------------------------------------------------------------------------
+# --- several feeders, several epochs, copies and saved states ---------------------------------------------------------
 
 
 def two_feeders(episode: Episode) -> None:
-    """Two feeders iterated at once by two threads do not disturb each other."""
+    """Two threads iterate over two feeders at the same time; both receive complete epochs."""
     rigs = [episode.rig(), episode.rig()]
     errors: list[BaseException] = []
 
@@ -281,7 +281,7 @@ def two_feeders(episode: Episode) -> None:
 
 
 def epochs_in_a_row(episode: Episode) -> None:
-    """`epochs(n)`: as many as were asked for, each whole, with the next read ahead."""
+    """`epochs(n)` yields n numbers; each epoch is complete."""
     rig = episode.rig()
     count = episode.random.randint(1, 5)
     numbers = []
@@ -289,16 +289,16 @@ def epochs_in_a_row(episode: Episode) -> None:
         numbers.append(number)
         whole_epoch(rig)
         if rig.feeder.epoch != number:
-            raise ViolationError(f"epoch {rig.feeder.epoch} where {number} was announced")
+            raise ViolationError(f"epoch {rig.feeder.epoch}, expected {number}")
     if numbers != list(range(count)):
-        raise ViolationError(f"epochs({count}) gave {numbers}")
+        raise ViolationError(f"epochs({count}) yielded {numbers}")
 
 
 def pickled(episode: Episode) -> None:
-    """A feeder that travels, in the middle of an epoch or between epochs, works where it arrives."""
+    """A feeder pickled in the middle of an epoch or between epochs delivers a complete epoch after unpickling."""
     rig = episode.rig(fixed={"latency": None})
     iterator = iter(rig.feeder)
-    for _ in range(_some(episode, rig, rig.begin())):
+    for _ in range(_draw_steps(episode, rig, rig.start_record())):
         next(iterator, None)
     rig.feeder = pickle.loads(pickle.dumps(rig.feeder))
     del iterator
@@ -309,14 +309,14 @@ def pickled(episode: Episode) -> None:
 
 
 def resume(episode: Episode) -> None:
-    """A state saved at a random point and loaded by another feeder: together one epoch, no more and no less."""
+    """Save a state at a random point and load it into another feeder: both together deliver the epoch once."""
     first = episode.rig()
     if episode.random.random() < 0.3:
         whole_epoch(first)
     iterator = iter(first.feeder)
-    before = first.begin()
-    for _ in range(episode.random.randint(0, max(len(before.wanted) - 1, 0))):
-        before.take(next(iterator))
+    before = first.start_record()
+    for _ in range(episode.random.randint(0, max(len(before.expected) - 1, 0))):
+        before.add(next(iterator))
     state = json.loads(json.dumps(first.feeder.state_dict()))
     for _ in range(episode.random.randrange(3)):
         next(iterator, None)
@@ -325,25 +325,25 @@ def resume(episode: Episode) -> None:
     del iterator
     other = replace(first.configuration, limits=draw_limits(episode.random))
     if first.configuration.source in ("coroutine", "files"):
-        other = replace(other, weather=episode.random.choice(("calm", "turns", "tail")))
+        other = replace(other, read_delay=episode.random.choice(("none", "yields", "tail")))
     second = episode.rig(other)
     second.feeder.load_state_dict(state)
     iterator = iter(second.feeder)
-    after = Pass(second, before.epoch, before.got)
-    if len(before.wanted) == 0:
+    after = EpochRecord(second, before.epoch, before.received)
+    if len(before.expected) == 0:
         return
     for batch in iterator:
-        after.take(batch)
-    after.complete()
-    episode.tally["resumes"] += 1
+        after.add(batch)
+    after.check_complete()
+    episode.counts["resumes"] += 1
     whole_epoch(second)
 
 
 def feeder_dropped(episode: Episode) -> None:
-    """A feeder and its iterator that are simply forgotten."""
+    """Drop a feeder and its iterator without closing them."""
     rig = episode.rig()
     iterator = iter(rig.feeder)
-    for _ in range(_some(episode, rig, rig.begin())):
+    for _ in range(_draw_steps(episode, rig, rig.start_record())):
         next(iterator, None)
     rig.feeder = episode.rig(rig.configuration).feeder
     del iterator

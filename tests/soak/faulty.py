@@ -1,4 +1,4 @@
-"""Episodes in which something goes wrong underneath: the right error at the `for` line, then a whole epoch."""
+"""Episodes with faults: the `for` line raises the right error; then a complete epoch follows."""
 
 from __future__ import annotations
 
@@ -10,83 +10,83 @@ from typing import Any
 
 from aiofeed import DecodeError, DeviceCopyError, ReadError
 from aiofeed.testing import SimulatedDevice
-from tests.soak.configurations import Rig, ViolationError
+from tests.soak.configurations import EpochRecord, Rig, ViolationError
 from tests.soak.episodes import Episode, whole_epoch
 
 
 def failing_epoch(episode: Episode, rig: Rig, kinds: type[BaseException] | tuple[type[BaseException], ...]) -> Any:
-    """An epoch that ends with an error of one of `kinds`, in its batch's turn; the error, `None` where none came."""
+    """Run an epoch; return the error of one of `kinds` that ended it, `None` after a complete epoch."""
     asynchronous = episode.random.random() < 0.4
     try:
-        seen = asyncio.run(_all_async(rig)) if asynchronous else _all(rig)
+        record = asyncio.run(_all_async(rig)) if asynchronous else _all(rig)
     except kinds as error:
-        episode.tally[f"raised {type(error).__name__}"] += 1
+        episode.counts[f"raised {type(error).__name__}"] += 1
         return error
-    seen.complete()
+    record.check_complete()
     return None
 
 
-def _all(rig: Rig) -> Any:
+def _all(rig: Rig) -> EpochRecord:
     iterator = iter(rig.feeder)
-    seen = rig.begin()
+    record = rig.start_record()
     for batch in iterator:
-        seen.take(batch)
-    return seen
+        record.add(batch)
+    return record
 
 
-async def _all_async(rig: Rig) -> Any:
+async def _all_async(rig: Rig) -> EpochRecord:
     iterator = aiter(rig.feeder)
-    seen = rig.begin()
+    record = rig.start_record()
     async for batch in iterator:
-        seen.take(batch)
-    return seen
+        record.add(batch)
+    return record
 
 
-def _must(error: Any, due: bool, what: str) -> None:
-    if (error is not None) != due:
-        raise ViolationError(f"{what}: {'no error came' if due else f'raised {error!r}'}")
+def _check_error(error: Any, expected: bool, fault: str) -> None:
+    if (error is not None) != expected:
+        raise ViolationError(f"{fault}: {'no error' if expected else f'raised {error!r}'}")
 
 
-def unread(episode: Episode) -> None:
-    """Reads that fail are raised by name."""
+def read_fails(episode: Episode) -> None:
+    """A failed read raises a `ReadError` with the sample's index."""
     rig = episode.rig(fixed={"source": episode.random.choice(("coroutine", "many", "dataset"))})
     bad = frozenset(episode.random.sample(range(rig.configuration.length), 1))
-    rig.faults.unread = bad
-    due = bad <= {index for batch in rig.configuration.expected(0) for index in batch}
+    rig.faults.failing_reads = bad
+    expected = bad <= {index for batch in rig.configuration.expected(0) for index in batch}
     error = failing_epoch(episode, rig, ReadError)
-    _must(error, due, f"a read of {bad} fails")
+    _check_error(error, expected, f"the read of {bad} fails")
     if error is not None and error.index not in bad:
-        raise ViolationError(f"sample {error.index} was named, {bad} fails")
+        raise ViolationError(f"the error names sample {error.index}, {bad} fails")
     del error
     rig.faults.clear()
     whole_epoch(rig)
 
 
-def short(episode: Episode) -> None:
-    """Truncated bytes are an error of decoding, by name."""
+def truncated(episode: Episode) -> None:
+    """Truncated bytes raise a `DecodeError`."""
     rig = episode.rig(fixed={"source": episode.random.choice(("coroutine", "many"))})
     count = min(2, rig.configuration.length)
-    rig.faults.short = bad = frozenset(episode.random.sample(range(rig.configuration.length), count))
-    due = bool(bad & {index for batch in rig.configuration.expected(0) for index in batch})
+    rig.faults.truncated = bad = frozenset(episode.random.sample(range(rig.configuration.length), count))
+    expected = bool(bad & {index for batch in rig.configuration.expected(0) for index in batch})
     error = failing_epoch(episode, rig, DecodeError)
-    _must(error, due, f"the bytes of {bad} are short")
+    _check_error(error, expected, f"the bytes of {bad} are truncated")
     del error
     rig.faults.clear()
     whole_epoch(rig)
 
 
 def open_fails(episode: Episode) -> None:
-    """A source that cannot be opened is raised as it is, and tried again by the next epoch."""
+    """The `for` line raises the error of the source's `open`; the next epoch calls `open` again."""
     rig = episode.rig(fixed={"source": "coroutine"})
     rig.faults.open_fails = True
     for _ in range(episode.random.randint(1, 2)):
-        _must(failing_epoch(episode, rig, ConnectionError), True, "open fails")
+        _check_error(failing_epoch(episode, rig, ConnectionError), True, "open fails")
     rig.faults.clear()
     whole_epoch(rig)
 
 
 def copy_fails(episode: Episode) -> None:
-    """A device error in a copy is a DeviceCopyError."""
+    """A device error in a copy raises a `DeviceCopyError`."""
     device = SimulatedDevice(episode.random.randrange(1 << 30), copy_fails_at=episode.random.randint(1, 6))
     rig = episode.rig(device=device, fixed={"latency": "random"})
     error = failing_epoch(episode, rig, DeviceCopyError)
@@ -98,7 +98,7 @@ def copy_fails(episode: Episode) -> None:
 
 
 def pin_fails(episode: Episode) -> None:
-    """Memory that cannot be pinned costs one warning; pageable memory serves."""
+    """If memory cannot be pinned, one warning is logged and batches use pageable memory."""
     episode.allowed.append("memory cannot be pinned")
     rig = episode.rig(device=SimulatedDevice(pin_fails=True), fixed={"latency": "random"})
     whole_epoch(rig)
@@ -106,7 +106,7 @@ def pin_fails(episode: Episode) -> None:
 
 
 def transform_raises(episode: Episode) -> None:
-    """What `transform` raises comes at the `for` line, and the feeder goes on with the next epoch."""
+    """The `for` line raises the error of `transform`; the next epoch is complete."""
     calls = 0
     fails_at = episode.random.randint(1, 5)
 
@@ -114,13 +114,13 @@ def transform_raises(episode: Episode) -> None:
         nonlocal calls
         calls += 1
         if calls == fails_at:
-            raise ArithmeticError("no good")
+            raise ArithmeticError("in transform")
         return batch
 
     rig = episode.rig(transform=transform)
     batches = len(rig.configuration.expected(0))
     error = failing_epoch(episode, rig, (ArithmeticError, DeviceCopyError))
-    _must(error, batches >= fails_at, f"transform raises at {fails_at} of {batches} batches")
+    _check_error(error, batches >= fails_at, f"transform raises at {fails_at} of {batches} batches")
     del error
     fails_at = 0
     whole_epoch(rig)
@@ -128,18 +128,18 @@ def transform_raises(episode: Episode) -> None:
 
 @contextmanager
 def threads_refused(names: str, times: int) -> Iterator[None]:
-    """As where a limit on processes is reached: so many threads of these names cannot be started."""
+    """Make the first `times` starts of threads with such names fail, as at the system's limit on threads."""
     start = threading.Thread.start
-    left = times
+    failures_left = times
 
-    def refuse(thread: threading.Thread) -> None:
-        nonlocal left
-        if thread.name.startswith(names) and left > 0:
-            left -= 1
+    def fail_or_start(thread: threading.Thread) -> None:
+        nonlocal failures_left
+        if thread.name.startswith(names) and failures_left > 0:
+            failures_left -= 1
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    threading.Thread.start = refuse  # type: ignore[method-assign]
+    threading.Thread.start = fail_or_start  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -147,7 +147,7 @@ def threads_refused(names: str, times: int) -> Iterator[None]:
 
 
 def executor_refuses(episode: Episode) -> None:
-    """A thread that cannot be started is an error, or is done without; never a hang."""
+    """If a thread cannot start, the epoch raises an error or runs without the thread; it does not hang."""
     names = episode.random.choice(("aiofeed-read", "aiofeed-decode", "aiofeed-engine", "aiofeed-copy"))
     rig = episode.rig()
     with threads_refused(names, episode.random.randint(1, 3)):
@@ -156,8 +156,8 @@ def executor_refuses(episode: Episode) -> None:
 
 
 FAULTS: dict[str, Callable[[Episode], None]] = {
-    "unread": unread,
-    "short": short,
+    "read fails": read_fails,
+    "truncated": truncated,
     "open fails": open_fails,
     "copy fails": copy_fails,
     "pin fails": pin_fails,

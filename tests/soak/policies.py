@@ -1,4 +1,4 @@
-"""Episodes in which samples fail and the epoch goes on: skipped, replaced, tried again, or too many in the end."""
+"""Episodes with failing samples under `on_error`: skipped, replaced, retried, or too many."""
 
 from __future__ import annotations
 
@@ -7,86 +7,78 @@ from dataclasses import replace
 from typing import Any
 
 from aiofeed import BatchFailedError, FailurePolicy, TooManyFailures
-from tests.soak.configurations import Configuration, Pass, Rig, ViolationError
-from tests.soak.episodes import Episode
+from tests.soak.configurations import Configuration, EpochRecord, Rig, ViolationError
+from tests.soak.episodes import Episode, whole_epoch
 
 
-class Foreseen:
-    """What an epoch should give by the rules alone.
+class ExpectedEpoch:
+    """An epoch's batches and failures, computed from the documented rules.
 
     Args:
         configuration: the feeder's arguments.
-        policy: what becomes of failures.
+        policy: the feeder's policy for failed samples.
         bad: the samples that fail.
-        epoch: which epoch.
+        epoch: the epoch's number.
     """
 
     def __init__(self, configuration: Configuration, policy: FailurePolicy, bad: frozenset[int], epoch: int) -> None:
-        whole = configuration.expected(epoch)
-        order = [index for batch in Configuration.expected(_undropped(configuration), epoch) for index in batch]
+        with_last = replace(configuration, drop_last=False)
+        order = [index for batch in with_last.expected(epoch) for index in batch]
         self.batches: list[list[int]] = []
-        self.met: list[int] = []
-        self.fails = False
+        self.failed: list[int] = []
+        self.raises = False
         position = 0
-        for batch in whole:
-            made: list[int] = []
-            for index in batch:
+        for planned in configuration.expected(epoch):
+            batch: list[int] = []
+            for index in planned:
                 if index not in bad:
-                    made.append(index)
+                    batch.append(index)
                 else:
-                    self.met.append(index)
+                    self.failed.append(index)
                     if policy.action == "replace":
-                        self._replace(order, position, bad, made)
+                        self._replace(order, position, bad, batch)
                 position += 1
-            self.fails |= not made or len(set(self.met)) > policy.allowed(configuration.length)
-            self.batches.append(made)
+            self.raises |= not batch or len(set(self.failed)) > policy.allowed(configuration.length)
+            self.batches.append(batch)
 
-    def _replace(self, order: list[int], position: int, bad: frozenset[int], made: list[int]) -> None:
+    def _replace(self, order: list[int], position: int, bad: frozenset[int], batch: list[int]) -> None:
         for step in range(1, len(order)):
             candidate = order[(position + step) % len(order)]
             if candidate not in bad:
-                made.append(candidate)
+                batch.append(candidate)
                 return
-            self.met.append(candidate)
-        self.fails = True
-
-
-def _undropped(configuration: Configuration) -> Configuration:
-    return replace(configuration, drop_last=False)
+            self.failed.append(candidate)
+        self.raises = True
 
 
 def policy(episode: Episode) -> None:
-    """Skip or replace, within or beyond `max_failures`; then a whole epoch without failures."""
+    """Skip or replace failed samples, within or beyond `max_failures`; then a complete epoch without failures."""
     random = episode.random
-    asked = FailurePolicy(
+    drawn = FailurePolicy(
         random.choice(("skip", "replace")),
         retries=random.choice((0, 0, 1)),
         read_timeout_s=random.choice((None, None, 30.0)),
         decode_timeout_s=random.choice((None, None, 30.0)),
         max_failures=random.choice((0.05, 0.3, 1.0, 1, 5)),
     )
-    rig = episode.rig(fixed={"source": random.choice(("coroutine", "many", "dataset"))}, on_error=asked)
+    rig = episode.rig(fixed={"source": random.choice(("coroutine", "many", "dataset"))}, on_error=drawn)
     episode.allowed += ["skipped: cannot", "replaced: cannot", "samples failed"]
     length = rig.configuration.length
     for _ in range(random.randint(1, 3)):
         bad = frozenset(random.sample(range(length), random.randint(0, max(1, length // random.choice((3, 8))))))
-        # Too few bytes fail to decode at once; a read that fails may pass, and is tried again after a pause.
-        kind = "unread" if rig.configuration.source == "dataset" or not asked.retries else "short"
+        # A failed read is retried after a pause, truncated bytes are not: this keeps episodes with retries short.
+        kind = "failing_reads" if rig.configuration.source == "dataset" or not drawn.retries else "truncated"
         setattr(rig.faults, kind, bad)
         if random.random() < 0.3:
-            _leave_early(rig, random.randint(0, 3))
+            _stop_early(rig, random.randint(0, 3))
         else:
-            _epoch(episode, rig, asked, bad)
-        rig.feeder.close()  # the next epoch may have been begun, with the same failures
+            _epoch(episode, rig, drawn, bad)
+        rig.feeder.close()  # read-ahead of the next epoch may have started, with the same failures
         rig.faults.clear()
-    iterator = iter(rig.feeder)
-    seen = rig.begin()
-    for batch in iterator:
-        seen.take(batch)
-    seen.complete()
+    whole_epoch(rig)
 
 
-def _leave_early(rig: Rig, batches: int) -> None:
+def _stop_early(rig: Rig, batches: int) -> None:
     iterator = iter(rig.feeder)
     try:
         for _ in range(batches):
@@ -95,44 +87,47 @@ def _leave_early(rig: Rig, batches: int) -> None:
         pass
 
 
-def _epoch(episode: Episode, rig: Rig, asked: FailurePolicy, bad: frozenset[int]) -> None:
+def _epoch(episode: Episode, rig: Rig, policy: FailurePolicy, bad: frozenset[int]) -> None:
+    record: EpochRecord
+    expected: ExpectedEpoch
     asynchronous = episode.random.random() < 0.4
-    known = len(rig.feeder.failures)
-    seen: list[Pass] = []
-    foreseen: list[Foreseen] = []
+    failures_before = len(rig.feeder.failures)
 
-    def begin() -> None:
-        seen.append(rig.begin())
-        foreseen.append(Foreseen(rig.configuration, asked, bad, rig.feeder.epoch))
-        seen[0].wanted = foreseen[0].batches
+    def start_record() -> None:
+        nonlocal record, expected
+        record = rig.start_record()
+        expected = ExpectedEpoch(rig.configuration, policy, bad, rig.feeder.epoch)
+        record.expected = expected.batches
 
-    def ordinary() -> None:
+    def iterate() -> None:
         iterator = iter(rig.feeder)
-        begin()
+        start_record()
         for batch in iterator:
-            seen[0].take(batch)
+            record.add(batch)
 
-    async def in_a_loop() -> None:
+    async def iterate_async() -> None:
         iterator = aiter(rig.feeder)
-        begin()
+        start_record()
         async for batch in iterator:
-            seen[0].take(batch)
+            record.add(batch)
 
     error: Any = None
     try:
         if asynchronous:
-            asyncio.run(in_a_loop())
+            asyncio.run(iterate_async())
         else:
-            ordinary()
+            iterate()
     except (TooManyFailures, BatchFailedError) as raised:
         error = raised
-        episode.tally[f"raised {type(raised).__name__}"] += 1
-    if (error is not None) != foreseen[0].fails:
-        raise ViolationError(f"{asked}, {bad} of {rig.configuration}: foreseen {foreseen[0].fails}, raised {error!r}")
+        episode.counts[f"raised {type(raised).__name__}"] += 1
+    if (error is not None) != expected.raises:
+        case = f"{policy}, {bad} of {rig.configuration}"
+        raise ViolationError(f"{case}: an error is {'' if expected.raises else 'not '}expected, raised {error!r}")
     if error is not None:
         return
-    seen[0].complete()
-    episode.tally["failures"] += len(set(foreseen[0].met))
-    listed = [failure.index for failure in rig.feeder.failures[known:]]
-    if sorted(listed) != sorted(set(foreseen[0].met)):
-        raise ViolationError(f"{asked}: {sorted(set(foreseen[0].met))} failed, {sorted(listed)} are listed")
+    record.check_complete()
+    failed = sorted(set(expected.failed))
+    episode.counts["failures"] += len(failed)
+    listed = sorted(failure.index for failure in rig.feeder.failures[failures_before:])
+    if listed != failed:
+        raise ViolationError(f"{policy}: samples {failed} failed, {listed} are listed")

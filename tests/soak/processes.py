@@ -1,4 +1,4 @@
-"""Episodes with other processes: a fork with a live feeder, a spawned one that gets a feeder. Slow, so rare."""
+"""Episodes with other processes: a fork with a live feeder, a spawned process with a feeder. Slow, so rare."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from tests.soak.episodes import Episode, whole_epoch
 
 
 def fork(episode: Episode) -> None:
-    """A child made with a live feeder: its iterator says whose it is, the feeder works, the parent goes on."""
+    """Fork with a live iterator: in the child it is closed and the feeder works; the parent's epoch continues."""
     rig = episode.rig(fixed={"latency": None})
     iterator = iter(rig.feeder)
-    seen = rig.begin()
+    record = rig.start_record()
     for _ in range(episode.random.randrange(3)):
         batch = next(iterator, None)
         if batch is not None:
-            seen.take(batch)
+            record.add(batch)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of several threads: that is what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork with several threads
         child = os.fork()
     if child == 0:
-        _in_the_child(rig, iterator)
+        _run_child(rig, iterator)
     _, status = os.waitpid(child, 0)
     if (code := os.waitstatus_to_exitcode(status)) != 0:
-        raise ViolationError(f"the child ended with {code}")
+        raise ViolationError(f"the child's exit code is {code}")
     for batch in iterator:
-        seen.take(batch)
-    seen.complete()
-    episode.tally["forks"] += 1
+        record.add(batch)
+    record.check_complete()
+    episode.counts["forks"] += 1
 
 
-def _in_the_child(rig: Any, iterator: Any) -> None:
+def _run_child(rig: Any, iterator: Any) -> None:
     import signal
 
     signal.alarm(int(HANG_S))
@@ -63,7 +63,7 @@ def _spawned(feeder: Any, results: Any) -> None:
 
 
 def spawn(episode: Episode) -> None:
-    """A feeder among the arguments of a spawned process gives its epoch there."""
+    """A feeder passed to a spawned process delivers its epoch there."""
     rig = episode.rig(fixed={"latency": None, "width": 4})
     if episode.random.random() < 0.5:
         whole_epoch(rig)
@@ -74,11 +74,11 @@ def spawn(episode: Episode) -> None:
     process.join(HANG_S)
     if process.exitcode != 0:
         process.kill()
-        raise ViolationError(f"the spawned process ended with {process.exitcode}")
-    got = results.get()
+        raise ViolationError(f"the spawned process's exit code is {process.exitcode}")
+    received = results.get()
     process.close()
     results.close()
-    wanted = rig.configuration.expected(rig.feeder.epoch + 1 if rig.feeder.state_dict()["epoch"] else 0)
-    if sorted(got) != sorted(wanted):
-        raise ViolationError(f"the spawned process got {got}, not {wanted}")
-    episode.tally["spawns"] += 1
+    expected = rig.configuration.expected(rig.feeder.epoch + 1 if rig.feeder.state_dict()["epoch"] else 0)
+    if sorted(received) != sorted(expected):
+        raise ViolationError(f"the spawned process received {received}, expected {expected}")
+    episode.counts["spawns"] += 1

@@ -1,4 +1,4 @@
-"""Sources whose samples prove which they are, and that fail or dawdle as they are told."""
+"""Sources whose samples contain their index, with faults and delays."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from torch.utils.data import Dataset
 from aiofeed import Files
 
 FILES = 96
-"""How many real files there are, of `FILE_WIDTH` numbers each."""
+"""Number of real files, of `FILE_WIDTH` numbers each."""
 
 FILE_WIDTH = 4
 
 
 def encoded(index: int, width: int) -> bytes:
-    """A sample's bytes: its index, as often as it is wide."""
+    """Return a sample's bytes: its index `width` times, as int64."""
     return np.full(width, index, np.int64).tobytes()
 
 
 @dataclass
 class Faults:
-    """What goes wrong; empty again, everything works.
+    """A source's faults.
 
     Args:
-        unread: samples whose read raises.
-        short: samples of which a read returns too little.
-        open_fails: `open` raises.
+        failing_reads: samples whose read raises an error.
+        truncated: samples whose read returns too few bytes.
+        open_fails: whether `open` raises an error.
     """
 
-    unread: frozenset[int] = frozenset()
-    short: frozenset[int] = frozenset()
+    failing_reads: frozenset[int] = frozenset()
+    truncated: frozenset[int] = frozenset()
     open_fails: bool = False
 
     def clear(self) -> None:
-        """Let everything work again."""
-        self.unread = self.short = frozenset()
+        """Remove all faults."""
+        self.failing_reads = self.truncated = frozenset()
         self.open_fails = False
 
 
 @dataclass
 class Numbers:
-    """A source of coroutines.
+    """A source with a coroutine `read`.
 
     Args:
-        length: how many samples.
-        width: numbers in each.
-        weather: "calm" answers at once, "turns" after some turns of the loop, "tail" now and then much later.
-        seed: of the weather.
+        length: number of samples.
+        width: numbers per sample.
+        read_delay: "none", "yields" for up to 3 iterations of the event loop, "tail" for a rare long delay.
+        seed: seed of the delays.
     """
 
     length: int
     width: int
-    weather: str = "calm"
+    read_delay: str = "none"
     seed: int = 0
     faults: Faults = field(default_factory=Faults)
     opened: int = 0
@@ -77,7 +77,7 @@ class Numbers:
     async def open(self) -> None:
         await asyncio.sleep(0)
         if self.faults.open_fails:
-            raise ConnectionError("no way in")
+            raise ConnectionError("open fails")
         self.opened += 1
 
     async def aclose(self) -> None:
@@ -85,22 +85,22 @@ class Numbers:
         self.closed += 1
 
     async def read(self, index: int) -> bytes:
-        await self._wait()
-        if index in self.faults.unread:
+        await self._delay()
+        if index in self.faults.failing_reads:
             raise OSError(5, "input/output error")
         data = encoded(index, self.width)
-        return data[: len(data) // 2 + 3] if index in self.faults.short else data
+        return data[: len(data) // 2 + 3] if index in self.faults.truncated else data
 
-    async def _wait(self) -> None:
-        if self.weather == "turns":
+    async def _delay(self) -> None:
+        if self.read_delay == "yields":
             for _ in range(self.random.randrange(4)):
                 await asyncio.sleep(0)
-        elif self.weather == "tail" and self.random.random() < 0.1:
+        elif self.read_delay == "tail" and self.random.random() < 0.1:
             await asyncio.sleep(min(0.0002 * self.random.paretovariate(1.1), 0.02))
 
 
 class Many(Numbers):
-    """A source that reads several at once, some of them in a thread."""
+    """A source with `read_many`, which sometimes waits for a thread."""
 
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
         if self.random.random() < 0.2:
@@ -109,7 +109,7 @@ class Many(Numbers):
 
 
 class Items(Dataset[torch.Tensor]):
-    """A torch Dataset of the same samples."""
+    """A torch Dataset with the same samples."""
 
     def __init__(self, length: int, width: int) -> None:
         self.length = length
@@ -120,13 +120,13 @@ class Items(Dataset[torch.Tensor]):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index in self.faults.unread:
+        if index in self.faults.failing_reads:
             raise OSError(5, "input/output error")
         return torch.full((self.width,), index)
 
 
 class Decode:
-    """Bytes to a tensor; too few bytes are an error."""
+    """Decodes bytes to an int64 tensor [width]; another number of bytes is a ValueError."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -138,7 +138,7 @@ class Decode:
 
 
 def write_files(folder: Path) -> list[Path]:
-    """Small real files, one sample each."""
+    """Write small files, one sample each."""
     paths = [folder / f"{index:03d}" for index in range(FILES)]
     for index, path in enumerate(paths):
         path.write_bytes(encoded(index, FILE_WIDTH))
@@ -146,6 +146,6 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def files(folder: Path, length: int) -> Files:
-    """A source of the first `length` files."""
+    """Return a source of the first `length` files."""
     paths = [folder / f"{index:03d}" for index in range(length)]
     return Files(paths if all(path.exists() for path in paths) else write_files(folder)[:length])

@@ -1,4 +1,4 @@
-"""The soak in short: the same seed every time. `make soak` is the long form."""
+"""A short soak with a fixed seed. `make soak` runs a long one."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ def soak(tmp_path: Path) -> Iterator[Soak]:
 
 
 def test_episodes_of_a_seed(soak: Soak) -> None:
-    """Epochs left in every way, faults underneath: nothing lost, doubled, wrong or left behind."""
+    """Epochs that end in every way, with and without faults, lose, double, corrupt and leak nothing."""
     for number in range(EPISODES):
-        assert soak.run(number), soak.broken
+        assert soak.run(number), soak.failures
     soak.checks.check_growth()
-    assert soak.tally["episodes"] == EPISODES
-    # How many an epoch takes until it is over depends on how fast the machine is: hundreds, most often.
-    assert soak.tally["cancellations"] > 50
-    assert len([name for name in KINDS if soak.tally[f"kind: {name}"]]) >= 12
+    assert soak.counts["episodes"] == EPISODES
+    # The number of cancellations per epoch depends on the machine's speed: usually hundreds.
+    assert soak.counts["cancellations"] > 50
+    assert len([name for name in KINDS if soak.counts[f"kind: {name}"]]) >= 12
 
 
-def test_an_episode_is_drawn_from_its_seed_alone(soak: Soak, tmp_path: Path) -> None:
-    """Replayed by its number, an episode makes the same choices, whatever ran before."""
+def test_an_episode_depends_only_on_its_seed(soak: Soak, tmp_path: Path) -> None:
+    """An episode replayed by its number makes the same choices, independent of earlier episodes."""
     for number in (5, 2, 5):
-        assert soak.run(number), soak.broken
+        assert soak.run(number), soak.failures
     other = Soak(SEED, tmp_path, fatal=False)
     for number in (2, 5, 5):
         assert other.run(number), other.broken
-    assert {name: count for name, count in soak.tally.items() if name.startswith(("kind", "left"))} == {
-        name: count for name, count in other.tally.items() if name.startswith(("kind", "left"))
+    assert {name: count for name, count in soak.counts.items() if name.startswith(("kind", "ended"))} == {
+        name: count for name, count in other.counts.items() if name.startswith(("kind", "ended"))
     }
 
 
-def test_what_is_lost_and_doubled_is_seen(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks fail where a batch is dropped on its way, comes twice, or has a wrong sample."""
+def test_lost_and_doubled_batches_are_detected(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks fail if the queue drops a batch or delivers it twice."""
     put = BatchQueue.put
 
     def lossy(queue: BatchQueue[object], item: object) -> None:
@@ -54,18 +54,18 @@ def test_what_is_lost_and_doubled_is_seen(soak: Soak, monkeypatch: pytest.Monkey
             put(queue, item)
 
     def doubling(queue: BatchQueue[object], item: object) -> None:
-        again = copy.copy(item)  # before it is handed out: of a batch that was nothing is left in its item
+        duplicate = copy.copy(item)  # before `put`: the consumer empties the item
         put(queue, item)
         if isinstance(item, ReadyBatch) and item.number == 1 and item.release is not None:
-            put(queue, again)
+            put(queue, duplicate)
 
     number = next(
-        number for number in range(1000) if soak.run(number) and soak.tally["kind: epochs in a row"] and number
+        number for number in range(1000) if soak.run(number) and soak.counts["kind: epochs in a row"] and number
     )
-    for wrong, kind in ((lossy, "lost"), (doubling, "doubled")):
-        monkeypatch.setattr(BatchQueue, "put", wrong)
+    for faulty_put, kind in ((lossy, "lost"), (doubling, "doubled")):
+        monkeypatch.setattr(BatchQueue, "put", faulty_put)
         assert not soak.run(number)
-        assert soak.tally[kind] == 1, soak.broken
+        assert soak.counts[kind] == 1, soak.failures
         soak.error = None
     monkeypatch.undo()
     assert soak.run(number)

@@ -407,7 +407,7 @@ def test_load_truncated_images_of_pillow_is_respected(
 
     data = noisy(kind)
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
-    pillow._tell_of_truncated_images.cache_clear()
+    pillow._warn_about_truncated_images.cache_clear()
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with caplog.at_level(logging.WARNING, logger="aiofeed"):
         found = fed(tmp_path / "cut", DecodeImage((60, 80), scaled=False))
@@ -421,12 +421,12 @@ def test_load_truncated_images_of_pillow_is_respected(
     ("data", "message"),
     [
         (b"", "no bytes: the file is empty"),
-        (b"<html>not found</html>", "Pillow knows no such image"),
-        (bytes(5000), "Pillow knows no such image"),
+        (b"<html>not found</html>", "Pillow cannot identify this image"),
+        (bytes(5000), "Pillow cannot identify this image"),
         (b"\xff\xd8\xff\xe0", "broken image"),
         (b"P6 0 5 255\n", "its header gives no pixels"),
         (b"P6 100000 100000 255\n", "more than max_pixels=178956970 allows"),
-        (b"PK\x03\x04" + bytes(100), "Pillow knows no such image"),
+        (b"PK\x03\x04" + bytes(100), "Pillow cannot identify this image"),
     ],
 )
 def test_a_file_that_is_no_image_is_a_decode_error(tmp_path: Path, data: bytes, message: str) -> None:
@@ -595,7 +595,7 @@ def test_metadata_that_would_be_copied_for_minutes_is_refused(
     (tmp_path / "long").write_bytes(make(*arguments))
     error = error_of(tmp_path / "long")
     assert isinstance(error, DecodeError)
-    assert "MiB of metadata in front of its pixels" in str(error)
+    assert "MiB of metadata before its pixels" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def test_a_library_that_does_not_load_is_logged_once(
 @needs_library
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library built for another interface is refused."""
-    monkeypatch.setattr(native_files, "_RELEASE", -1)
+    monkeypatch.setattr(native_files, "_VERSION", -1)
     with pytest.raises(OSError, match="another release"):
         GroupReader()
 
@@ -273,17 +273,17 @@ def test_the_library_is_built_from_its_source(tmp_path: Path) -> None:
     built = tmp_path / LIBRARY.relative_to(ROOT)
 
     def build(**variables: str) -> subprocess.CompletedProcess[str]:
-        where = {"PATH": "/usr/bin:/bin", "AIOFEED_TURBO": "0", **variables}
+        where = {"PATH": "/usr/bin:/bin", "AIOFEED_BUILD_NATIVE_JPEG": "0", **variables}
         command = [sys.executable, "hatch_build.py"]
         return subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
 
     done = build()
     assert str(LIBRARY.relative_to(ROOT)) in done.stdout
-    assert "AIOFEED_TURBO=0" in done.stderr
+    assert "AIOFEED_BUILD_NATIVE_JPEG=0" in done.stderr
     [data] = read(GroupReader(built), [ROOT / "pyproject.toml"])
     assert data == (ROOT / "pyproject.toml").read_bytes()
-    done = build(AIOFEED_GROUPS="0")
-    assert "AIOFEED_GROUPS=0" in done.stderr
+    done = build(AIOFEED_BUILD_NATIVE_FILES="0")
+    assert "AIOFEED_BUILD_NATIVE_FILES=0" in done.stderr
     assert done.returncode == 1
     assert not built.exists()
 

@@ -1,4 +1,4 @@
-"""What the tests of the benchmarks share: their inputs, and how a command line refuses."""
+"""Fixtures and helpers that the tests of the benchmarks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for generated inputs, where they can be generated."""
+    """A folder for generated inputs; skips the test if the packages with photographs are missing."""
     pytest.importorskip("skimage")
     pytest.importorskip("sklearn")
     return tmp_path_factory.mktemp("inputs")
@@ -22,14 +22,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def tracked() -> None:
-    """Have multiprocessing start its tracker, whose pipe stays open for the life of the process."""
+    """Start multiprocessing's resource tracker, whose pipe stays open until the process ends."""
     resource_tracker.ensure_running()
 
 
 def check_refused(
     parse: Callable[[list[str]], object], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The arguments end the program, and the message is in what it says."""
+    """Check that parsing the arguments exits with an error that contains ``message``."""
     with pytest.raises(SystemExit):
         parse(arguments)
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A feeder with a cache beside one without: both are left, loaded and gone on with alike, and give the same."""
+"""Compares a feeder with a cache to a feeder without one over the same sequence of operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from aiofeed import Feeder
 
 
 def same_after(step: int, stop: int, cached: Feeder[Any], plain: Feeder[Any], flat: Callable[[Any], Any]) -> None:
-    """Leave an epoch of both after ``stop`` batches, then go on in the way that ``step`` says; ``flat`` for ``==``."""
+    """Stop an epoch of both feeders after ``stop`` batches, then do one operation: both must stay equal.
+
+    Args:
+        step: its remainder by 3 chooses the operation: load the own state, `set_epoch`, or finish the epoch.
+        stop: the number of batches before the operation.
+        cached, plain: the feeders.
+        flat: converts a batch to an object that `==` compares.
+    """
     expected: list[Any] = []
     found: list[Any] = []
     for feeder, batches in ((cached, found), (plain, expected)):

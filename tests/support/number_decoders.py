@@ -1,4 +1,4 @@
-"""Decoders of numbers, each its own digits, to samples of several kinds."""
+"""Decoders of a number in decimal digits to samples of several types."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def tensor(data: bytes) -> torch.Tensor:
-    """float32 [5]."""
+    """Return float32 [5]."""
     return torch.arange(5, dtype=torch.float32) + int(data)
 
 
 def half(data: bytes) -> torch.Tensor:
-    """bfloat16 [5]."""
+    """Return bfloat16 [5]."""
     return tensor(data).to(torch.bfloat16)
 
 
 def array(data: bytes) -> NDArray[Any]:
-    """int16 [2, 3], by numpy."""
+    """Return a numpy array, int16 [2, 3]."""
     return np.full((2, 3), int(data), np.int16)
 
 
 def scalar(data: bytes) -> torch.Tensor:
-    """int64 []."""
+    """Return int64 []."""
     return torch.tensor(int(data))

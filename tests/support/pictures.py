@@ -1,4 +1,4 @@
-"""Files of pictures, what a decoder makes of them, and how far that is from another's."""
+"""Helpers for image tests: encode files, decode them with a decoder, compare pixels."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ ORIENTATION = 0x0112
 
 
 def jpeg(image: Image.Image, **options: Any) -> bytes:
-    """A JPEG file; the options are those of Pillow's `save`."""
+    """Encode a JPEG file, with the options of Pillow's ``save``."""
     return encode(image, "JPEG", **{"quality": 90, **options})
 
 
 def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """A file of any kind that Pillow saves."""
+    """Encode a file of any format that Pillow saves."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def exif(orientation: int) -> Image.Exif:
-    """For the `exif` of a file: how it is to be turned."""
+    """EXIF with an orientation, for the option ``exif`` of ``save``."""
     tags = Image.Exif()
     tags[ORIENTATION] = orientation
     return tags
 
 
 def decode(decoder: DecodeImage, data: bytes, seed: int | None = None) -> NDArray[np.uint8]:
-    """Pixels, [H, W, 3]; 77 where the decoder writes nothing."""
+    """The decoded pixels, [H, W, 3]; 77 where the decoder writes nothing."""
     out = np.full(decoder.row.shape, 77, np.uint8)
     decoder.decode_into(data, out, seed)
     return out
 
 
-def psnr(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
-    """Of 8 bits, in dB; infinite where they are equal."""
-    error = np.mean((ours.astype(float) - theirs) ** 2)
+def psnr(pixels: NDArray[Any], reference: NDArray[Any]) -> float:
+    """Peak signal-to-noise ratio of 8-bit pixels, in dB; infinite if they are equal."""
+    error = np.mean((pixels.astype(float) - reference) ** 2)
     return float(10 * np.log10(255**2 / error)) if error else np.inf

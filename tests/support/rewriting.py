@@ -1,4 +1,4 @@
-"""A file that is written all the time."""
+"""A file that a thread rewrites all the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def rewritten(path: Path, states: Sequence[bytes]) -> Iterator[None]:
-    """Within, a thread truncates and rewrites the file, to one state after the other."""
+    """Run a thread that truncates and rewrites the file, with one state after the other, until the block ends."""
     path.write_bytes(states[0])
     stop = threading.Event()
 

@@ -1,6 +1,6 @@
-"""Small training scripts for the processes that are sent signals; each goes on until it is stopped, unless it says so.
+"""Small training scripts for processes that receive signals. Unless documented otherwise, a script runs until stopped.
 
-Nothing of aiofeed is imported before a script runs: in a fresh interpreter a signal may come in the middle of that.
+The module does not import aiofeed; the scripts do. In a fresh interpreter a signal may arrive during that import.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 
 SCRIPTS: dict[str, Callable[[], None]] = {}
 
-# What a script keeps to the very end of its process.
-kept: list[Any] = []
+# Objects that live until the end of the process.
+references: list[Any] = []
 
 
 def script(function: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(function)
     def run() -> None:
-        # Decoders as small as these are Python alone, and a warning that the GIL limits them is right.
-        logging.getLogger("aiofeed.feeder").addFilter(lambda record: "held up by the GIL" not in str(record.msg))
+        # These decoders are pure Python, so aiofeed may warn that the GIL limits them.
+        logging.getLogger("aiofeed.feeder").addFilter(lambda record: "GIL" not in str(record.msg))
         function()
 
     SCRIPTS[function.__name__] = run
@@ -38,7 +38,7 @@ def script(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class Numbers:
-    """A source of numbers; each read takes `delay_s` without holding up others."""
+    """A source of numbers; each read waits `delay_s` without blocking others."""
 
     def __init__(self, n: int = 64, delay_s: float = 0.0) -> None:
         self.n = n
@@ -60,7 +60,7 @@ def number(data: bytes) -> torch.Tensor:
 
 
 def stuck_in_c(data: bytes) -> torch.Tensor:
-    """Releases the GIL and does not come back."""
+    """Release the GIL and sleep in C for 30 s."""
     ctypes.CDLL(None).sleep(30)
     return number(data)
 
@@ -81,11 +81,11 @@ def step(batch: Any) -> None:
     (tensor * 2).sum()
 
 
-def say(word: str) -> None:
-    os.write(1, word.encode() + b"\n")
+def write_line(line: str) -> None:
+    os.write(1, line.encode() + b"\n")
 
 
-# --- ways of training, until a signal comes ---------------------------------------------------------------------------
+# --- train until a signal arrives -------------------------------------------------------------------------------------
 
 
 @script
@@ -183,12 +183,12 @@ def images() -> None:
 
     from aiofeed import DecodeImage
 
-    made = io.BytesIO()
-    Image.fromarray(np.arange(64 * 48 * 3, dtype=np.uint8).reshape(48, 64, 3)).save(made, "JPEG")
+    jpeg = io.BytesIO()
+    Image.fromarray(np.arange(64 * 48 * 3, dtype=np.uint8).reshape(48, 64, 3)).save(jpeg, "JPEG")
 
     class Images(Numbers):
         async def read(self, index: int) -> bytes:
-            return made.getvalue()
+            return jpeg.getvalue()
 
     while True:
         for batch in feeder(Images(), DecodeImage(size=32)):
@@ -217,64 +217,64 @@ def stuck_while_closing() -> None:
 
 
 @script
-def held_in_a_global() -> None:
-    kept.append(feeder(Numbers(10**6)))
-    for batch in kept[0]:
+def global_feeder() -> None:
+    references.append(feeder(Numbers(10**6)))
+    for batch in references[0]:
         step(batch)
 
 
 @script
 def live_iterator() -> None:
-    kept.append(iter(feeder(Numbers(10**6))))
-    for batch in kept[0]:
+    references.append(iter(feeder(Numbers(10**6))))
+    for batch in references[0]:
         step(batch)
 
 
 TRAINING = tuple(SCRIPTS)
-"""The scripts that go on until a signal comes."""
+"""The scripts that run until a signal arrives."""
 
 
-# --- with a handler of the user's own, and at particular moments ------------------------------------------------------
+# --- with the user's own signal handler, and at particular moments ----------------------------------------------------
 
 
 @script
 def own_handler() -> None:
-    """Ends by itself once the user's handler has taken note of the signal."""
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    say("listening")
-    while not asked:
+    """Ends by itself after the user's handler has recorded the signal."""
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    write_line("listening")
+    while not received:
         with feeder(Numbers(delay_s=0.001)) as loader:
             for batch in loader:
                 step(batch)
-    say("asked to end")
+    write_line("asked to end")
 
 
 @script
 def own_exception() -> None:
-    """The user's handler raises; the loop is left, and a new epoch begins and is complete."""
+    """The user's handler raises an exception, which ends the loop; then a new, complete epoch follows."""
 
-    class Asked(Exception):
+    class Interrupted(Exception):
         pass
 
     def handler(number: int, frame: object) -> None:
-        raise Asked
+        raise Interrupted
 
     loader = feeder(Numbers(delay_s=0.001))
     try:
         signal.signal(signal.SIGINT, handler)
-        say("listening")
+        write_line("listening")
         while True:
             for batch in loader:
                 step(batch)
-    except Asked:
+    except Interrupted:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        say(str(sum(1 for _ in loader)))
+        write_line(str(sum(1 for _ in loader)))
     loader.close()
 
 
-def decoding() -> None:
-    """Wait until a decoder is at work."""
+def wait_for_decoder() -> None:
+    """Wait until a decode thread runs."""
     import threading
 
     while not any(thread.name.startswith("aiofeed-decode") for thread in threading.enumerate()):
@@ -284,21 +284,21 @@ def decoding() -> None:
 @script
 def close_of_a_stuck_feeder() -> None:
     loader = feeder(decode=stuck_in_c)
-    kept.append(iter(loader))
-    decoding()
-    say("closing")
+    references.append(iter(loader))
+    wait_for_decoder()
+    write_line("closing")
     loader.close()
 
 
 @script
 def ctrl_c_at_the_exit_of_a_stuck_feeder() -> None:
-    """It comes from a thread of its own, as soon as the end of the interpreter waits for aiofeed's."""
+    """A thread sends SIGINT as soon as the interpreter waits at exit for aiofeed's threads."""
     import threading
 
     from aiofeed.runtime import threads
 
-    kept.append(iter(feeder(decode=stuck_in_c)))
-    decoding()
+    references.append(iter(feeder(decode=stuck_in_c)))
+    wait_for_decoder()
     main = threading.get_ident()
 
     def waiting() -> bool:
@@ -315,13 +315,13 @@ def ctrl_c_at_the_exit_of_a_stuck_feeder() -> None:
     threading.Thread(target=interrupt, daemon=True).start()
 
 
-# --- ways of ending ---------------------------------------------------------------------------------------------------
+# --- end without a signal ---------------------------------------------------------------------------------------------
 
 
 @script
 def end_with_a_live_iterator() -> None:
-    kept.append(iter(feeder()))
-    next(kept[0])
+    references.append(iter(feeder()))
+    next(references[0])
 
 
 @script
@@ -333,27 +333,27 @@ def end_with_a_dropped_feeder() -> None:
 
 @script
 def end_with_an_idle_feeder() -> None:
-    kept.append(feeder())
-    list(kept[0])
+    references.append(feeder())
+    list(references[0])
 
 
 @script
 def end_with_a_stuck_decoder() -> None:
-    kept.append(iter(feeder(decode=stuck_in_c)))
-    decoding()
+    references.append(iter(feeder(decode=stuck_in_c)))
+    wait_for_decoder()
 
 
 @script
 def end_in_calls_of_torch() -> None:
-    """The decoder is in C++ nearly always, and comes back to the interpreter again and again."""
+    """The decoder is nearly always in C++ and returns to the interpreter again and again."""
     numbers = torch.arange(200_000).flip(0)
 
     def decode(data: bytes) -> torch.Tensor:
         while True:
             torch.sort(numbers)
 
-    kept.append(iter(feeder(decode=decode)))
-    decoding()
+    references.append(iter(feeder(decode=decode)))
+    wait_for_decoder()
 
 
 @script
@@ -384,13 +384,13 @@ def end_by_os_exit() -> None:
 def end_of_a_bridge() -> None:
     from aiofeed import prefetch
 
-    kept.append(iter(prefetch(itertools.repeat(torch.zeros(4)))))
-    next(kept[0])
+    references.append(iter(prefetch(itertools.repeat(torch.zeros(4)))))
+    next(references[0])
 
 
 @script
 def end_of_a_device() -> None:
     from aiofeed.testing import SimulatedDevice
 
-    kept.append(iter(feeder(device=SimulatedDevice())))
-    next(kept[0])
+    references.append(iter(feeder(device=SimulatedDevice())))
+    next(references[0])

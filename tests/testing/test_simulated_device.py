@@ -1,4 +1,4 @@
-"""The simulated device: what it lets pass, what it shows, and that it is the device it says it is."""
+"""Tests of the simulated device: the order of its operations, its memory, and its tensors."""
 
 import gc
 import threading
@@ -26,19 +26,19 @@ def late():
 
 
 def test_is_a_backend():
-    """It has everything that DeviceBackend asks for."""
+    """The simulated device implements DeviceBackend."""
     assert isinstance(SimulatedDevice(), DeviceBackend)
 
 
 def test_unknown_latency():
-    """A latency that does not exist is refused by name."""
+    """An unknown latency is refused with the allowed ones."""
     with pytest.raises(ValueError, match=r"'soon'.*'random', 'late' or 'early'"):
         SimulatedDevice(latency="soon")
 
 
 class TestOrder:
     def test_a_copy_has_not_run_when_copy_returns(self, late):
-        """Another stream that waits for nothing reads poison."""
+        """A stream that does not wait for the copy reads poison."""
         source = torch.arange(4, dtype=torch.uint8)
         with late.use_stream(late.side_stream()):
             copy = late.copy(source)
@@ -47,7 +47,7 @@ class TestOrder:
             assert copy.tolist() == [0, 1, 2, 3]
 
     def test_wait_orders_two_streams(self, late):
-        """Work after a wait comes after the event, and the host waits for nothing."""
+        """Work queued after a wait runs after the event; the host does not wait."""
         source = torch.arange(4, dtype=torch.uint8)
         with late.use_stream(late.side_stream()):
             copy = late.copy(source)
@@ -58,19 +58,19 @@ class TestOrder:
         assert event.done
 
     def test_the_source_is_read_when_the_copy_runs(self, late):
-        """Host memory written after the copy was issued is what arrives."""
+        """A copy reads what was written to host memory after it was issued."""
         source = torch.zeros(4)
         copy = late.copy(source)
         source.fill_(7)
         assert copy.tolist() == [7, 7, 7, 7]
 
-    def test_a_source_that_is_gone_reads_as_poison(self, late):
-        """A host tensor must be kept until its copy has run."""
+    def test_a_copy_from_a_dropped_tensor_reads_poison(self, late):
+        """A host tensor that is dropped before its copy has run reads as poison."""
         copy = late.copy(torch.zeros(4, dtype=torch.uint8))
         assert copy.tolist() == [POISON] * 4
 
     def test_operations_run_late_on_the_current_stream(self, late):
-        """An operation returns at once, with the right shape, and runs when it is waited for."""
+        """An operation returns at once, with the right shape, and runs when something waits for it."""
         ran = []
         x = on_device(late, torch.arange(6.0).reshape(2, 3))
         late.launch(lambda raw: (ran.append(1), raw.mul_(10)), x)
@@ -80,8 +80,8 @@ class TestOrder:
         assert y.tolist() == [33.0, 123.0]
         assert ran == [1]
 
-    def test_operations_under_another_stream_are_not_seen_without_a_wait(self, late):
-        """A result computed on the side stream is poison elsewhere until somebody waits."""
+    def test_results_of_another_stream_are_poison_without_a_wait(self, late):
+        """A result computed on the side stream is poison on another stream until that stream waits."""
         x = on_device(late, torch.ones(2, dtype=torch.uint8))
         with late.use_stream(late.side_stream()):
             y = x + 1
@@ -90,8 +90,8 @@ class TestOrder:
         assert y.tolist() == [2, 2]
 
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_query_comes_true(self, latency):
-        """Whoever only polls gets there."""
+    def test_query_becomes_true(self, latency):
+        """Repeated queries complete an event."""
         simulated = SimulatedDevice(latency=latency)
         with simulated.use_stream(simulated.side_stream()):
             simulated.sleep()
@@ -102,7 +102,7 @@ class TestOrder:
         simulated.wait(simulated.current_stream(), event)
         assert torch.equal(copy, source)
 
-    def test_early_copies_leave_the_consumer_behind(self):
+    def test_early_copies_run_before_the_consumer(self):
         """With early latency a copy runs at once and the consumer's kernels do not."""
         simulated = SimulatedDevice(latency="early")
         ran = []
@@ -112,7 +112,7 @@ class TestOrder:
         assert ran == ["copy"]
 
     def test_the_same_seed_does_the_same(self):
-        """What runs when depends on the seed alone, in one thread."""
+        """In one thread the order of operations depends on the seed only."""
 
         def trace(seed):
             simulated = SimulatedDevice(seed)
@@ -127,13 +127,13 @@ class TestOrder:
         assert trace(3) != trace(4)
 
     def test_a_full_queue_makes_the_host_wait(self, late):
-        """A stream takes a thousand operations; the next one runs the first."""
+        """A stream queues about a thousand operations; the next one runs the first."""
         for _ in range(1500):
             late.launch(lambda: None)
         assert 1000 <= late.queued <= 1100
 
     def test_current_stream_is_a_thread_s_own(self, late):
-        """A stream set in one thread is not current in another, and is restored after an error."""
+        """A stream that is current in one thread is not current in another, and is reset after an error."""
         seen = []
         stream = late.new_stream()
         with pytest.raises(KeyError), late.use_stream(stream), late.use_stream(late.side_stream()):
@@ -154,7 +154,7 @@ class TestOrder:
         assert late.streams_made == 1
 
     def test_a_kernel_cannot_use_the_device(self, late):
-        """A launched function gets plain tensors, and no way back in."""
+        """A launched function that uses the device raises."""
         x = on_device(late, torch.ones(2))
         late.launch(lambda: x + 1)
         with pytest.raises(RuntimeError, match="kernel"):
@@ -162,8 +162,8 @@ class TestOrder:
 
 
 class TestMemory:
-    def test_dropped_memory_serves_the_next_allocation(self, late):
-        """A block goes back at once, and the next tensor of its size on that stream gets it."""
+    def test_dropped_memory_is_reused_for_the_next_allocation(self, late):
+        """The next tensor of the same size on the same stream reuses a dropped block."""
         first = on_device(late, torch.ones(4))
         address = first.data_ptr()
         del first
@@ -171,7 +171,7 @@ class TestMemory:
         assert late.reserved_bytes == 512
 
     def test_dropped_memory_is_poisoned_for_late_kernels(self, late):
-        """A kernel queued elsewhere reads poison once the tensor is gone, as nobody held it."""
+        """A kernel queued on another stream reads poison once the tensor is dropped without record_stream."""
         with late.use_stream(late.side_stream()):
             x = on_device(late, torch.ones(4, dtype=torch.uint8))
         y = x + 1
@@ -180,8 +180,8 @@ class TestMemory:
         late.record(late.side_stream()).synchronize()
         assert y.tolist() == [POISON + 1] * 4
 
-    def test_hold_keeps_memory_for_what_is_queued(self, late):
-        """Held memory is not used again before the stream's work is done, and is then."""
+    def test_record_stream_delays_the_reuse_of_memory(self, late):
+        """Recorded memory is reused only after the stream's queued work has run."""
         with late.use_stream(late.side_stream()):
             x = on_device(late, torch.ones(4, dtype=torch.uint8))
         address = x.data_ptr()
@@ -195,8 +195,8 @@ class TestMemory:
         with late.use_stream(late.side_stream()):
             assert late.copy(torch.zeros(4, dtype=torch.uint8)).data_ptr() == address
 
-    def test_record_stream_is_hold(self, late):
-        """A user's own record_stream counts."""
+    def test_record_stream_of_a_tensor(self, late):
+        """``Tensor.record_stream`` has the effect of the device's record_stream."""
         with late.use_stream(late.side_stream()):
             x = on_device(late, torch.ones(4, dtype=torch.uint8))
         x.record_stream(late.current_stream())
@@ -205,8 +205,8 @@ class TestMemory:
         late.record(late.side_stream()).synchronize()
         assert y.tolist() == [2] * 4
 
-    def test_work_on_the_owning_stream_needs_no_hold(self, late):
-        """Poison queues behind what the stream itself has queued."""
+    def test_work_on_the_owning_stream_needs_no_record_stream(self, late):
+        """Dropped memory is poisoned after the work that its own stream has queued."""
         x = late.copy(source := torch.ones(4, dtype=torch.uint8))
         y = x + 1
         del x
@@ -215,7 +215,7 @@ class TestMemory:
         assert z.tolist() == [1] * 4
 
     def test_queued_work_keeps_no_tensor_alive(self, late):
-        """As on a device, a kernel in the queue does not count as a use of its arguments or of its result."""
+        """Like a real kernel, a queued operation keeps neither its arguments nor its result alive."""
         x = on_device(late, torch.ones(1000))
         x.add_(1)
         (x * 2).sum()
@@ -225,8 +225,8 @@ class TestMemory:
         assert late.queued > 0
         assert late.allocated_bytes == 0
 
-    def test_views_share_the_life_of_memory(self, late):
-        """A view of a view keeps the block; only with the last of them is it free."""
+    def test_views_keep_memory(self, late):
+        """A view of a view keeps the block; dropping the last view frees it."""
         x = on_device(late, torch.arange(24).reshape(2, 3, 4))
         view = x.permute(2, 0, 1)[1:].detach()
         address = x.data_ptr()
@@ -237,16 +237,16 @@ class TestMemory:
         assert late.allocated_bytes == 0
 
     def test_out_of_memory(self):
-        """A full device raises torch's own error and names the figures; dropping makes room."""
+        """A full device raises torch.OutOfMemoryError with the numbers of bytes; dropping a tensor frees memory."""
         simulated = SimulatedDevice(memory_bytes=1024)
         x = on_device(simulated, torch.ones(256))
-        with pytest.raises(torch.OutOfMemoryError, match="512 bytes asked for, 1024 of 1024 in use"):
+        with pytest.raises(torch.OutOfMemoryError, match="512 bytes requested, 1024 of 1024 in use"):
             simulated.copy(torch.ones(1))
         del x
         assert simulated.copy(torch.ones(1)).shape == (1,)
 
-    def test_out_of_memory_waits_for_held_blocks_first(self):
-        """What other streams only have to finish with is waited for, as CUDA does."""
+    def test_a_full_device_waits_for_recorded_streams(self):
+        """Like CUDA, a full device waits for blocks that other streams still use before it raises."""
         simulated = SimulatedDevice(latency="late", memory_bytes=512)
         with simulated.use_stream(simulated.side_stream()):
             x = on_device(simulated, torch.ones(4))
@@ -259,7 +259,7 @@ class TestMemory:
         assert ran == [1]
 
     def test_pinned_memory(self):
-        """Pinned memory is counted while it is alive, and known through slices of it."""
+        """Pinned memory counts as long as an array or tensor refers to it, and slices of it are pinned."""
         simulated = SimulatedDevice()
         memory = simulated.pin(1000)
         part = torch.from_numpy(memory[100:200])
@@ -272,7 +272,7 @@ class TestMemory:
         assert simulated.pinned_bytes == 0
 
     def test_faults(self):
-        """Pinning and the n-th copy fail on request."""
+        """``pin_fails`` and ``copy_fails_at`` make pinning and the n-th copy fail."""
         simulated = SimulatedDevice(pin_fails=True, copy_fails_at=2)
         with pytest.raises(RuntimeError, match="8 bytes cannot be pinned"):
             simulated.pin(8)
@@ -282,7 +282,7 @@ class TestMemory:
         simulated.copy(torch.ones(1))
 
     def test_tensors_of_two_devices(self, late):
-        """One operation takes tensors of one device."""
+        """An operation with tensors of two devices raises."""
         other = SimulatedDevice()
         x, y = on_device(late, torch.ones(2)), on_device(other, torch.ones(2))
         with pytest.raises(RuntimeError, match="two simulated devices"):
@@ -314,8 +314,8 @@ class TestTensors:
             lambda x: x.to(x.device).softmax(-1),
         ],
     )
-    def test_operations_give_what_they_give_on_the_host(self, function):
-        """Values, shape, dtype and strides are those of the same operation on a plain tensor."""
+    def test_operations_equal_those_on_the_host(self, function):
+        """Values, shape, dtype and strides equal those of the same operation on a plain tensor."""
         simulated = SimulatedDevice()
         plain = torch.arange(12.0).reshape(3, 4)
         expected = function(plain)
@@ -324,7 +324,7 @@ class TestTensors:
         assert torch.equal(found.cpu(), expected)
 
     def test_reading(self):
-        """Each way to a value waits for the current stream and gives host memory of its own."""
+        """Each way to read values waits for the current stream and returns a copy in host memory."""
         simulated = SimulatedDevice(latency="late")
         source = torch.arange(3)
         ways = [
@@ -343,13 +343,13 @@ class TestTensors:
         assert not torch.equal(simulated.copy(source), source + 1)
 
     def test_writing_to_host_memory_waits(self, late):
-        """An operation that writes into a plain tensor has run when it returns."""
+        """An operation that writes to a plain tensor runs before it returns."""
         host = torch.zeros(3)
         host.add_(late.copy(source := torch.ones(3)))
         assert torch.equal(host, source)
 
     def test_errors_of_an_operation(self):
-        """A wrong shape is refused where it is written; a bad index shows where the stream is waited for."""
+        """A wrong shape raises at the call; a bad index raises where something waits for the stream."""
         simulated = SimulatedDevice(latency="late")
         x = on_device(simulated, torch.ones(3, 4))
         with pytest.raises(RuntimeError, match="size"):
@@ -362,7 +362,7 @@ class TestTensors:
 
     @pytest.mark.parametrize("latency", ["random", "late"])
     def test_training(self, latency):
-        """A model of the host trains on simulated tensors as on plain ones, autocast and batch norm included."""
+        """A host model trains on simulated tensors as on plain ones, with autocast and batch norm."""
 
         def train(to_device):
             torch.manual_seed(0)
@@ -391,8 +391,8 @@ class TestTensors:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
-def test_what_is_queued_under_a_mode_may_run_outside_it(mode):
-    """Memory of the device is no inference tensor, and none of the user's default device."""
+def test_operations_queued_under_a_mode_may_run_outside_it(mode):
+    """Device memory is neither an inference tensor nor on the user's default device."""
     backend = SimulatedDevice(latency="late")
     source = torch.arange(4)
     with mode():

@@ -1,4 +1,4 @@
-"""What a user writes, for `mypy --strict` to look at (`make lint`): nothing here runs."""
+"""Users' programs for `mypy --strict` (`make lint`). None of this code runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import aiofeed
 
 
 class Store:
-    """A source of one's own."""
+    """A user's source."""
 
     def __len__(self) -> int:
         return 1
@@ -37,7 +37,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 class Photos(aiofeed.Feeder[list[torch.Tensor]]):
-    """A feeder that knows its batches."""
+    """A feeder with a declared batch type."""
 
     def __init__(self, root: str, batch_size: int) -> None:
         super().__init__(aiofeed.ImageFolder(root), decode=aiofeed.DecodeImage(224), batch_size=batch_size)
@@ -54,7 +54,7 @@ def stacked(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
 
 
 async def train() -> None:
-    """No annotation is needed where nothing says what a batch is; what a ``collate_fn`` says is kept."""
+    """Without a declared batch type no annotation is needed; the batch type is the return type of ``collate_fn``."""
     folder = aiofeed.ImageFolder("train")
     feeder = aiofeed.Feeder(folder, decode=aiofeed.DecodeImage(224), batch_size=4, shuffle=True, device="auto")
     for images, labels in feeder:
@@ -76,5 +76,5 @@ async def train() -> None:
     assert_type(next(iter(aiofeed.prefetch(collated, device="cpu"))), dict[str, torch.Tensor])
     assert_type(next(iter(Photos("train", 4))), list[torch.Tensor])
 
-    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[arg-type]  # a slip is found here, not at run time
+    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[arg-type]  # mypy finds the typing error
     aiofeed.Feeder(Rows(), batch_size=2, num_workers=4)  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ class _Worker:
             if self._engine is None:
                 raise ProtocolError("a plan before the source is open")
             if message.may_decode:
-                self._engine.permits.permitted.add(message.serial)
+                self._engine.permits.may_decode.add(message.serial)
             self._plans.put_nowait(self._plan(message))
         elif self._engine is not None:
             self._engine.received(message)

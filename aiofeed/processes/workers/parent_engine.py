@@ -100,17 +100,17 @@ class MultiprocessEngine(Engine):
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         """Send the plan to a worker instead of starting to read."""
-        may_decode = batch.gate.is_set()
+        may_decode = batch.decode_permit.is_set()
         assigned = self._pool.assign(batch.plan, may_decode=may_decode, was_read=partial(self._was_read, batch))
         self._group.create_task(self._assemble(batch, assigned, may_decode))
 
     def _was_read(self, batch: Batch) -> None:
         batch.unread = 0
-        self._buffer.open_gates()
+        self._buffer.grant_permits()
 
     async def _assemble(self, batch: Batch, assigned: AssignedBatch, may_decode: bool) -> None:
         if not may_decode:
-            await batch.gate.wait()
+            await batch.decode_permit.wait()
             assigned.start_decoding()
         assigned.worker.decoding += 1
         try:
@@ -167,7 +167,7 @@ class MultiprocessEngine(Engine):
         """Plan for as many concurrent reads as the workers do."""
         if self._tuner is not None and not self._tuner.reading.given:
             self._tuner.reading.concurrency = self._pool.set_reads(assigned.worker.number, reads)
-            self._concurrency.follow(self._tuner)
+            self._concurrency.apply(self._tuner)
 
     def _take_out(self, borrowed: BorrowedSlot, reply: BatchReady, lease: BufferLease) -> tuple[Any, float]:
         started = time.perf_counter()

@@ -1,6 +1,6 @@
 """The engine in a worker process: it builds batches in slots of the ring and sends them to the trainer.
 
-``WorkerEngine._hand_over`` sends a finished batch; ``MultiprocessEngine._assemble`` receives it (``protocol.py``).
+``WorkerEngine._deliver_batch`` sends a finished batch; ``MultiprocessEngine._assemble`` receives it (``protocol.py``).
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ class PermittedBuffer(ReorderBuffer):
         super().__init__(in_order=False, prefetch_batches=_UNBOUNDED)
         self._send = send
         # Serial numbers: batches that may be decoded and are not planned yet, and those reported as read.
-        self.permitted: set[int] = set()
+        self.may_decode: set[int] = set()
         self.reported: set[int] = set()
 
-    def open_gates(self) -> None:
+    def grant_permits(self) -> None:
         """Let permitted batches be decoded, and report batches whose samples have been read."""
-        for entry in self.line:
+        for entry in self.entries:
             batch: Any = entry
             serial = batch.plan.serial
-            if serial in self.permitted:
-                self.permitted.discard(serial)
-                batch.gate.set()
-                self.opened += 1
-            if self._send is not None and batch.unaccounted and not batch.unread and serial not in self.reported:
+            if serial in self.may_decode:
+                self.may_decode.discard(serial)
+                batch.decode_permit.set()
+                self.permitted += 1
+            if self._send is not None and batch.uncounted and not batch.unread and serial not in self.reported:
                 self.reported.add(serial)
                 self._send(ReadReport(serial), ())
 
@@ -166,14 +166,14 @@ class WorkerEngine(Engine):
     def received(self, message: StartDecoding | ReleaseSlot) -> None:
         """Process a message of the trainer about a batch."""
         if isinstance(message, StartDecoding):
-            self.permits.permitted.add(message.serial)
-            self.permits.open_gates()
+            self.permits.may_decode.add(message.serial)
+            self.permits.grant_permits()
         elif (slot := self._in_use.pop(message.serial, None)) is not None:
             slot.give_back(message.reusable)
 
     def out_of_plans(self) -> None:
         """There is no batch to read, so reads are not what planning waits for."""
-        self._admission.held_by_reads = False
+        self._admission.waited_for_reads = False
 
     async def _plan(self) -> None:
         async for step in self._worker_steps:
@@ -181,7 +181,7 @@ class WorkerEngine(Engine):
             if self._admission.closed:
                 return
 
-    def _hand_over(self, batch: Batch) -> None:
+    def _deliver_batch(self, batch: Batch) -> None:
         """Send a finished batch, or its error, to the trainer."""
         self._budget.release(batch.reserved)
         assert isinstance(batch.plan, WorkerPlan)

@@ -1,4 +1,4 @@
-"""The loaders, one small module each: ``benchmarks.peers.work`` says what an adapter is."""
+"""The adapters, one module per loader; see ``benchmarks.peers.work``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""No loader: threads or processes that only read and decode, each taking the next 16 files when it is done.
+"""Bare threads or processes that only read and decode, 16 files at a time, without batches and labels.
 
-There are no batches and no labels, so this is no adapter: what it gives is a measure.
+This module is no adapter: it gives contenders directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COUNTS = {1: "one", 2: "two"}
 
 
 def contender(kind: str, work: Mapping[str, Any], workers: int = 2) -> Contender:
-    """``kind``: "threads" or "processes"."""
+    """A contender of ``kind`` "threads" or "processes"."""
     options = {key: work[key] for key in ("folder", "side", "decoder")} | {"kind": kind, "workers": workers}
     label = f"{COUNTS[workers]} bare {kind if workers > 1 else kind.rstrip('s')}"
     return Contender(label, bare, options, IMPORTS[str(work["decoder"])])

@@ -1,6 +1,6 @@
 """DALI on the CPU, in two threads: its file reader, ``decoders.image`` and ``resize`` (triangular, antialiased).
 
-The pipeline runs ahead across epochs, as it always does, so that an epoch of it may begin with batches that are ready.
+The pipeline prefetches across epochs, as always, so an epoch may start with batches that are ready.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
     def epoch() -> Batches:
         for first in range(0, count, work.batch):
             pixels, labels = pipe.run()
-            keep = min(work.batch, count - first)  # the last batch is filled up
-            yield channels_first(pixels.as_array()[:keep]), labels.as_array().reshape(-1)[:keep].astype(np.int64)
+            size = min(work.batch, count - first)  # the last batch is padded
+            yield channels_first(pixels.as_array()[:size]), labels.as_array().reshape(-1)[:size].astype(np.int64)
 
     yield epoch

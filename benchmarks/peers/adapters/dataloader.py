@@ -18,7 +18,7 @@ WAYS = ("persistent", "new workers")
 
 
 class Images:
-    """The Dataset: picture and class number."""
+    """A Dataset of pictures and class numbers."""
 
     def __init__(self, work: Work) -> None:
         self._paths, self._targets, self._decode = work.paths, work.targets, work.decode

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.passes import single
 from benchmarks.peers.work import Epoch, Work
+from benchmarks.single_epochs import single_epochs
 
 NAME = "aiofeed"
 NEEDS = ()
@@ -30,11 +30,11 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
     source = aiofeed.ImageFolder(work.folder)
     feeder: Any = aiofeed.Feeder(source, decode=decode, batch_size=work.batch, engine=way)  # type: ignore[arg-type]
     with feeder:
-        one_epoch = single(feeder)
-        yield one_epoch if work.decoder != "linear" else lambda: turned(one_epoch())
+        one_epoch = single_epochs(feeder)
+        yield one_epoch if work.decoder != "linear" else lambda: permuted(one_epoch())
 
 
-def turned(batches: Any) -> Any:
-    """What a decoder of one's own gave as [H, W, 3] stays so in the batch."""
+def permuted(batches: Any) -> Any:
+    """[B, 3, H, W] views of batches of a custom decoder, which are [B, H, W, 3]."""
     for images, labels in batches:
         yield images.permute(0, 3, 1, 2), labels

@@ -1,8 +1,8 @@
 """FFCV: the same pictures as JPEG in its .beton file, read by its own ``Loader`` and decoded by its own libjpeg-turbo
 decoder.
 
-``RandomResizedCropRGBImageDecoder`` of the whole picture: the decoder of its that resizes without cutting, by OpenCV's
-``INTER_AREA``. All files must be of one shape for that. Its compilation by Numba is part of the first batch.
+Uses ``RandomResizedCropRGBImageDecoder`` on the whole picture, which resizes without cropping, with OpenCV's
+``INTER_AREA``; all files must have the same shape for that. Its compilation by Numba counts for the first batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data import QUALITY, made
+from benchmarks.data import QUALITY, generate
 from benchmarks.peers.work import Batches, Epoch, Work, channels_first
 
 NAME = "FFCV"
@@ -22,7 +22,7 @@ WAYS = (".beton",)
 
 
 def prepare(work: Work) -> Path:
-    return made(work.converted / "beton", lambda folder: write(folder, work))
+    return generate(work.converted / "beton", lambda folder: write(folder, work))
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
 
 
 class Pictures:
-    """What its writer reads. It takes pictures and no bytes, so they are encoded anew, at the files' own quality."""
+    """A dataset for FFCV's writer, which takes pictures and encodes them again, with the quality of the files."""
 
     def __init__(self, work: Work) -> None:
         self._paths, self._targets = work.paths, work.targets

@@ -1,7 +1,7 @@
 """Grain: a ``MapDataset`` whose samples are whole batches, decoded and stacked in two of its threads.
 
-Its usual chain, a map over single samples, ``batch`` and ``to_iter_dataset`` with its default of 16 threads, is the
-other way. Grain has no torch in it: the batches are numpy's.
+"per item" is its usual chain: a map over single samples, ``batch`` and ``to_iter_dataset`` with its default of 16
+threads. The batches are numpy arrays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""LitData: its ``StreamingRawDataset`` over the folder of files as it is, in a ``DataLoader`` of two persistent
-workers.
+"""LitData: its ``StreamingRawDataset`` over the folder of files, in a ``DataLoader`` with two persistent workers.
 
-It reads by an event loop of its own, batch-wise; files are decoded in ``collate_fn``, as its documents advise.
+It reads batches with its own event loop; files are decoded in ``collate_fn``, as its documentation recommends.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
     numbers = np.array(work.targets)
 
     class Labelled:
-        """Adds the class number to what it gives."""
+        """Adds the class numbers."""
 
         def __len__(self) -> int:
             return len(dataset)

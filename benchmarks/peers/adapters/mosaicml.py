@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data import made
+from benchmarks.data import generate
 from benchmarks.peers.work import Epoch, Work, channels_first
 
 NAME = "MosaicML"
@@ -20,7 +20,7 @@ WAYS = ("MDS",)
 
 
 def prepare(work: Work) -> Path:
-    return made(work.converted / "mds", lambda folder: write(folder, work))
+    return generate(work.converted / "mds", lambda folder: write(folder, work))
 
 
 @contextmanager

@@ -1,5 +1,7 @@
-"""Imports ``streaming``. That imports torchvision, whose wheel on PyPI is not for a torch without CUDA and then
-stumbles over the operators that it lacks; nothing here uses one, so they are declared where they are missing.
+"""Imports ``streaming``, which imports torchvision.
+
+torchvision's wheel on PyPI fails with a torch without CUDA, because operators are missing. They are not used here, so
+this module declares them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""torchdata.nodes: a sampler's indices batched, whole batches decoded and collated by ``ParallelMapper`` in threads.
+"""torchdata.nodes: batches of indices, each decoded and collated by ``ParallelMapper`` in threads.
 
-The map over single samples that its examples show costs a queue each; by batches is the faster of the two.
+"per item" is the map over single samples of its examples, which uses a queue for each sample and is slower.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
     else:
         batched: Any = Batcher(sampler, work.batch, drop_last=False)
         node = Prefetcher(ParallelMapper(batched, whole, num_workers=work.workers, method="thread"), 2)
-    # Its own Loader begins anew at each iter().
+    # Loader starts a new epoch at each iter().
     batches: Any = Loader(node)
     yield lambda: ((channels_first(images), labels) for images, labels in batches)

@@ -1,7 +1,8 @@
 """SPDL: its ``PipelineBuilder`` with threads.
 
-"by batches": paths aggregated into batches, which two threads decode and stack. "per item": a pipe over single files,
-then ``aggregate``, as its first example has it. "ffmpeg": its own decoder, ``spdl.io.load_image_batch``, two at a time.
+"by batches": paths are aggregated into batches, which two threads decode and stack. "per item": a pipe over single
+files, then ``aggregate``, as in its first example. "ffmpeg": its own decoder, ``spdl.io.load_image_batch``, two at a
+time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
         import spdl.io
 
         paths, labels = zip(*samples, strict=True)
-        # Without its default of keeping the aspect and filling up with black.
+        # Without its default, which keeps the aspect ratio and pads with black.
         scale = spdl.io.get_video_filter_desc(
             scale_width=work.side, scale_height=work.side, scale_mode=None, pix_fmt="rgb24"
         )

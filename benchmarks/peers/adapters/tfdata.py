@@ -1,9 +1,9 @@
-"""tf.data: read, decode and resize as its graph has them, ``batch``, ``prefetch(AUTOTUNE)``.
+"""tf.data: reads, decodes and resizes in its graph, then ``batch``, ``prefetch(AUTOTUNE)``.
 
-Its own decoder whatever the task says: libjpeg-turbo and bilinear ``tf.image.resize``, which does not antialias, then
-rounded to uint8. "AUTOTUNE" lets it choose the parallel calls; "pool of 8" gives it a private thread pool besides,
-which is what its performance guide offers for tuning; "antialiased" asks the resize for that. For "draft" and "turbo"
-it decodes at a quarter ("at 1/4", no less than twice the side for the files there are) or an eighth ("at 1/8").
+Always its own decoder: libjpeg-turbo and bilinear ``tf.image.resize``, which does not antialias, then rounded to uint8.
+"AUTOTUNE" chooses the number of parallel calls; "pool of 8" adds a private thread pool, as its performance guide
+suggests; "antialiased" resizes with antialiasing. For "draft" and "turbo" it decodes at a quarter ("at 1/4", at least
+twice the side for these files) or an eighth ("at 1/8").
 """
 
 from __future__ import annotations

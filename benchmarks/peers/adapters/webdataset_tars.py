@@ -1,6 +1,6 @@
 """WebDataset: the same files in eight tar shards, ``decode`` by a handler for "jpg", batched inside two workers.
 
-Batches are made in the workers and the loader is a ``WebLoader`` with ``batch_size=None``, as its documents advise.
+The workers build the batches; the loader is a ``WebLoader`` with ``batch_size=None``, as its documentation recommends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data import made
+from benchmarks.data import generate
 from benchmarks.peers.work import Epoch, Work, channels_first
 
 NAME = "WebDataset"
@@ -24,7 +24,7 @@ SHARDS = 8
 
 
 def prepare(work: Work) -> Path:
-    return made(work.converted / "tars", lambda folder: write(folder, work))
+    return generate(work.converted / "tars", lambda folder: write(folder, work))
 
 
 @contextmanager
@@ -50,12 +50,12 @@ def loader(work: Work, way: str) -> Iterator[Epoch]:
 
 
 def write(folder: Path, work: Work) -> None:
-    """The shards, by turns of a batch, so that each has as many whole batches as can be."""
-    turn = min(work.batch, -(-len(work.paths) // SHARDS))
-    turns = [range(first, min(first + turn, len(work.paths))) for first in range(0, len(work.paths), turn)]
-    for shard in range(min(SHARDS, len(turns))):
+    """Write the shards, batch by batch in rotation, so that each has as many whole batches as possible."""
+    size = min(work.batch, -(-len(work.paths) // SHARDS))
+    batches = [range(first, min(first + size, len(work.paths))) for first in range(0, len(work.paths), size)]
+    for shard in range(min(SHARDS, len(batches))):
         with tarfile.open(folder / f"{shard:03d}.tar", "w") as tar:
-            for number in (number for these in turns[shard::SHARDS] for number in these):
+            for number in (number for batch in batches[shard::SHARDS] for number in batch):
                 tar.add(work.paths[number], f"{number:08d}.jpg")
                 label = str(work.targets[number]).encode()
                 member = tarfile.TarInfo(f"{number:08d}.cls")

@@ -1,15 +1,14 @@
-"""What does an engine in a process of its own leave to a training loop that is Python, and what does its ring cost?
+"""How much does ``engine="process"`` slow a training loop in Python, and how long does a batch take to arrive?
 
-Two questions. A step that holds the GIL all the time (a loop in Python, 25 ms or so), with JPEGs being decoded beside
-it by one thread, in the trainer's process or in one of its own: its median time against that of the same step with
-nothing beside it, on the cores that are left when the decoder has one; the same beside a bare process that decodes,
-which is what the machine's cores take from each other; and images per second. Then a batch of 10 MB
-from the end of its decoding in the other process to the consumer, who waits for it: all that passes, and what passes
-beyond the time of one copy of it, as the reader of two bare processes (shared memory and a pipe) takes it; the same for
-a worker of ``DataLoader``, and for the two. The engine's batch is handed over as it lies in shared memory, so that for
-it the second may be below zero.
+First, a step that holds the GIL all the time (a loop in Python, about 25 ms) while one thread decodes JPEGs, in the
+training's process or in a worker process: its median time, compared with the same step alone on one core less, and
+with the same step beside a bare process that decodes, which shows how much the cores slow each other; and the images
+per second. Second, the time from the end of a 10 MB batch's decoding in the other process to the waiting consumer:
+in total, and without the time of one copy, as measured by the reader of two bare processes (shared memory and a pipe);
+the same for a worker of ``DataLoader`` and for the two bare processes. The engine delivers the batch in shared memory
+without a copy, so its second figure may be negative.
 
-Targets: a step at most 1.05 of the step alone; hand-over at most 100 microseconds beyond the copy.
+Targets: a step at most 1.05 of the step alone; arrival at most 100 microseconds beyond the copy.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-TITLE = "An engine in a process of its own"
+TITLE = 'engine="process"'
 
 SIZE = 224
 BATCH = 16
@@ -52,7 +51,7 @@ def run(settings: Settings) -> list[Figure]:
         Contender(f'engine="{engine}"', step_beside, {**options, "engine": engine}, imports)
         for engine in ("process", "thread")
     ]
-    bare = Contender("a bare process that decodes", step_beside_bare, options, ("torch",))
+    bare = Contender("a bare decoding process", step_beside_bare, options, ("torch",))
     samples = interleave([alone, bare, *beside], settings)
     step = {label: column(rounds, "step_s") for label, rounds in samples.items()}
     large = {"batches": settings.size(40, 3)}
@@ -61,11 +60,11 @@ def run(settings: Settings) -> list[Figure]:
         Contender("DataLoader, 1 worker", large_batches_of_data_loader, large, ("torch.utils.data",)),
         Contender("two bare processes", two_bare_processes, large, ("numpy",)),
     ]
-    across = interleave(contenders, settings)
-    copy_s = column(across["two bare processes"], "copy_s")
+    transfers = interleave(contenders, settings)
+    copy_s = column(transfers["two bare processes"], "copy_s")
     beyond_us = {
         label: tuple(1e6 * (late - copy) for late, copy in zip(column(rounds, "late_s"), copy_s, strict=True))
-        for label, rounds in across.items()
+        for label, rounds in transfers.items()
     }
     ours = 'engine="process"'
     return [
@@ -75,19 +74,19 @@ def run(settings: Settings) -> list[Figure]:
         Figure('step beside engine="thread" / alone', per(step['engine="thread"'], step["alone"])),
         *[Figure(f"images beside steps: {each.label}", rates(samples[each.label]), "/s") for each in beside],
         *[
-            Figure(f"10 MB handed over, in all: {label}", tuple(1e6 * late for late in column(rounds, "late_s")), "us")
-            for label, rounds in across.items()
+            Figure(f"arrival of 10 MB: {label}", tuple(1e6 * late for late in column(rounds, "late_s")), "us")
+            for label, rounds in transfers.items()
         ],
         *[
-            Figure(f"10 MB handed over, beyond the copy: {label}", us, "us", at_most(100) if label == ours else None)
+            Figure(f"arrival of 10 MB, beyond the copy: {label}", us, "us", at_most(100) if label == ours else None)
             for label, us in beyond_us.items()
         ],
-        Figure("10 MB copied, by the reader of two bare processes", tuple(1e6 * copy for copy in copy_s), "us"),
+        Figure("copy of 10 MB, by the reader of two bare processes", tuple(1e6 * copy for copy in copy_s), "us"),
     ]
 
 
 def step() -> int:
-    """Python, and nothing that lets go of the GIL."""
+    """Python code that never releases the GIL."""
     total = 0
     for number in range(STEP_ROUNDS):
         total += number & 3
@@ -95,20 +94,20 @@ def step() -> int:
 
 
 def median_step(steps: int) -> float:
-    """Seconds of the median step."""
-    taken = []
+    """Median duration of a step in seconds."""
+    times = []
     for _ in range(steps):
         started = time.perf_counter()
         step()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 @contextmanager
 def step_alone(steps: int) -> Iterator[Measure]:
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(before) > 1:
-        os.sched_setaffinity(0, sorted(before)[:-1])  # the decoder would have the last
+        os.sched_setaffinity(0, sorted(before)[:-1])  # leave out one core, as a decoder would use it
     try:
         yield lambda: {"step_s": median_step(steps)}
     finally:
@@ -118,16 +117,16 @@ def step_alone(steps: int) -> Iterator[Measure]:
 
 @contextmanager
 def step_beside_bare(folder: str, steps: int) -> Iterator[Measure]:
-    """What the machine makes of two busy processes: the decoder is one that nobody takes anything from."""
+    """The step beside a process that decodes all the time and sends nothing."""
 
     def measure() -> Mapping[str, float]:
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        # Only for so long: the others have the cores to themselves when it is their turn.
-        decoder = context.Process(target=decode_for_ever, args=(folder, theirs), daemon=True)
+        receiver, sender = context.Pipe()
+        # The process runs during this measurement only, so that the other contenders have all cores.
+        decoder = context.Process(target=decode_forever, args=(folder, sender), daemon=True)
         decoder.start()
         try:
-            ours.recv()
+            receiver.recv()
             return {"step_s": median_step(steps)}
         finally:
             decoder.kill()
@@ -136,14 +135,14 @@ def step_beside_bare(folder: str, steps: int) -> Iterator[Measure]:
     yield measure
 
 
-def decode_for_ever(folder: str, begun: Connection) -> None:
+def decode_forever(folder: str, started: Connection) -> None:
     import aiofeed
 
     decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
     out = np.empty(decode.row.shape, np.uint8)
     paths = [Path(path) for path in files_below(folder)]
     decode.decode_into(paths[0].read_bytes(), out)
-    begun.send(True)
+    started.send(True)
     while True:
         for path in paths:
             decode.decode_into(path.read_bytes(), out)
@@ -159,22 +158,22 @@ def step_beside(folder: str, steps: int, engine: str) -> Iterator[Measure]:
         aiofeed.ImageFolder(folder), decode=decode, batch_size=BATCH, limits=limits, engine=engine
     )
 
-    def passes() -> Iterator[Any]:
+    def endless_batches() -> Iterator[Any]:
         for _ in feeder.epochs(1 << 30):
             yield from feeder
 
     def measure() -> Mapping[str, float]:
-        taken, started = [], time.perf_counter()
+        times, started = [], time.perf_counter()
         for _ in range(steps):
             next(batches)
-            begun = time.perf_counter()
+            step_started = time.perf_counter()
             step()
-            taken.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - step_started)
         wall_s = time.perf_counter() - started
-        return {"step_s": statistics.median(taken), "items": steps * BATCH, "wall_s": wall_s}
+        return {"step_s": statistics.median(times), "items": steps * BATCH, "wall_s": wall_s}
 
     with feeder:
-        batches = passes()
+        batches = endless_batches()
         for _ in range(4):
             next(batches)
         yield measure
@@ -182,7 +181,7 @@ def step_beside(folder: str, steps: int, engine: str) -> Iterator[Measure]:
 
 
 class LargeBatches:
-    """A source without bytes, for a decoder that makes 10 MB of nothing."""
+    """A source without data, for a decoder that generates 10 MB."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -198,7 +197,7 @@ class LargeBatches:
 
 
 class Stamped:
-    """Fills a row with 10 MB and, last of all, the time."""
+    """Fills a row with 10 MB and writes the time into it last."""
 
     takes_seed = False
 
@@ -214,7 +213,7 @@ class Stamped:
 
     def decode_into(self, data: object, out: NDArray[np.int64], seed: int | None = None) -> None:
         out[:] = 1
-        time.sleep(DECODE_S)  # the consumer is waiting by the time it is done
+        time.sleep(DECODE_S)  # so that the consumer waits for the batch
         out[0] = time.perf_counter_ns()
 
 
@@ -224,24 +223,24 @@ def lateness(batch: Any) -> float:
 
 
 def median_lateness(batches: Iterator[Any], count: int) -> dict[str, float]:
-    """How long after their stamps batches come; the median."""
+    """Median time from a batch's stamp to its arrival."""
     return {"late_s": statistics.median(lateness(next(batches)) for _ in range(count))}
 
 
-def write_when_told(memory: Any, told: Connection) -> None:
-    """The other one of two bare processes."""
+def write_on_request(memory: Any, connection: Connection) -> None:
+    """The writer of two bare processes."""
     out, decoder = np.frombuffer(memory, np.int64), Stamped()
-    while told.recv_bytes() == b"go":
+    while connection.recv_bytes() == b"go":
         decoder.decode_into(b"", out)
-        told.send_bytes(b"done")
+        connection.send_bytes(b"done")
 
 
 @contextmanager
 def two_bare_processes(batches: int) -> Iterator[Measure]:
     context = multiprocessing.get_context("spawn")
     memory = context.RawArray("b", LARGE_BYTES)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=write_when_told, args=(memory, theirs), daemon=True)
+    reader, writer = context.Pipe()
+    process = context.Process(target=write_on_request, args=(memory, writer), daemon=True)
     process.start()
     shared = np.frombuffer(memory, np.int64)
     private = np.zeros_like(shared)
@@ -249,8 +248,8 @@ def two_bare_processes(batches: int) -> Iterator[Measure]:
     def measure() -> Mapping[str, float]:
         late, copying = [], []
         for _ in range(batches):
-            ours.send_bytes(b"go")
-            ours.recv_bytes()
+            reader.send_bytes(b"go")
+            reader.recv_bytes()
             started = time.perf_counter()
             np.copyto(private, shared)
             copying.append(time.perf_counter() - started)
@@ -259,7 +258,7 @@ def two_bare_processes(batches: int) -> Iterator[Measure]:
 
     measure()
     yield measure
-    ours.send_bytes(b"stop")
+    reader.send_bytes(b"stop")
     process.join()
 
 
@@ -277,7 +276,7 @@ def large_batches(batches: int) -> Iterator[Measure]:
 
 
 class LargeDataset:
-    """The same, as a Dataset."""
+    """A Dataset with the same batches."""
 
     def __len__(self) -> int:
         return 1 << 30
@@ -294,7 +293,7 @@ class LargeDataset:
 def large_batches_of_data_loader(batches: int) -> Iterator[Measure]:
     from torch.utils.data import DataLoader
 
-    # Without collation, which would copy once more; one batch ahead, as above.
+    # Without collation, which would copy once more; prefetches one batch, like the feeder.
     loader: Any = DataLoader(
         LargeDataset(),  # type: ignore[arg-type]
         batch_size=None,

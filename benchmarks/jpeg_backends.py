@@ -1,11 +1,11 @@
-"""What do the faster decoders bring for JPEGs, small and large: simplejpeg, and the library that is built with aiofeed?
+"""How much faster are the backends "turbo" (simplejpeg) and "native" (aiofeed's library) for JPEGs, small and large?
 
 JPEG files of four sizes, batch 64, in the page cache, epochs after the first, through a feeder of two decode threads:
-``DecodeImage(backend="pillow")`` against "turbo" (simplejpeg, an exact picture at a time) and "native" (a chunk in one
-call that does not hold the GIL), which is also asked for one picture at a time. Two bare processes only read and decode
-with "native", each taking the next 16 files; two bare threads do with Pillow, at full scale, and so does a
-``DataLoader(num_workers=2, persistent_workers=True)``. Random crops show what is saved where part of a picture is
-decoded. Last, how close the pictures of "native" are to those of Pillow at full scale; the worst counts.
+``DecodeImage(backend="pillow")``, "turbo" (one exact picture at a time) and "native" (a chunk in one call that does not
+hold the GIL), the last also one picture at a time. Two bare processes only read and decode with "native", 16 files at a
+time; two bare threads use Pillow at full scale, and so does a ``DataLoader(num_workers=2, persistent_workers=True)``.
+Random crops show the gain from decoding only a part of each picture. The last figure is the worst PSNR of "native"
+against Pillow at full scale.
 
 Targets: 64x64 at least 1.3 times Pillow and 0.65 of two bare processes; 500x400 at least 1.4 times two bare threads
 with Pillow and 0.95 of two bare processes; 3000x2000 at least 5 times ``DataLoader`` and 0.95 of two bare processes;
@@ -23,15 +23,15 @@ from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_least, cpu_us_per_item, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
 from benchmarks.jpeg import PIECE, bare_threads, counted, data_loader, forked
-from benchmarks.passes import single
+from benchmarks.single_epochs import single_epochs
 
-TITLE = "JPEGs by faster decoders, batch 64, second epoch"
+TITLE = "Backends for JPEGs, batch 64, second epoch"
 
 BATCH = 64
 THREADS = 2
 
 SIZES = ((64, 64, 64, 6000), (224, 224, 224, 1024), (500, 400, 224, 512), (3000, 2000, 224, 64))
-"""Width, height, the side that is asked for, files."""
+"""Width, height, side of the result, number of files."""
 
 _IMPORTS = ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage")
 _TARGETS = {
@@ -71,27 +71,28 @@ def run(settings: Settings) -> list[Figure]:
 
 def _contenders(folder: str, width: int, side: int) -> list[Contender]:
     files = {"folder": folder, "side": side}
-    # Where one is not there it is left out.
+    # Backends that are not installed are left out.
     backends = ["pillow", *(["turbo"] if find_spec("simplejpeg") else []), *(["native"] if has_native() else [])]
-    found = [Contender(name, aiofeed_feeder, {**files, "backend": name}, _IMPORTS) for name in backends]
+    contenders = [Contender(name, aiofeed_feeder, {**files, "backend": name}, _IMPORTS) for name in backends]
     if "native" in backends:
-        alone = {**files, "backend": "native", "many": False}
-        found.append(Contender("native, one by one", aiofeed_feeder, alone, _IMPORTS))
-        found.append(Contender("two bare processes", bare_native_processes, files, ("numpy",)))
+        one_by_one = {**files, "backend": "native", "many": False}
+        contenders.append(Contender("native, one by one", aiofeed_feeder, one_by_one, _IMPORTS))
+        contenders.append(Contender("two bare processes", bare_native_processes, files, ("numpy",)))
         if width == 500:
             for name in ("pillow", "native"):
                 crops = {**files, "backend": name, "crop": "random"}
-                found.append(Contender(f"{name}, random crops", aiofeed_feeder, crops, _IMPORTS))
+                contenders.append(Contender(f"{name}, random crops", aiofeed_feeder, crops, _IMPORTS))
     if width == 500:
-        found.append(Contender("two bare threads, Pillow", bare_threads, {"folder": folder}, ("numpy", "PIL.Image")))
+        bare = Contender("two bare threads, Pillow", bare_threads, {"folder": folder}, ("numpy", "PIL.Image"))
+        contenders.append(bare)
     if width == 3000:
         imports = ("torch.utils.data", "numpy", "PIL.Image")
-        found.append(Contender("DataLoader, Pillow", data_loader, {"folder": folder}, imports))
-    return found
+        contenders.append(Contender("DataLoader, Pillow", data_loader, {"folder": folder}, imports))
+    return contenders
 
 
 def has_native() -> bool:
-    """Whether the library was built."""
+    """Whether the native library was built."""
     from aiofeed.decoders.native_jpeg import native_decoder
 
     return native_decoder() is not None
@@ -110,7 +111,7 @@ def aiofeed_feeder(
         decode = OneByOne(decode)
     limits = aiofeed.Limits(decode_threads=threads)
     with aiofeed.Feeder(source, decode=decode, batch_size=BATCH, limits=limits) as feeder:
-        one_epoch = single(feeder)
+        one_epoch = single_epochs(feeder)
 
         def epoch() -> Mapping[str, float]:
             return counted(one_epoch(), len(source))
@@ -120,7 +121,7 @@ def aiofeed_feeder(
 
 
 class OneByOne:
-    """A decoder without its way to decode many at once."""
+    """A decoder without ``decode_many_into``."""
 
     def __init__(self, decoder: Any) -> None:
         self.row, self.takes_seed, self.decode_into = decoder.row, decoder.takes_seed, decoder.decode_into
@@ -131,7 +132,7 @@ class OneByOne:
 
 
 def bare_native_processes(folder: str, side: int) -> AbstractContextManager[Measure]:
-    """Processes, forked beforehand, that read and decode into 64 rows, over and over; no batches, no labels."""
+    """Processes, forked beforehand, that read and decode into the same 64 rows, without batches and labels."""
     return forked(folder, bare_worker, (side,), THREADS)
 
 
@@ -154,18 +155,19 @@ def bare_worker(todo: Any, done: Any, side: int) -> None:
 
 
 def worst_psnr(folder: str, side: int, most: int = 64) -> float:
-    """The lowest PSNR of pictures by "native", at the scale that it takes, against Pillow's at full scale."""
+    """The lowest PSNR of pictures of "native", at the scale that it selects, against Pillow's at full scale."""
     import numpy as np
 
     from aiofeed import DecodeImage
 
-    ours, exact = DecodeImage((side, side), backend="native"), DecodeImage((side, side), scaled=False, backend="pillow")
+    native = DecodeImage((side, side), backend="native")
+    exact = DecodeImage((side, side), scaled=False, backend="pillow")
     pictures = np.empty((2, side, side, 3), np.uint8)
     worst = float("inf")
     for path in files_below(folder)[:most]:
         with open(path, "rb") as file:
             data = file.read()
-        for decoder, out in zip((ours, exact), pictures, strict=True):
+        for decoder, out in zip((native, exact), pictures, strict=True):
             decoder.decode_into(data, out)
         error = float(np.mean((pictures[0].astype(np.float64) - pictures[1]) ** 2))
         worst = min(worst, 10 * float(np.log10(255**2 / error)) if error else worst)

@@ -12,7 +12,7 @@ import psutil
 
 
 def tree_cpu_s() -> float:
-    """User and system time of this process and its descendants, those included that have ended and were waited for."""
+    """User and system time of this process and its descendants, including those that have ended."""
     waited_for = resource.getrusage(resource.RUSAGE_CHILDREN)
     living = sum(map(_cpu_s, psutil.Process().children(recursive=True)))
     return time.process_time() + waited_for.ru_utime + waited_for.ru_stime + living
@@ -21,7 +21,7 @@ def tree_cpu_s() -> float:
 def _cpu_s(process: psutil.Process) -> float:
     try:
         if sys.platform == "linux":
-            # The clock of another process, as clock_getcpuclockid(3) has it: nanoseconds, where /proc has hundredths.
+            # The clock id of another process, see clock_getcpuclockid(3): in nanoseconds; /proc has hundredths.
             return time.clock_gettime((~process.pid << 3) | 2)
         times = process.cpu_times()
         return times.user + times.system
@@ -34,10 +34,10 @@ class Memory:
     """Memory in bytes.
 
     Args:
-        total: ``unmapped``, and the pages of files (libraries, mostly): as many as the process with the most of them
-            has, since the others of its tree map the same. Not the PSS of files, which rises whenever any other program
-            that maps them ends. RSS where the system does not tell.
-        unmapped: of it what is not pages of files; a page that n processes share counts 1/n in each.
+        total: ``unmapped`` plus mapped files (libraries, mostly): those of the process with the most of them, since the
+            other processes of the tree map the same ones. PSS of files is not used: it rises whenever another program
+            that maps them ends. RSS if the system does not report the parts.
+        unmapped: memory without mapped files; a page that n processes share counts 1/n in each.
     """
 
     total: int
@@ -55,11 +55,11 @@ def tree_memory(pid: int) -> Memory:
     """Memory of a process and its descendants."""
     try:
         root = psutil.Process(pid)
-        found = [_memory(process) for process in (root, *root.children(recursive=True))]
+        parts = [_memory(process) for process in (root, *root.children(recursive=True))]
     except psutil.NoSuchProcess:
         return Memory(0, 0)
-    unmapped = sum(memory.unmapped for memory in found)
-    return Memory(unmapped + max(memory.total - memory.unmapped for memory in found), unmapped)
+    unmapped = sum(memory.unmapped for memory in parts)
+    return Memory(unmapped + max(memory.total - memory.unmapped for memory in parts), unmapped)
 
 
 def _memory(process: psutil.Process) -> Memory:
@@ -77,6 +77,6 @@ def _memory(process: psutil.Process) -> Memory:
 
 
 def _sizes(path: str) -> dict[str, int]:
-    """The lines of a file of /proc that give kibibytes, in bytes."""
+    """The lines of a file in /proc that are in kB, in bytes."""
     lines = [line.split() for line in Path(path).read_text().splitlines()]
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[2:] == ["kB"]}

@@ -1,4 +1,4 @@
-"""Benchmarks in processes of their own, each with a share of the time: one that hangs is ended, and the next begins."""
+"""Runs each benchmark in its own process with a share of the time; ends a process that hangs."""
 
 from __future__ import annotations
 
@@ -20,49 +20,50 @@ from benchmarks.gpu.results import Part, from_json
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 LEAST_S = 15.0
-"""A part that would have less is left out."""
+"""A part that would get less time is left out."""
 RESERVE = 0.25
-"""Of a part's time, kept for the end of its last round: what still runs when it is over hangs."""
+"""Share of a part's time for the end of its last round; a part that runs longer than its time hangs."""
 
 Run = Callable[[Task, float], Part]
 
 
-def each(
+def run_all(
     names: Sequence[str],
-    task_of: Callable[[str, float, str], Task],
+    new_task: Callable[[str, float, str], Task],
     limit_s: float,
     *,
     run: Run | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Part]:
-    """The parts, as they come.
+    """Run the benchmarks; yields each part when it ends.
 
     Args:
-        names: of the benchmarks.
-        task_of: makes the task of a name, of the seconds after which no round should end, and of the result's file.
-        limit_s: of all together.
-        run: runs a task in at most so many seconds.
-        clock: seconds.
+        names: names of the benchmarks.
+        new_task: creates the task of a name, with the seconds within which all rounds should end, and the result's
+            file.
+        limit_s: time limit of all parts together.
+        run: runs a task within a number of seconds.
+        clock: time in seconds.
     """
-    run = run or apart
+    run = run or run_in_process
     ends = clock() + limit_s
     with tempfile.TemporaryDirectory(prefix="aiofeed-benchmarks-gpu-") as folder:
         for number, name in enumerate(names):
             part_s = share(ends - clock(), len(names) - number)
             if part_s < LEAST_S:
-                yield Part(name, title_of(name), failed=f"left out: the {limit_s:.0f} s of all parts were up")
+                yield Part(name, title_of(name), failed=f"left out: the {limit_s:.0f} s of all parts are over")
                 continue
-            yield run(task_of(name, part_s * (1 - RESERVE), str(Path(folder) / f"{name}.json")), part_s)
+            yield run(new_task(name, part_s * (1 - RESERVE), str(Path(folder) / f"{name}.json")), part_s)
 
 
 def share(left_s: float, parts: int) -> float:
-    """What the next of so many parts may take: twice its share, since most need less; the last, all that is left."""
+    """Time of the next of ``parts`` parts: twice an equal share, since most need less; the last part gets the rest."""
     return min(left_s, 2 * left_s / (parts + 1))
 
 
-def apart(task: Task, limit_s: float) -> Part:
-    """Do a task in a process of its own, which is ended with all that it started when its time is up."""
-    began = time.monotonic()
+def run_in_process(task: Task, limit_s: float) -> Part:
+    """Run a task in a new process; after ``limit_s`` that process and all its children are killed."""
+    started = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu.part", json.dumps(asdict(task))], cwd=PROJECT, process_group=0
     )
@@ -76,13 +77,14 @@ def apart(task: Task, limit_s: float) -> Part:
         end(process)
     try:
         [part] = from_json(Path(task.result).read_text())
-    except (OSError, ValueError):  # nothing, or the half of it
-        return Part(task.name, title_of(task.name), failed=reason, took_s=time.monotonic() - began, real=not task.quick)
+    except (OSError, ValueError):  # no result, or an incomplete one
+        duration_s = time.monotonic() - started
+        return Part(task.name, title_of(task.name), failed=reason, duration_s=duration_s, real=not task.quick)
     return part
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process's group: workers that it leaves behind keep the device's memory."""
+    """Kill a process's group, since leftover workers would keep the device's memory."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -91,9 +93,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def title_of(name: str) -> str:
-    """A benchmark's title; its name where its module cannot even be imported."""
+    """A benchmark's title, or its name if its module cannot be imported."""
     try:
         title: str = import_module(f"benchmarks.gpu.{name}").TITLE
-    except Exception:  # noqa: BLE001 - whatever is missing is what the part failed of
+    except Exception:  # noqa: BLE001 - the part reports the same error
         return name
     return title
