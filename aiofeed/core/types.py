@@ -42,13 +42,17 @@ class Source(Protocol[EncodedT_co]):
     ``target(index)``
         the label; a sample is then ``(decoded, target)``. Called in a decode thread.
     ``async read_many(indices) -> list``
-        several samples at once; an entry may be an ``Exception``, which is then that sample's alone.
+        several samples at once; an entry may be an ``Exception``, which is then that sample's alone. If it exists, it
+        replaces ``read``, which is called only where ``read_many`` raises or a sample is read again.
     ``async open()`` / ``async aclose()``
         called once before the first read and once after the last, on the engine's loop.
     ``answers_at_once`` and ``read_now(indices) -> list``
-        while the first is true, small samples may be read by the second, in the thread that decodes them.
+        while the first is true, small samples may be read by the second, in the thread that decodes them; it then
+        replaces ``read`` and ``read_many``.
     ``fingerprint() -> str``
         what identifies the data when a saved state is loaded.
+
+    A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has.
 
     All coroutines run on the engine's own event loop, never on the caller's.
     """
@@ -112,8 +116,8 @@ class RowDecoder(Protocol):
 
     It may also have ``decode_many_into(data, out, seeds)``, which decodes N samples into N rows and returns, for each,
     an exception or ``None``; ``seeds`` is ``None`` where none are taken. A chunk is then one call, unless there is a
-    limit on the time of a sample. Where it raises, or a subclass has overridden ``decode_into`` alone, samples are
-    decoded one by one.
+    limit on the time of a sample. Where it raises, samples are decoded one by one. A subclass that overrides
+    ``decode_into`` overrides ``decode_many_into``, too.
     """
 
     @property

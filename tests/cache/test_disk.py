@@ -138,9 +138,9 @@ def test_a_file_of_something_else_is_refused_and_stays(path: Path) -> None:
     changed(path, "samples: 40 in the file, 41 here", n=41)
     changed(path, "decoder: .*block .* in the file, .*other .* here", decode=other)
     path.write_bytes(b"precious")
-    changed(path, "is no cache")
+    changed(path, "is not a cache")
     path.write_bytes(bytes(100))
-    changed(path, "is no cache")
+    changed(path, "is not a cache")
 
 
 def test_another_version_a_damaged_header_and_a_short_file_are_refused(
@@ -158,11 +158,11 @@ def test_another_version_a_damaged_header_and_a_short_file_are_refused(
         changed(path, "header .* is damaged: delete")
     for size in (len(whole) - 1, len(whole) // 2, 4097, 300):
         path.write_bytes(whole[:size])
-        changed(path, "cut short|damaged")
+        changed(path, "truncated|damaged")
 
 
 def test_paths_that_cannot_be_are_told(path: Path) -> None:
-    for bad, message in ((path / "none/x", "cannot be made.*there is no folder"), (path.parent, "folder")):
+    for bad, message in ((path / "none/x", "cannot be created.*there is no folder"), (path.parent, "folder")):
         with pytest.raises(CacheError, match=message):
             run(bad)
     with pytest.raises(CacheError, match="no cache"):
@@ -218,7 +218,7 @@ def test_max_bytes_keeps_the_first_that_are_met(path: Path) -> None:
     assert path.stat().st_size <= 8192 + 800 * 10
     assert set(run(path).reads) == set(range(10, 40))
     path.unlink()
-    with pytest.raises(CacheError, match=r"no room for a single sample: that takes .*, all of them"):
+    with pytest.raises(CacheError, match=r"no room for a single sample: one takes .*, all of them"):
         run(path, max_bytes=100)
 
 

@@ -28,8 +28,8 @@ from aiofeed import CacheError, DiskCache, FailurePolicy, Feeder, FromDataset, I
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import CacheFile
 from aiofeed.cache.fingerprint import dataset_identity
-from aiofeed.cache.item_codec import item_layout, restored, written
-from aiofeed.engine.fetch import shared_items as shared
+from aiofeed.cache.item_codec import deserialized, item_layout, serialized
+from aiofeed.engine.fetch import cached
 from aiofeed.testing import SimulatedDevice
 from tests.cache.test_item_codec import ITEMS, UNLIKE, Items, Many, Pair, described, flat
 from tests.support.epochs_beside import same_after
@@ -268,10 +268,10 @@ def test_feeders_of_one_process_share_the_work(path: Path) -> None:
 
 
 @pytest.mark.parametrize("item", NAMES)
-def test_a_form_comes_back_as_it_was_written(item: str) -> None:
-    layout = written(item_layout(ITEMS[item](1)))
-    blank = written(item_layout(ITEMS[item](2)))
-    again = restored(blank)
+def test_a_form_comes_back_as_it_was_serialized(item: str) -> None:
+    layout = serialized(item_layout(ITEMS[item](1)))
+    blank = serialized(item_layout(ITEMS[item](2)))
+    again = deserialized(blank)
     assert again is not None
     assert again == layout
     assert again.parts == layout.parts
@@ -292,7 +292,7 @@ def test_forms_that_differ_are_told_apart() -> None:
     items += [{1: 1}, {1.0: 1}, {True: 1}, {"1": 1}, {(1, "x"): 1}, 1, 1.0, True, np.int64(1), np.array(1)]
     items += [torch.tensor(1), torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int16)]
     items += [np.zeros((2, 3)), np.zeros((3, 2)), (1, (2,)), ((1, 2),), namedtuple("Pair", "image name")(1, 2)]
-    forms = [written(item_layout(item)).form for item in items]
+    forms = [serialized(item_layout(item)).form for item in items]
     assert len(set(forms)) == len(forms)
 
 
@@ -314,11 +314,11 @@ def test_a_namedtuple_whose_class_is_not_loaded_is_learnt_from_an_item(path: Pat
 @pytest.mark.parametrize(
     "form", ["", "[]", '["odd"]', '["array", "f9", [2]]', '["dict", [["(", ["number", "int"]]]]', "7"]
 )
-def test_a_form_that_is_none_of_ours_is_not_restored(form: str) -> None:
+def test_a_form_that_is_none_of_ours_is_not_deserialized(form: str) -> None:
     """Nor one of another size: an item tells, and what differs is refused then."""
-    layout = written(item_layout((1, 2)))
-    assert restored(replace(layout, form=form)) is None
-    assert restored(replace(layout, shape=(24,))) is None
+    layout = serialized(item_layout((1, 2)))
+    assert deserialized(replace(layout, form=form)) is None
+    assert deserialized(replace(layout, shape=(24,))) is None
 
 
 @pytest.mark.parametrize("case", range(len(UNLIKE)))
@@ -337,14 +337,14 @@ def test_items_that_differ(path: Path, case: int) -> None:
         ("text", r"item is a str, 'text'"),
         ((1, b"text"), r"item\[1\] is a bytes, b'text'"),
         (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
-        ({"a": {frozenset({1}): 1}}, r"item\['a'\] has the key frozenset\(\{1\}\), where a file can name texts"),
+        ({"a": {frozenset({1}): 1}}, r"item\['a'\] has the key frozenset\(\{1\}\); a file can name strings"),
         ({float("nan"): 1}, "item has the key nan"),
         ((), "no elements: it is a tuple of 0"),
     ],
 )
 def test_what_cannot_be_kept(path: Path, odd: Any, message: str) -> None:
     """An error at the first item, which names it and the way out; the path can be used for something else."""
-    with pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be kept: .*" + message + ".*leave cache="):
+    with pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message + ".*leave cache="):
         run(Items(12, lambda _: odd), path)
     assert run(Items(12), path) == streamed(Items(12))
 
@@ -385,7 +385,7 @@ def test_a_file_of_another_dataset_is_refused_with_the_difference(path: Path) ->
     refused(
         Items(item="int"),
         path,
-        r"form of a sample: \(tensor uint8 \[3, 4, 2\], int\) in the file, .*and item is a int, 0",
+        r"layout of a sample: \(tensor uint8 \[3, 4, 2\], int\) in the file; here item is a int, 0",
     )
     path.unlink()
     run(Scaled(2), path)
@@ -413,7 +413,7 @@ def test_whoever_answers_for_the_items_may_use_the_file(path: Path) -> None:
     with pytest.raises(CacheError) as error:
         run(Other(), path)
     [told] = [part for part in str(error.value).split("'") if part.startswith("Items ")]
-    assert f"FromDataset(dataset, fingerprint={told!r}) says so" in str(error.value)
+    assert f"FromDataset(dataset, fingerprint={told!r})" in str(error.value)
     dataset = Other()
     assert run(FromDataset(dataset, fingerprint=told), path) == streamed(Items())
     assert dataset.reads == Counter()
@@ -428,7 +428,7 @@ def test_items_of_other_data_are_told_of(path: Path, where: str, caplog: pytest.
     with caplog.at_level(logging.WARNING, "aiofeed"):
         assert run(dataset, path, 2, sampler=order) == streamed(Items(), 2, sampler=order)
     assert dataset.reads == Counter([int(where[5:])])
-    assert caplog.text.count(f"another Items[{where[5:]}] than the Dataset gives now") == 1
+    assert caplog.text.count(f"another Items[{where[5:]}] than the Dataset returns now") == 1
     caplog.clear()
     dataset = Items(bad=frozenset(range(22)))  # its data may be gone
     assert run(dataset, path) == streamed(Items())
@@ -498,7 +498,7 @@ def test_a_write_that_fails_does_not_end_the_training(
 
 def test_a_path_that_cannot_be_is_told_before_an_item_is_made(path: Path) -> None:
     dataset = Items()
-    with pytest.raises(CacheError, match="cannot be made"):
+    with pytest.raises(CacheError, match="cannot be created"):
         run(dataset, path / "none")
     assert dataset.reads == Counter()
 
@@ -633,8 +633,8 @@ def test_a_process_that_hangs_at_an_item_holds_nobody_up_for_good(path: Path, mo
     hanging = CacheFile(str(path))
     hanging.describe()
     assert hanging.claim(5)
-    monkeypatch.setattr(shared, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(shared, "PATIENCE_ITEMS", 0)
+    monkeypatch.setattr(cached, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cached, "PATIENCE_ITEMS", 0)
     dataset = Items()
     assert run(named_like(dataset), path) == streamed(Items())
     assert dataset.reads == Counter([5, 6])

@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_decoded_again_and_told_once(caplog: pytest.LogCapt
     expected = epochs(Feeder(Numbers(), decode=tensor, batch_size=4), 3)
     assert epochs(Feeder(source, decode=tensor, batch_size=4, cache=cache, limits=limits), 3) == expected
     assert [index for index in range(22) if source.reads[index] == 1] == list(range(7))
-    assert [record.getMessage()[:40] for record in caplog.records] == ["the cache keeps 7 of 22 samples: all nee"]
+    assert [record.getMessage()[:40] for record in caplog.records] == ["the cache has room for 7 of 22 samples: "]
 
 
 def test_host_takes_half_of_what_is_free_for_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

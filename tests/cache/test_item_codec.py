@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import CacheError, DeviceCopyError, FailurePolicy, Feeder, FromDataset, HostCache, Limits
-from aiofeed.cache.item_codec import item_layout, parts_of
-from aiofeed.cache.layout import ItemLayout
+from aiofeed.cache.item_codec import item_layout, item_parts
 from aiofeed.cache.resident import HostRows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.feeder.pipeline import StreamingPipeline
@@ -309,7 +308,7 @@ def test_items_that_all_fail_at_first(kind: str | None, caplog: pytest.LogCaptur
     )
     with feeder, caplog.at_level(logging.WARNING, "aiofeed"):
         list(feeder)
-        assert "first 8 items" in caplog.text
+        assert "first 8 samples" in caplog.text
         dataset.bad = frozenset()
         plain = [flat(batch) for batch in Feeder(Items(22), batch_size=4)]
         for _ in range(3):
@@ -401,25 +400,22 @@ def test_random_items_that_come_again_are_whole(kind: str | None, cache: Any, th
             assert not epoch or threads > 1 or seen == {index: {row} for index, row in first.items()}
 
 
-def test_an_item_that_two_threads_keep_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_that_two_threads_keep_is_whole() -> None:
     """One that comes while another is written changes nothing of it."""
     store = HostRows(2, 1, lambda: 1 << 20)
     layout = item_layout((1, 2))
-    store.begin(layout)
-    one, other = (layout.pack(parts_of(item, layout)) for item in ((1, 1), (2, 2)))
-    pieces = ItemLayout.pieces
+    store.open(layout)
+    one, other = (item_parts(item, layout) for item in ((1, 1), (2, 2)))
 
-    def interrupted(self: ItemLayout, row: Any) -> Any:
-        first, second = pieces(self, row)
-        yield first
-        if row is one:
+    class Interrupted(list[Any]):
+        def __iter__(self) -> Any:
+            yield self[0]
             store.put(0, other)
-        yield second
+            yield self[1]
 
-    monkeypatch.setattr(ItemLayout, "pieces", interrupted)
-    store.put(0, one)
+    store.put(0, Interrupted(one))
     assert store.has(np.array([0])).all()
-    assert store.row(0).tobytes() == one.tobytes()
+    assert [part.item() for part in store.parts(0)] == [1, 1]
 
 
 @pytest.mark.parametrize("at", range(1, 14))
@@ -539,7 +535,7 @@ def test_items_that_differ(kind: str | None, cache: Any, case: int) -> None:
 def test_what_cannot_be_kept(kind: str | None, cache: Any, odd: Any, message: str) -> None:
     """An error before the first batch, which names the item and what it has."""
     feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache, device=device_of(kind))
-    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be kept: .*" + message):
+    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
         next(iter(feeder))
 
 
@@ -552,7 +548,7 @@ def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: A
     with pytest.raises(CacheError, match=figures) as error:
         next(iter(feeder))
     assert str(error.value).endswith(
-        'beside them; cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
+        'beside them; cache="host" caches as many as fit into host memory, and DiskCache(path) caches them in a file'
     )
     feeder.close()
     assert backend.allocated_bytes == 0

@@ -344,12 +344,16 @@ def test_a_feeder_decodes_chunks_and_names_who_failed(tmp_path, left):
         )
 
 
-def test_a_subclass_that_decodes_in_its_own_way_is_asked_one_by_one(tmp_path):
-    """``decode_into`` overridden: what it writes counts, not what is inherited for many."""
+def test_decode_many_into_replaces_decode_into(tmp_path):
+    """A chunk is decoded by ``decode_many_into``, and ``decode_into`` is not called."""
 
     class Sevens(DecodeImage):
         def decode_into(self, data, out, seed=None):
+            raise AssertionError
+
+        def decode_many_into(self, data, out, seeds=None):
             out[...] = 7
+            return [None] * len(data)
 
     for n in range(3):
         (tmp_path / f"{n}.jpg").write_bytes(jpeg(picture(40, 30)))

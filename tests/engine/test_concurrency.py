@@ -304,13 +304,13 @@ def test_a_chunk_of_large_samples_is_small() -> None:
     """What is read is decoded before it has left every cache: 16 MiB of it, or one sample."""
     pace = ChunkSizer()
     pace.observe(0.001, 1, 0.001)
-    pace.weigh(8 * 100_000, 8)
+    pace.observe_bytes(8 * 100_000, 8)
     assert pace.chunk_size(64, 2) == 32
     for _ in range(100):
-        pace.weigh(8 * 8_000_000, 8)
+        pace.observe_bytes(8 * 8_000_000, 8)
     assert pace.chunk_size(64, 2) == 2
     for _ in range(100):
-        pace.weigh(2 * 40_000_000, 2)
+        pace.observe_bytes(2 * 40_000_000, 2)
     assert pace.chunk_size(64, 2) == 1
 
 

@@ -1,172 +1,129 @@
-"""A ``Dataset``'s items: nothing to read on the loop, reading and decoding are one."""
+"""Fetcher of a ``Dataset``: the decode job requests the items."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import ChunkOutcome, ChunkSizer
+from aiofeed.engine.fetch.fetcher import Chunk, Fetcher, Place
 from aiofeed.engine.fetch.user_errors import read_error
 from aiofeed.runtime.retry import retry_blocking
-from aiofeed.runtime.time_limits import AbandonedError, JobControl, JobDeadline
+from aiofeed.runtime.time_limits import AbandonedError
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import Call
 
-Put: TypeAlias = Callable[[int, Any], None]
-"""What stores an item at a position of its batch."""
 
-
-class DatasetFetcher:
-    """Samples from a map-style ``Dataset``: nothing to read on the loop, everything in the executor.
+class DatasetFetcher(Fetcher):
+    """Fetches samples from a map-style ``Dataset``.
 
     Args:
-        source: the dataset.
-        policy: retries, time limits, and whether a chunk goes on after an item that fails.
+        source: The dataset.
+        policy: Retries, time limits, and whether the first failure ends a chunk.
     """
 
-    has_targets = False
-
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None) -> None:
+        super().__init__(policy or FailurePolicy())
         self._source = source
-        self._policy = policy or FailurePolicy()
-        self._pace = ChunkSizer()
-        limits = (self._policy.read_timeout_s, self._policy.decode_timeout_s)
-        self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
+        self.takes_groups = hasattr(source.dataset, "__getitems__")
+        limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
+        self.limit_s = sum(limit or 0.0 for limit in limits) or None
 
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """The whole batch where one thread does it all, as ``__getitems__`` expects."""
+        """The whole batch for a single thread, as ``__getitems__`` expects; otherwise by the time that items take."""
         threads = limits.decode_threads
-        return samples if threads == 1 else self._pace.chunk_size(samples, threads)
+        return samples if threads == 1 else self._sizer.chunk_size(samples, threads)
 
     def key(self, index: int) -> str:
         """The dataset's name and the index."""
         return self._source.key(index)
 
-    def max_running(self, threads: int) -> int:
-        """All of them: whoever said so many knows the dataset."""
-        return threads
-
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Nothing: a Dataset's items are made in a decode thread."""
+        """Placeholders: the decode job requests the items."""
         return ReadResult([None] * len(indices), waited=False)
 
-    def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
-    ) -> ChunkOutcome:
-        """Get the items and store them."""
-        return self._get_items(plan, range(start, start + len(encoded)), builder.put, watch)
+    def decode_chunk(self, chunk: Chunk) -> None:
+        """Request a chunk's items and put them into the batch."""
+        self.decode_with(chunk, chunk.builder.put if chunk.control.guard is None else chunk.commit_sample)
 
-    def _get_items(
-        self,
-        plan: BatchPlan,
-        positions: Sequence[int],
-        put: Put,
-        watch: JobControl,
-        outcome: ChunkOutcome | None = None,
-    ) -> ChunkOutcome:
-        """Get items and store them; ``outcome`` is what came of those before, and is gone on with."""
-        if outcome is None:
-            outcome = ChunkOutcome()
-            if watch.guard is not None:
-                watch.guard.outcome = outcome
+    def decode_with(self, chunk: Chunk, place: Place) -> None:
+        """Call ``place`` for each position and item of a chunk."""
+        outcome, first = chunk.outcome, chunk.positions[0]
         retries = outcome.retries
         try:
-            with Call(self._source, plan.indices[positions[0]], stop=watch.stop, limit_s=self.limit_s) as call:
+            with Call(self._source, chunk.plan.indices[first], stop=chunk.control.stop, limit_s=self.limit_s) as call:
                 started = time.perf_counter()
-                self._ask(plan, positions, put, watch, outcome, call)
-        except FeedError as error:  # it could not be called
-            outcome.errors.append((positions[0], error))
-            return outcome
-        took_s = time.perf_counter() - started
-        outcome.decode_s += took_s
-        if outcome.retries == retries:
-            self._pace.observe(took_s, len(positions))
-        return outcome
-
-    def _ask(
-        self, plan: BatchPlan, positions: Sequence[int], put: Put, watch: JobControl, outcome: ChunkOutcome, call: Call
-    ) -> None:
-        # A limit on the time of one item is kept by asking for one at a time.
-        many = hasattr(self._source.dataset, "__getitems__") and watch.guard is None
-        plain = watch.guard is None and not self._policy.retries
-        dataset = self._source.dataset
-        if many and self._put_many(plan, positions, put, outcome):
-            return
-        for position in positions:
-            if watch.stop.stopped:
-                return
-            try:
-                if plain:
-                    call.index = index = plan.indices[position]
-                    put(position, dataset[index])
+                if self._request_all(chunk):
+                    reached = chunk.decode_each(place)
                 else:
-                    self._put_one(plan, position, put, watch, outcome, call)
-            except AbandonedError:
-                raise
-            except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value with a name
-                named = self._named(error, plan.indices[position])
-                with contextlib.nullcontext() if watch.guard is None else watch.guard.commit():
-                    outcome.errors.append((position, named))
-                del named
-                if self._policy.action == "raise":
-                    return
+                    reached = chunk.decode_each(self._request_one(chunk, place, call))
+        except FeedError as error:  # other threads kept the dataset busy for too long
+            outcome.errors.append((first, error))
+            return
+        seconds = time.perf_counter() - started
+        outcome.decode_s += seconds
+        if reached and outcome.retries == retries:
+            self._sizer.observe(seconds, reached)
 
-    def _put_many(self, plan: BatchPlan, positions: Sequence[int], put: Put, outcome: ChunkOutcome) -> bool:
-        """Get all items in one call; False where that fails, and each has to be asked for to learn which it was."""
-        try:
-            items = self._source.items([plan.indices[position] for position in positions])
-        except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; asked one by one, it names who failed
+    def _request_all(self, chunk: Chunk) -> bool:
+        """Replace a chunk's values by the items, requested in one call; False if that has to be done one by one.
+
+        That is for a time limit per item, or to find out which item fails.
+        """
+        if not self.takes_groups or chunk.control.guard is not None:
             return False
-        for position, item in zip(positions, items, strict=True):
-            try:
-                put(position, item)
-            except BaseException as error:  # noqa: BLE001 - the item's own methods may raise anything
-                outcome.errors.append((position, self._named(error, plan.indices[position])))
-                if self._policy.action == "raise":
-                    break
+        try:
+            chunk.values = self._source.items([chunk.plan.indices[position] for position in chunk.positions])
+        except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; one by one, the error gets a name
+            return False
         return True
 
-    def _put_one(
-        self, plan: BatchPlan, position: int, put: Put, watch: JobControl, outcome: ChunkOutcome, call: Call
-    ) -> None:
-        get = partial(self._get, plan.indices[position], position, watch.guard, call)
-        try:
-            item = get()
-        except Exception as error:
-            if watch.guard is not None:
-                watch.guard.pause()
-            if not self._policy.retries or isinstance(error, AbandonedError):
-                raise
-            item, retries = retry_blocking(self._policy, error, get, watch.stop)
-            outcome.retries += retries
-            if isinstance(item, BaseException):
-                raise item from None
-        if watch.guard is None:
-            put(position, item)
-        else:
-            with watch.guard.commit():
-                put(position, item)
+    def _request_one(self, chunk: Chunk, place: Place, call: Call) -> Place:
+        """A function that requests one item and places it."""
+        indices, dataset, guard, policy = chunk.plan.indices, self._source.dataset, chunk.control.guard, self.policy
+        if guard is None and not policy.retries:
 
-    def _get(self, index: int, position: int, guard: JobDeadline | None, call: Call) -> Any:
-        call.at(index)
-        if guard is not None:
-            guard.begin(position)
-        return self._source.dataset[index]
+            def request(position: int, value: Any) -> None:
+                call.index = index = indices[position]
+                place(position, dataset[index])
 
-    def _named(self, error: BaseException, index: int) -> FeedError:
+            return request
+
+        def request_timed(position: int) -> Any:
+            if guard is not None:
+                guard.pause()  # waiting for other threads that use the dataset is not the item's time
+            call.at(indices[position])
+            if guard is not None:
+                guard.begin(position)
+            return dataset[indices[position]]
+
+        def request_again(position: int, value: Any) -> None:
+            try:
+                item = request_timed(position)
+            except Exception as error:
+                if guard is not None:
+                    guard.pause()
+                if not policy.retries or isinstance(error, AbandonedError):
+                    raise
+                item, retries = retry_blocking(policy, error, partial(request_timed, position), chunk.control.stop)
+                chunk.outcome.retries += retries
+                if isinstance(item, BaseException):
+                    raise item from None
+            place(position, item)
+
+        return request_again
+
+    def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
+        """The ``ReadError`` of an item that failed."""
         key = self.key(index)
-        return misfit_error(error, key) or read_error(error, key, index, traced=self._policy.action == "raise")
+        return misfit_error(error, key) or read_error(error, key, index, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
-        """A ``ReadError``, by name."""
+        """The ``ReadError`` of an item over its time limit."""
         return read_error(TimeoutError(f"no item within {self.limit_s:g} s"), self.key(index), index)

@@ -99,7 +99,7 @@ def test_a_batch_is_what_default_collate_gives(kind: str, order: list[int] | Non
         ([None, None], r"one is None \('key 0'\)"),
         ([torch.ones(2), None], r"one is None \('key 1'\)"),
         ([torch.ones(2), "text"], "one is a Tensor, another a str.*'key 0' and 'key 1'"),
-        ([torch.ones(2), Image.new("L", (1, 1))], "an image of PIL's.*numpy.asarray.*'key 1'"),
+        ([torch.ones(2), Image.new("L", (1, 1))], "a PIL image.*numpy.asarray.*'key 1'"),
         ([1, 1 << 70], "int64"),
     ],
 )
