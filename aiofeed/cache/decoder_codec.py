@@ -37,7 +37,7 @@ class SampleCodec(ABC):
         Args:
             value: Encoded bytes, or an item.
             layout: Layout of the cached samples; ``None`` before the first.
-            out: The sample's memory in a batch. If the sample is decoded into it, ``out`` is also what is returned.
+            out: The sample's memory in a batch; returned if the sample is decoded into it.
 
         Raises:
             NotCacheableError: The sample has another layout, or none.
@@ -45,13 +45,7 @@ class SampleCodec(ABC):
 
     @abstractmethod
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
-        """The sample, in memory of its own.
-
-        Args:
-            parts: Cached arrays; read only.
-            layout: Their layout.
-            rng: Returns the sample's own ``torch.Generator``.
-        """
+        """The sample of cached arrays, in memory of its own; ``rng`` returns its ``torch.Generator``."""
 
     def fill(self, parts: Parts, out: Parts, seed: int | None) -> None:
         """Write the sample into its memory in a batch."""

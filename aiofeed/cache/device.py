@@ -74,7 +74,7 @@ class DeviceStore(ResidentStore):
             ) from error
 
     def _free_memory(self) -> tuple[int | None, str]:
-        """Free bytes on the device, ``None`` if the backend cannot tell, and the device's name for errors."""
+        """Free bytes on the device, ``None`` if unknown, and the device's name for errors."""
         backend = self._backend
         assert backend is not None
         memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)

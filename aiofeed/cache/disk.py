@@ -101,7 +101,7 @@ class DiskStore(SampleStore):
         self._cache = cache
         self._source = source
         self._decoder = decoder
-        # Decoding a sample twice costs less than claiming every one; an item may be slow, or random.
+        # Only for items, which may be slow or random: a claim takes two system calls.
         self.claims = decoder == NO_DECODER
         self._compare = compare
         super().__init__(samples)
@@ -143,7 +143,7 @@ class DiskStore(SampleStore):
             described = None if file is None else file.describe()
             if file is not None and described is not None:
                 self._use(file, described, file.layout)
-                # If only an item can tell the layout, it stays unknown until one was encoded.
+                # Unknown until an item was encoded, if the form is not enough to restore the layout.
                 self.layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
 
     def set_layout(self, layout: Layout) -> bool:
@@ -229,7 +229,7 @@ class DiskStore(SampleStore):
             self._slots[index] = row
             return
         assert self._file is not None
-        # The row may be in the middle of a write: look again while nobody writes.
+        # The row may be in the middle of a write: verify it again while nobody writes.
         with self._lock, self._file.locked():
             row = _valid_row(index, self._table[index], self._arena)
             if row is not None:
@@ -324,7 +324,7 @@ class DiskStore(SampleStore):
             log.warning(
                 "the cache %s has another %s than the Dataset returns now. Either its data or settings have changed: "
                 "then delete the file. Or its items are random: then those of the first run are used. "
-                "FromDataset(dataset, fingerprint=...) tells Datasets apart",
+                "FromDataset(dataset, fingerprint=...) identifies a Dataset",
                 self.path,
                 key,
             )

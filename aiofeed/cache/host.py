@@ -23,8 +23,8 @@ class HostCache:
     """Cache decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.
 
     Samples are cached in the order in which they are decoded, up to the limit. If not all fit, a log line says so.
-    Each feeder has a memory of its own, which ``close()`` keeps and which is freed with the feeder. A pickled feeder
-    starts with an empty cache.
+    Each feeder has a cache of its own, which survives ``close()`` and is freed with the feeder. A pickled feeder starts
+    with an empty cache.
 
     Args:
         max_bytes: Most bytes to use; ``None``: half of the memory that is free when the first sample is cached (within

@@ -258,10 +258,9 @@ def serialized(layout: ItemLayout) -> ItemLayout:
 
 
 def deserialized(layout: ItemLayout) -> ItemLayout | None:
-    """The layout with parts and template, given the form that a file has; ``None`` if only an item can tell them.
+    """The layout with parts and template, given the form from a file; ``None`` if the form is not enough.
 
-    That is so if the class of a namedtuple is not loaded, since a file must not cause imports, or if the form is not
-    valid.
+    It is not if it is invalid, or names a namedtuple whose class is not loaded: a file must not cause imports.
     """
     parts: list[Layout] = []
     try:

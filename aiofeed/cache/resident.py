@@ -1,4 +1,4 @@
-"""``cache="device"``: stores that hold all samples where batches are used, and their targets."""
+"""``cache="device"``: stores for all samples and targets, where batches are used."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ class StreamingPipeline:
         )
         _attach_cache(config)
         self._fetcher = _fetcher(config)
+        self._new_builder = builder_factory(self._fetcher, config.collate_fn, staged=config.backend is not None)
         # What one pipeline has found out the next goes by. A fork may have caught a parent's in the middle of a step,
         # and new processes find out for themselves.
         known = after is not None and not after.loop_thread.inherited and not config.engines
@@ -86,7 +87,7 @@ class StreamingPipeline:
         config = self._config
         make: Callable[..., Engine] = partial(
             Engine,
-            new_builder=builder_factory(self._fetcher, config.collate_fn, staged=config.backend is not None),
+            new_builder=self._new_builder,
             tuner=self.tuner,
             tell=partial(_tell_limit, config),
         )

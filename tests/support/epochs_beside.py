@@ -1,4 +1,4 @@
-"""A feeder with a cache beside one without: both are left, loaded and gone on with alike, and give the same."""
+"""Compares a feeder with a cache to one without: both are left and resumed alike, and give the same batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiofeed import Feeder
 
 
 def same_after(step: int, stop: int, cached: Feeder[Any], plain: Feeder[Any], flat: Callable[[Any], Any]) -> None:
-    """Leave an epoch of both after ``stop`` batches, then go on in the way that ``step`` says; ``flat`` for ``==``."""
+    """Leave an epoch of both after ``stop`` batches and continue as ``step`` says; ``flat`` makes batches comparable."""
     expected: list[Any] = []
     found: list[Any] = []
     for feeder, batches in ((cached, found), (plain, expected)):

@@ -1,4 +1,4 @@
-"""Datasets that note in a file what they are asked for. Processes import this, so it imports little."""
+"""Datasets that log requests to a file. Processes import this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Scores = namedtuple("Scores", "first second")
 
 
 def image_of(index: int) -> np.ndarray:
-    """What belongs to this item alone."""
+    """An array that is different for each item."""
     return np.random.default_rng(index).random((7, 5))
 
 
 class Logged:
-    """A Dataset that notes in a file who was asked for what; an item takes a while."""
+    """A Dataset that logs each requested index to a file; an item takes ``pause_s``."""
 
     def __init__(self, folder: Path, n: int = 60, pause_s: float = 0.003) -> None:
         self.folder = folder
@@ -36,13 +36,13 @@ class Logged:
 
     @property
     def asked(self) -> Counter[int]:
-        """How often for which, by all processes."""
+        """How often all processes have requested each index."""
         file = self.folder / "asked"
         return Counter(map(int, file.read_text().split())) if file.exists() else Counter()
 
 
 class LoggedMany(Logged):
-    """The same, asked for many at a time."""
+    """The same with ``__getitems__``."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]

@@ -49,7 +49,7 @@ PROBES = 8
 # the item is made here, too; the other process may be stopped, or hang.
 PATIENCE_S = 60.0
 PATIENCE_ITEMS = 4
-# Shortest and longest pause between two looks at such an item.
+# Shortest and longest poll interval for such an item.
 PAUSES_S = (0.0005, 0.05)
 
 CACHED: Any = object()
@@ -166,7 +166,7 @@ class CachedFetcher(Fetcher):
         """Encode one sample outside any batch; ``None`` if it fails: it fails again in its batch, with a name.
 
         Raises:
-            FeedError: Other threads kept the dataset busy for too long.
+            FeedError: Other threads used the dataset for too long.
         """
         found: Encoded | NotCacheableError | None = None
 

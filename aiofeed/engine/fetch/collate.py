@@ -48,12 +48,7 @@ class BatchBuilder(Protocol):
 class RowBatchBuilder:
     """Builder of a batch whose samples fill rows: ``rows[position]`` is the memory of a sample.
 
-    Args:
-        row: Memory of a sample.
-        samples: Number of samples.
-        lease: Memory of the batch.
-        targets: Whether samples have targets.
-        torch_dtype: Name of the samples' torch dtype, if numpy lacks it.
+    ``targets``: whether samples have targets; ``torch_dtype``: name of their dtype, if numpy lacks it.
     """
 
     encode: Callable[[Any], Any] | None = None
@@ -84,24 +79,19 @@ class RowBatchBuilder:
     def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
         """The rows, or the list of rows and targets."""
         leaf = self._leaf
-        leaf.memory = compact(leaf.memory, positions)
+        if positions is not None:
+            leaf.memory = compact(leaf.memory, positions)
         batch = leaf if self._targets is None else [leaf, self._targets.finish(keys, positions)]
         return batch if self.encode is None else self.encode(batch)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows and of the targets."""
+        """Bytes of the batch's memory."""
         return sum(column.nbytes for column in self.columns) + (self._targets.nbytes if self._targets else 0)
 
 
 class CollateBatchBuilder:
-    """Builder of a batch by the user's ``collate_fn``.
-
-    Args:
-        samples: Number of samples.
-        collate_fn: The user's function.
-        lease: Memory that the batch's tensors are copied to, if a device copies from there; otherwise ``None``.
-    """
+    """Builder of a batch by the user's ``collate_fn``, whose tensors are copied into memory of the lease, if given."""
 
     encode: Callable[[Any], Any] | None = None
 

@@ -63,7 +63,7 @@ class DatasetFetcher(Fetcher):
                     reached = chunk.decode_each(place)
                 else:
                     reached = chunk.decode_each(self._request_one(chunk, place, call))
-        except FeedError as error:  # other threads kept the dataset busy for too long
+        except FeedError as error:  # other threads used the dataset for too long
             outcome.errors.append((first, error))
             return
         seconds = time.perf_counter() - started

@@ -30,12 +30,7 @@ Positions: TypeAlias = Sequence[int] | None
 
 
 class DefaultCollateBuilder:
-    """Builder of a batch by the rules of torch's ``default_collate``.
-
-    Args:
-        samples: Number of samples.
-        lease: Memory of the batch.
-    """
+    """Builder of a batch by the rules of torch's ``default_collate``."""
 
     encode: Callable[[Any], Any] | None = None
 
@@ -74,12 +69,7 @@ class DefaultCollateBuilder:
 
 
 class _MisfitError(Exception):
-    """Samples do not fit together.
-
-    Args:
-        problem: How they differ.
-        positions: Positions of samples to name.
-    """
+    """Samples do not fit together. The message says how they differ; ``positions`` are those to name."""
 
     def __init__(self, problem: str, positions: Sequence[int]) -> None:
         super().__init__(problem)
@@ -234,7 +224,7 @@ def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[An
 
 
 def misfit_error(error: BaseException, key: str) -> CollateError | None:
-    """The error for a sample whose structure differs from the first one's; ``None`` for other errors."""
+    """The user's error for a sample whose structure differs from the first one's; ``None`` for other errors."""
     return CollateError(error.explain([key])) if isinstance(error, _MisfitError) else None
 
 

@@ -39,14 +39,10 @@ Place: TypeAlias = Callable[[int, Any], None]
 
 @dataclass(eq=False)
 class ChunkOutcome:
-    """Errors and measurements of one chunk. ``read_s``, ``nbytes`` and ``retries`` count reads within the decode job.
-
-    Args:
-        errors: Positions in the batch with their errors.
-        job: Timing of the whole job, if it was measured.
-    """
+    """Errors, by position in the batch, and measurements of one chunk."""
 
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
+    # Of reads within the decode job.
     read_s: float = 0.0
     nbytes: int = 0
     retries: int = 0
@@ -57,21 +53,12 @@ class ChunkOutcome:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """Samples of a batch that one job decodes.
-
-    Args:
-        fetcher: Turns errors into those that the user gets, and says whether the first one ends the chunk.
-        plan: Plan of the batch.
-        positions: Positions of the samples in the batch.
-        values: For each position the encoded sample, an exception, or a placeholder.
-        builder: Builder of the batch.
-        control: Stop flag and deadline of the job.
-        outcome: Where errors and measurements go.
-    """
+    """Samples of a batch that one job decodes. ``fetcher`` names errors, and says whether the first ends the chunk."""
 
     fetcher: Fetcher
     plan: BatchPlan
     positions: Sequence[int]
+    # For each position the encoded sample, an exception, or a placeholder.
     values: list[Any]
     builder: BatchBuilder
     control: JobControl
@@ -200,7 +187,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
-        """The error that the user gets for a sample's error; ``reading`` tells whether reading raised it."""
+        """The error that the user gets for a sample's error; ``reading``: whether reading raised it."""
 
     @abstractmethod
     def overdue(self, index: int) -> FeedError:

@@ -36,7 +36,7 @@ SLOW_READ_LEAST = 8
 # both ways of reading, and interfere half of the time.
 SMALL_DECODE_S = 0.000400
 # Below this nearly all remaining work is Python's, and a second thread only waits for the GIL: for files of 2 KB one
-# thread decodes a third more than two, and the tuner keeps two.
+# thread decodes a third more than two, and the tuner stays at two.
 TINY_DECODE_S = 0.000030
 # Seconds that a thread waits for its turn to read. A chunk from the page cache takes a third of a millisecond; slow
 # storage is read by several threads.
