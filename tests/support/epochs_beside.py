@@ -9,7 +9,7 @@ from aiofeed import Feeder
 
 
 def same_after(step: int, stop: int, cached: Feeder[Any], plain: Feeder[Any], flat: Callable[[Any], Any]) -> None:
-    """Leave an epoch of both after ``stop`` batches and continue as ``step`` says; ``flat`` makes batches comparable."""
+    """Leave an epoch of both after ``stop`` batches and continue as ``step`` says; ``flat`` makes them comparable."""
     expected: list[Any] = []
     found: list[Any] = []
     for feeder, batches in ((cached, found), (plain, expected)):
