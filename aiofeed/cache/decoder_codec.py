@@ -79,7 +79,7 @@ class RowCodec(SampleCodec):
             return out, self.layout
         array = np.empty(self.layout.shape, self.layout.dtype)
         self._decode_into(value, array)
-        return [_read_only(array)], self.layout
+        return [_read_only(array) if self.random else array], self.layout
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
         """The tensor that calling the decoder returns."""
@@ -129,7 +129,7 @@ class ValueCodec(SampleCodec):
         found = Layout(array.shape, array.dtype.name, torch_dtype, tensor=not isinstance(decoded, np.ndarray))
         if layout is not None and found != layout:
             raise NotCacheableError(f"the others are each a {layout}, this one is a {found}")
-        return [_read_only(array)], layout or found
+        return [_read_only(array) if self.random else array], layout or found
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
         """A copy, or what ``augment`` returns."""
@@ -146,6 +146,7 @@ class ValueCodec(SampleCodec):
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A view that the user's augmentation cannot write to: the array is cached afterwards."""
     view = array.view()
     view.flags.writeable = False
     return view

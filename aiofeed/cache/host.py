@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, Parts, as_bytes
+from aiofeed.cache.layout import Layout, Parts, pack
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
@@ -92,7 +92,7 @@ class HostStore(SampleStore):
             slot = self._used
             self._used += 1
             self._slots[index] = WRITING
-        np.concatenate([as_bytes(part) for part in parts], out=self._arena[slot])
+        self._arena[slot] = pack(parts)
         self._slots[index] = slot
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,7 +34,7 @@ class Layout:
     torch_dtype: str | None = None
     tensor: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a sample."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
@@ -52,8 +53,7 @@ class Layout:
 
     def split(self, row: NDArray[np.uint8]) -> list[NDArray[Any]]:
         """The arrays of a sample in its row of bytes: views, which may be unaligned."""
-        ends = list(accumulate((part.nbytes for part in self.parts), initial=0))
-        return [part.view(row[first:last]) for part, (first, last) in zip(self.parts, pairwise(ends), strict=True)]
+        return [self.view(row)]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ class ItemLayout(Layout):
 
     def __str__(self) -> str:
         return self.description
+
+    @cached_property
+    def _slices(self) -> list[tuple[Layout, slice]]:
+        ends = accumulate((part.nbytes for part in self.parts), initial=0)
+        return [(part, slice(*ends)) for part, ends in zip(self.parts, pairwise(ends), strict=True)]
+
+    def split(self, row: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """The arrays of an item in its row of bytes: views, which may be unaligned."""
+        return [part.view(row[at]) for part, at in self._slices]
 
 
 def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -29,7 +29,7 @@ from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Positions, compact
-from aiofeed.engine.fetch.fetcher import Chunk, Fetcher
+from aiofeed.engine.fetch.fetcher import Chunk, Fetcher, Place
 from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place, generator_of, seed_of, takes_rng
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
@@ -207,50 +207,73 @@ class CachedFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Put cached samples into the batch, and decode and cache the others."""
-        plan, positions, builder, store = chunk.plan, chunk.positions, chunk.builder, self._store
-        rows = isinstance(builder, RowBatchBuilder)
-        if store.on_device and not isinstance(builder, DeviceBatchBuilder):
+        if self._store.on_device and not isinstance(chunk.builder, DeviceBatchBuilder):
             # The batch began before a layout was known: the device does not cache it.
             self._inner.decode_chunk(chunk)
             return
+        plan, positions, guard = chunk.plan, chunk.positions, chunk.control.guard
         try:
-            if chunk.control.guard is not None:
+            if plan.number == 0 and positions[0] == 0 and guard is None:
+                self._compare(chunk)
+            if all(value is CACHED for value in chunk.values):
+                self._put_cached(chunk)
+            elif not self._store.claims:
+                if self._mark_available(chunk):
+                    self._inner.decode_with(chunk, self._place(chunk))
+                else:
+                    self._put_each(chunk)
+            elif guard is None:
+                self._decode_shared(chunk, positions)
+            else:
                 # When a job is abandoned, all samples before the current one must be done and none after it.
                 for position in positions:
                     if not chunk.ended:
-                        self._decode(chunk, [position])
-            elif rows and not self._codec.random and all(value is CACHED for value in chunk.values):
-                self._copy(chunk)
-            else:
-                if plan.number == 0 and positions[0] == 0:
-                    self._compare(chunk)
-                self._decode(chunk, positions)
+                        self._decode_shared(chunk, [position])
         except CacheError as error:
             chunk.add_error(positions[0], error)
 
-    def _copy(self, chunk: Chunk) -> None:
-        """Copy a chunk of cached samples in one call."""
+    def _mark_available(self, chunk: Chunk) -> list[int]:
+        """Replace the values of cached samples by ``CACHED``. Returns the positions of the others."""
+        missing = []
+        cached = self._store.find(_indices(chunk.plan, chunk.positions)).tolist()
+        for at, position in enumerate(chunk.positions):
+            if cached[at]:
+                chunk.values[at] = CACHED
+            elif (item := self._probed.get(chunk.plan.indices[position])) is not None:
+                chunk.values[at] = item
+            else:
+                missing.append(position)
+        return missing
+
+    def _put_cached(self, chunk: Chunk) -> None:
+        """Put cached samples into the batch; in one call if they are only copied."""
+        plan, builder, target = chunk.plan, chunk.builder, self.target
+        if not isinstance(builder, RowBatchBuilder) or self._codec.random or chunk.control.guard is not None:
+            self._put_each(chunk)
+            return
         started = time.perf_counter()
-        count, first, builder, target = len(chunk.positions), chunk.positions[0], chunk.builder, self.target
-        indices = _indices(chunk.plan, chunk.positions)
+        count, first = len(chunk.positions), chunk.positions[0]
+        indices = _indices(plan, chunk.positions)
         if isinstance(builder, DeviceBatchBuilder):
             builder.mark(slice(first, first + count), indices, cached=True)
         else:
-            assert isinstance(builder, RowBatchBuilder)
-            rows = builder.rows[first : first + count].reshape(count, -1).view(np.uint8)
-            self._store.copy_rows(indices, rows)
+            self._store.copy_rows(indices, builder.rows[first : first + count].reshape(count, -1).view(np.uint8))
         if target is not None:
-            plan = chunk.plan
             chunk.decode_each(lambda position, _: builder.put(position, target(plan.indices[position])))
         self._observe(chunk, started, count)
+
+    def _put_each(self, chunk: Chunk) -> None:
+        """Put cached and probed samples into the batch one by one."""
+        started = time.perf_counter()
+        self._observe(chunk, started, chunk.decode_each(self._place(chunk)))
 
     def _observe(self, chunk: Chunk, started: float, samples: int) -> None:
         seconds = time.perf_counter() - started
         chunk.outcome.decode_s += seconds
         self._sizer.observe(seconds, samples)
 
-    def _decode(self, chunk: Chunk, positions: Sequence[int]) -> None:
-        """Put samples into the batch, and wait for those that another process is making."""
+    def _decode_shared(self, chunk: Chunk, positions: Sequence[int]) -> None:
+        """Put items into the batch, and wait for those that another process is making."""
         left, pause_s, since = list(positions), PAUSES_S[0], time.monotonic()
         while left and not chunk.control.stop.stopped:
             patience_s = max(PATIENCE_S, PATIENCE_ITEMS * self._slowest_s)
@@ -264,94 +287,95 @@ class CachedFetcher(Fetcher):
                 pause_s = min(2 * pause_s, PAUSES_S[1])
 
     def _decode_unclaimed(self, chunk: Chunk, positions: Sequence[int], *, ignore_claims: bool) -> list[int]:
-        """Put samples into the batch. Returns the positions of those that another process is making."""
+        """Put items into the batch. Returns the positions of those that another process is making."""
         missing = _before_error(chunk, self._put_available(chunk, positions))
-        store, plan = self._store, chunk.plan
-        if not store.claims:
-            self._make(chunk, missing)
-            return []
         left: list[int] = []
         for group in [missing] if self._inner.takes_groups else [[position] for position in missing]:
-            claimed = [position for position in group if store.claim(plan.indices[position])]
+            claimed = [position for position in group if self._store.claim(chunk.plan.indices[position])]
             try:
                 wanted = group if ignore_claims else claimed
                 left += [position for position in group if position not in wanted]
                 # Another process may have finished an item just before it was claimed here.
-                self._make(chunk, self._put_available(chunk, wanted))
+                if wanted := self._put_available(chunk, wanted):
+                    started = time.perf_counter()
+                    part = replace(chunk, positions=wanted, values=[None] * len(wanted))
+                    self._inner.decode_with(part, self._place(part))
+                    self._slowest_s = max(self._slowest_s, time.perf_counter() - started)
             finally:
                 for position in claimed:
-                    store.release(plan.indices[position])
+                    self._store.release(chunk.plan.indices[position])
             if chunk.ended:
                 break
         return left
 
     def _put_available(self, chunk: Chunk, positions: Sequence[int]) -> list[int]:
-        """Put the cached samples into the batch. Returns the positions of the others."""
-        if not positions:
-            return []
-        available: dict[int, Any] = {}
-        missing: list[int] = []
-        cached = self._store.find(_indices(chunk.plan, positions)).tolist()
-        for position, is_cached in zip(positions, cached, strict=True):
-            value = CACHED if is_cached else self._probed.get(chunk.plan.indices[position])
-            if value is None:
-                missing.append(position)
-            else:
-                available[position] = value
-        if available:
-            started = time.perf_counter()
-            part = replace(chunk, positions=list(available), values=list(available.values()))
-            self._observe(chunk, started, part.decode_each(partial(self._place, chunk)))
+        """Put cached items into the batch. Returns the positions of the others."""
+        missing = self._mark_available(replace(chunk, positions=positions, values=[None] * len(positions)))
+        if available := sorted({*positions} - {*missing}):
+            self._put_each(replace(chunk, positions=available, values=[CACHED] * len(available)))
         return missing
 
-    def _make(self, chunk: Chunk, positions: Sequence[int]) -> None:
-        """Decode samples that are not cached, put them into the batch and cache them."""
-        if positions:
-            started = time.perf_counter()
-            part = replace(chunk, positions=positions, values=chunk.take_values(positions))
-            self._inner.decode_with(part, partial(self._place, chunk))
-            self._slowest_s = max(self._slowest_s, time.perf_counter() - started)
+    def _place(self, chunk: Chunk) -> Place:
+        """A function that puts one sample into the batch, and decodes and caches it unless it is cached."""
+        if isinstance(chunk.builder, RowBatchBuilder):
+            return partial(self._place_row, chunk, chunk.builder)
+        return partial(self._place_sample, chunk)
 
-    def _place(self, chunk: Chunk, position: int, value: Any) -> None:
-        """Put one sample into the batch; decode and cache it unless it is cached."""
+    def _place_sample(self, chunk: Chunk, position: int, value: Any) -> None:
         if isinstance(value, BaseException):
             raise value
-        plan, builder, codec, store = chunk.plan, chunk.builder, self._codec, self._store
-        index, cached = plan.indices[position], value is CACHED
-        memory = builder.arrays(position) if isinstance(builder, RowBatchBuilder) else None
-        out = memory
-        if memory is not None and chunk.control.guard is not None:
-            # An abandoned job must not write into the batch later.
-            out = [np.empty_like(row) for row in memory]
-        sample: Any = None
-        parts: Parts = ()
-        if not (cached and store.on_device):  # the device adds the sample
-            parts, layout = (store.parts(index), store.layout) if cached else self._encode(value, out)
-            assert layout is not None
-            if out is None:
-                sample = codec.sample(parts, layout, partial(generator_of, plan, position))
-            elif parts is not out:
-                codec.fill(parts, out, seed_of(plan, position) if codec.random else None)
-        target = None if self.target is None else self.target(index)
-        if self.target is not None and not cached:
+        index, cached = chunk.plan.indices[position], value is CACHED
+        parts, layout = (self._store.parts(index), self._store.layout) if cached else self._encode(value)
+        assert layout is not None
+        sample = self._codec.sample(parts, layout, partial(generator_of, chunk.plan, position))
+        if self.target is not None:
+            sample = sample, self._target(index, cached)
+        if chunk.control.guard is None:
+            chunk.builder.put(position, sample)
+        else:
+            chunk.commit_sample(position, sample)
+        if not cached:
+            self._store.put(index, parts)
+
+    def _place_row(self, chunk: Chunk, builder: RowBatchBuilder, position: int, value: Any) -> None:
+        if isinstance(value, BaseException):
+            raise value
+        index, cached = chunk.plan.indices[position], value is CACHED
+        out = memory = builder.arrays(position)
+        if chunk.control.guard is not None:
+            out = [np.empty_like(row) for row in memory]  # an abandoned job must not write into the batch later
+        # A row that the device has stays undefined here.
+        parts: Parts = out
+        if not cached:
+            parts, _ = self._encode(value, out)
+        elif not self._store.on_device:
+            parts = self._store.parts(index)
+        if parts is not out:
+            self._codec.fill(parts, out, seed_of(chunk.plan, position) if self._codec.random else None)
+        target = None if self.target is None else self._target(index, cached)
+        if chunk.control.guard is None:
+            builder.put(position, target)
+        else:
+            with chunk.commit():
+                for row, made in zip(memory, out, strict=True):
+                    row[...] = made
+                builder.put(position, target)
+        if isinstance(builder, DeviceBatchBuilder):
+            builder.mark(position, index, cached=cached)
+        if not cached:
+            self._store.put(index, parts)
+
+    def _target(self, index: int, cached: bool) -> Any:
+        assert self.target is not None
+        target = self.target(index)
+        if not cached:
             try:
-                store.put_target(index, target)
+                self._store.put_target(index, target)
             except CacheError as error:
                 raise CacheError(f"sample {self.key(index)!r}: {error}") from None
-        with chunk.commit():
-            if memory is None or out is None:
-                builder.put(position, sample if self.target is None else (sample, target))
-            else:
-                if out is not memory:
-                    for row, made in zip(memory, out, strict=True):
-                        row[...] = made
-                builder.put(position, target)
-            if isinstance(builder, DeviceBatchBuilder):
-                builder.mark(position, index, cached=cached)
-        if not cached:
-            store.put(index, parts)
+        return target
 
-    def _encode(self, value: Any, out: Parts | None) -> Encoded:
+    def _encode(self, value: Any, out: Parts | None = None) -> Encoded:
         parts, layout = self._codec.encode(value, self._store.layout, out)
         if layout is not self._store.layout and not self._store.set_layout(layout):
             # Another thread has set the layout meanwhile.
@@ -387,16 +411,23 @@ class DeviceBatchBuilder(RowBatchBuilder):
     def __init__(
         self, samples: int, lease: BufferLease, codec: SampleCodec, store: SampleStore, layout: Layout, *, targets: bool
     ) -> None:
-        first, *others = layout.parts
-        row = codec.row(layout) or Row(first.shape, first.dtype)
+        row = codec.row(layout) or Row(layout.parts[0].shape, layout.parts[0].dtype)
         super().__init__(row, samples, lease, targets=targets)
-        self._leaves = [self._leaf]
-        for part in others:
-            self.columns.append(array(lease, (samples, *part.shape), np.dtype(part.dtype)))
-            self._leaves.append(HostTensor(self.columns[-1], pinned=lease.pinned))
+        others = [array(lease, (samples, *part.shape), np.dtype(part.dtype)) for part in layout.parts[1:]]
+        self._leaves = [self._leaf, *[HostTensor(rows, pinned=lease.pinned) for rows in others]]
+        self._columns = [self.rows, *others]
         self._indices: NDArray[np.int64] = array(lease, (samples,), np.dtype(np.int64))
         self._cached = np.zeros(samples, np.bool_)
         self._codec, self._store, self._layout = codec, store, layout
+
+    def arrays(self, position: int) -> list[NDArray[Any]]:
+        """The memory of a sample."""
+        return [column[position, ...] for column in self._columns]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch's memory."""
+        return super().nbytes + sum(column.nbytes for column in self._columns[1:])
 
     def mark(self, at: int | slice, indices: int | NDArray[np.int64], *, cached: bool) -> None:
         """Record which samples are at these positions, and whether the device has them."""

@@ -58,7 +58,6 @@ class RowBatchBuilder:
     ) -> None:
         dtype: np.dtype[Any] = np.dtype(row.dtype)
         self.rows: NDArray[Any] = array(lease, (samples, *row.shape), dtype)
-        self.columns = [self.rows]
         self._leaf = HostTensor(
             self.rows,
             axes=None if row.axes is None else (0, *[axis + 1 for axis in row.axes]),
@@ -69,7 +68,7 @@ class RowBatchBuilder:
 
     def arrays(self, position: int) -> list[NDArray[Any]]:
         """The memory of a sample."""
-        return [column[position, ...] for column in self.columns]
+        return [self.rows[position, ...]]
 
     def put(self, position: int, sample: Any) -> None:
         """Store a sample's target; its row is filled already."""
@@ -87,7 +86,7 @@ class RowBatchBuilder:
     @property
     def nbytes(self) -> int:
         """Bytes of the batch's memory."""
-        return sum(column.nbytes for column in self.columns) + (self._targets.nbytes if self._targets else 0)
+        return self.rows.nbytes + (self._targets.nbytes if self._targets is not None else 0)
 
 
 class CollateBatchBuilder:

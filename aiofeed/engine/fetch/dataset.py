@@ -50,16 +50,20 @@ class DatasetFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Request a chunk's items and put them into the batch."""
-        self.decode_with(chunk, chunk.builder.put if chunk.control.guard is None else chunk.commit_sample)
+        place = chunk.builder.put if chunk.control.guard is None else chunk.commit_sample
+        self._run(chunk, chunk.positions, place)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
-        """Call ``place`` for each position and item of a chunk."""
-        outcome, first = chunk.outcome, chunk.positions[0]
-        retries = outcome.retries
+        """Call ``place`` for each position and value of a chunk; for those that are ``None`` with the item."""
+        values = zip(chunk.positions, chunk.values, strict=True)
+        self._run(chunk, [position for position, value in values if value is None], place)
+
+    def _run(self, chunk: Chunk, requested: Sequence[int], place: Place) -> None:
+        outcome, retries, first = chunk.outcome, chunk.outcome.retries, requested[0]
         try:
             with Call(self._source, chunk.plan.indices[first], stop=chunk.control.stop, limit_s=self.limit_s) as call:
                 started = time.perf_counter()
-                if self._request_all(chunk):
+                if self._request_all(chunk, requested):
                     reached = chunk.decode_each(place)
                 else:
                     reached = chunk.decode_each(self._request_one(chunk, place, call))
@@ -71,17 +75,18 @@ class DatasetFetcher(Fetcher):
         if reached and outcome.retries == retries:
             self._sizer.observe(seconds, reached)
 
-    def _request_all(self, chunk: Chunk) -> bool:
-        """Replace a chunk's values by the items, requested in one call; False if that has to be done one by one.
+    def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> bool:
+        """Request items in one call; False if they have to be requested one by one.
 
         That is for a time limit per item, or to find out which item fails.
         """
         if not self.takes_groups or chunk.control.guard is not None:
             return False
         try:
-            chunk.values = self._source.items([chunk.plan.indices[position] for position in chunk.positions])
+            items = iter(self._source.items([chunk.plan.indices[position] for position in positions]))
         except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; one by one, the error gets a name
             return False
+        chunk.values = [next(items) if value is None else value for value in chunk.values]
         return True
 
     def _request_one(self, chunk: Chunk, place: Place, call: Call) -> Place:
@@ -90,8 +95,10 @@ class DatasetFetcher(Fetcher):
         if guard is None and not policy.retries:
 
             def request(position: int, value: Any) -> None:
-                call.index = index = indices[position]
-                place(position, dataset[index])
+                if value is None:
+                    call.index = index = indices[position]
+                    value = dataset[index]
+                place(position, value)
 
             return request
 
@@ -104,18 +111,19 @@ class DatasetFetcher(Fetcher):
             return dataset[indices[position]]
 
         def request_again(position: int, value: Any) -> None:
-            try:
-                item = request_timed(position)
-            except Exception as error:
-                if guard is not None:
-                    guard.pause()
-                if not policy.retries or isinstance(error, AbandonedError):
-                    raise
-                item, retries = retry_blocking(policy, error, partial(request_timed, position), chunk.control.stop)
-                chunk.outcome.retries += retries
-                if isinstance(item, BaseException):
-                    raise item from None
-            place(position, item)
+            if value is None:
+                try:
+                    value = request_timed(position)
+                except Exception as error:
+                    if guard is not None:
+                        guard.pause()
+                    if not policy.retries or isinstance(error, AbandonedError):
+                        raise
+                    value, retries = retry_blocking(policy, error, partial(request_timed, position), chunk.control.stop)
+                    chunk.outcome.retries += retries
+                    if isinstance(value, BaseException):
+                        raise value from None
+            place(position, value)
 
         return request_again
 

@@ -114,14 +114,6 @@ class Chunk:
         with self.commit():
             self.builder.put(position, sample)
 
-    def take_values(self, positions: Sequence[int]) -> list[Any]:
-        """Remove and return the values at some positions, so that each can be freed after it is decoded."""
-        first, values = self.positions[0], []
-        for position in positions:
-            values.append(self.values[position - first])
-            self.values[position - first] = None
-        return values
-
     @property
     def ended(self) -> bool:
         """Whether the job is stopped, or an error has ended the chunk."""

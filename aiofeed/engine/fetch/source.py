@@ -136,20 +136,25 @@ class SourceFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Decode a chunk into the batch."""
-        clock = self._begin(chunk)
+        if chunk.values[0] is UNREAD:
+            self._read_now(chunk, chunk.positions)
+        clock = time.perf_counter(), time.thread_time()
         self._run(chunk, self._decode_all(chunk) or self._decode_one(chunk), clock)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
-        """Call ``place`` for each position and encoded sample, or exception, of a chunk."""
-        self._run(chunk, place, self._begin(chunk))
+        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``."""
+        unread = [position for position, value in zip(chunk.positions, chunk.values, strict=True) if value is UNREAD]
+        if unread:
+            self._read_now(chunk, unread)
+        self._run(chunk, place, (time.perf_counter(), time.thread_time()))
 
-    def _begin(self, chunk: Chunk) -> tuple[float, float]:
-        """Read what the loop has left unread. Returns the time when decoding begins, wall and CPU."""
-        if chunk.values and chunk.values[0] is UNREAD:
-            assert self._blocking_reader is not None
-            indices = [chunk.plan.indices[position] for position in chunk.positions]
-            chunk.values[:] = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
-        return time.perf_counter(), time.thread_time()
+    def _read_now(self, chunk: Chunk, positions: Sequence[int]) -> None:
+        """Read samples of a chunk in this thread."""
+        assert self._blocking_reader is not None
+        indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
+        encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
+        for position, value in zip(positions, encoded, strict=True):
+            chunk.values[position - first] = value
 
     def _run(self, chunk: Chunk, place: Place, clock: tuple[float, float]) -> None:
         reached = chunk.decode_each(place)
