@@ -36,6 +36,8 @@ class ItemCodec(SampleCodec):
         """The arrays of an item; views of the item's own memory."""
         if layout is None:
             layout = item_layout(value)
+            if not layout.nbytes:
+                raise NotCacheableError(f"it has no elements: it is {describe(value)}")
         assert isinstance(layout, ItemLayout)
         return item_parts(value, layout), layout
 
@@ -106,10 +108,8 @@ def item_layout(item: Any) -> ItemLayout:
     """
     parts: list[Layout] = []
     template = _template(item, "", parts)
-    nbytes = sum(part.nbytes for part in parts)
-    if not nbytes:
-        raise NotCacheableError(f"it has no elements: it is {describe(item)}")
     text = str(template)
+    nbytes = sum(part.nbytes for part in parts)
     return ItemLayout((nbytes,), "uint8", form=text, description=text, parts=tuple(parts), template=template)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.cache.decoder_codec import NotCacheableError
 from aiofeed.cache.host import local_ranks
-from aiofeed.cache.layout import Layout, Parts, as_bytes
+from aiofeed.cache.item_codec import item_layout, item_parts
+from aiofeed.cache.layout import ItemLayout, Layout, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
@@ -37,8 +39,7 @@ class ResidentStore(SampleStore):
     def _reset(self) -> None:
         super()._reset()
         self.targets: list[Any] = []
-        self._target_kind: str | None = None
-        self._targets_fit = False
+        self._target_layout: ItemLayout | None = None
 
     def _after_fork(self) -> None:
         # A child cannot use its parent's device memory, and would copy rows in host memory page by page.
@@ -67,30 +68,23 @@ class ResidentStore(SampleStore):
         """Cache a sample's target; called before ``put``.
 
         Raises:
-            CacheError: The target cannot be in one tensor with the others, or targets like it do not all fit.
+            CacheError: The target cannot be cached, differs from the others, or such targets do not all fit.
         """
-        kind = target_kind(target)
-        if kind is None:
-            raise CacheError(
-                f'cache="device" caches targets that are numbers, tensors, arrays, or tuples and dicts of these, and '
-                f"this one is a {type(target).__name__}: {str(target)[:80]!r}; {WAY_OUT}"
-            )
-        with self._lock:
-            if not self.targets:
-                self.targets = [None] * self.samples
-                self._target_kind = kind
-        if kind != self._target_kind:
-            raise CacheError(
-                f'cache="device" caches targets that are all alike; the first was {self._target_kind}, this one is '
-                f"{kind}; {WAY_OUT}"
-            )
-        if not self._targets_fit:
-            self._check_target_memory(target)
-            self._targets_fit = True
+        try:
+            if self._target_layout is None:
+                with self._lock:
+                    if self._target_layout is None:
+                        layout = item_layout(target)
+                        self._check_target_memory(layout)
+                        self.targets = [None] * self.samples
+                        self._target_layout = layout
+            item_parts(target, self._target_layout)
+        except NotCacheableError as error:
+            raise CacheError(f'cache="device" caches targets, too, and not this one: {error}; {WAY_OUT}') from None
         self.targets[index] = target
 
-    def _check_target_memory(self, target: Any) -> None:
-        """Raise ``CacheError`` unless targets like this one all fit beside the samples."""
+    def _check_target_memory(self, target: ItemLayout) -> None:
+        """Raise ``CacheError`` unless targets of this layout all fit beside the samples."""
 
     def data(self) -> list[torch.Tensor]:
         """A tensor for each part of the layout, [samples, ...], on the device if there is one; not a copy."""
@@ -169,35 +163,3 @@ class HostRows(ResidentStore):
             typed = torch.from_numpy(rows.view(part.dtype).reshape(self.samples, *part.shape))
             found.append(typed if part.torch_dtype is None else typed.view(getattr(torch, part.torch_dtype)))
         return found
-
-
-def target_kind(target: Any) -> str | None:
-    """Type, dtype and shape of a target: targets that fit into one tensor have the same. ``None`` if no tensor can."""
-    if type(target) in (int, float, bool) or isinstance(target, np.generic):
-        kind = type(target).__name__
-        return kind if not isinstance(target, np.generic) or target.dtype.kind in "biufc" else None
-    if isinstance(target, np.ndarray):
-        return f"array {target.dtype} {list(target.shape)}" if target.dtype.kind in "biufc" else None
-    if isinstance(target, Mapping):
-        kinds = {str(name): target_kind(value) for name, value in target.items()}
-        return None if type(target) is not dict or None in kinds.values() else f"dict {kinds}"
-    if isinstance(target, tuple | list):
-        parts = [target_kind(value) for value in target]
-        return None if not parts or None in parts else f"{type(target).__name__} ({', '.join(map(str, parts))})"
-    if hasattr(target, "__torch_function__") and hasattr(target, "layout"):
-        plain = str(target.layout) == "torch.strided" and str(target.device) == "cpu" and not target.requires_grad
-        return f"tensor {target.dtype} {list(target.shape)}" if plain else None
-    return None
-
-
-def target_bytes(target: Any) -> int:
-    """Bytes that a target takes in a tensor; 0 for what no tensor can contain."""
-    if isinstance(target, bool):
-        return 1
-    if isinstance(target, int | float):
-        return 8
-    if isinstance(target, Mapping):
-        return sum(map(target_bytes, target.values()))
-    if isinstance(target, tuple | list):
-        return sum(map(target_bytes, target))
-    return int(getattr(target, "nbytes", 0))

@@ -397,7 +397,10 @@ def test_tensors_in_memory_are_refused() -> None:
 @DEVICES
 @pytest.mark.parametrize(
     ("target", "message"),
-    [(str, "sample 'number 0': .*a str: '0'"), (lambda index: index / 2 if index else 0, "all alike")],
+    [
+        (str, "sample 'number 0': .*item is a str, '0'; a cache stores"),
+        (lambda index: index / 2 if index else 0, "item is a float, 0.5, and that of the others is int"),
+    ],
 )
 def test_targets_that_do_not_fit_into_a_tensor_are_an_error(kind: str | None, target: Any, message: str) -> None:
     """The error names the sample in the first epoch."""
