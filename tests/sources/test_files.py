@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import CollateBatchBuilder
-from aiofeed.engine.fetch.source import UNREAD, SourceFetcher
+from aiofeed.engine.fetch.fetcher import UNREAD
+from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.time_limits import JobControl, StopFlag
 from aiofeed.sources.file_io import read_file
 

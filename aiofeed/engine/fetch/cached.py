@@ -29,7 +29,7 @@ from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Positions, compact
-from aiofeed.engine.fetch.fetcher import Chunk, Fetcher, Place
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place, generator_of, seed_of, takes_rng
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
@@ -298,7 +298,7 @@ class CachedFetcher(Fetcher):
                 # Another process may have finished an item just before it was claimed here.
                 if wanted := self._put_available(chunk, wanted):
                     started = time.perf_counter()
-                    part = replace(chunk, positions=wanted, values=[None] * len(wanted))
+                    part = replace(chunk, positions=wanted, values=[UNREAD] * len(wanted))
                     self._inner.decode_with(part, self._place(part))
                     self._slowest_s = max(self._slowest_s, time.perf_counter() - started)
             finally:
@@ -310,7 +310,7 @@ class CachedFetcher(Fetcher):
 
     def _put_available(self, chunk: Chunk, positions: Sequence[int]) -> list[int]:
         """Put cached items into the batch. Returns the positions of the others."""
-        missing = self._mark_available(replace(chunk, positions=positions, values=[None] * len(positions)))
+        missing = self._mark_available(replace(chunk, positions=positions, values=[UNREAD] * len(positions)))
         if available := sorted({*positions} - {*missing}):
             self._put_each(replace(chunk, positions=available, values=[CACHED] * len(available)))
         return missing
@@ -393,7 +393,7 @@ class CachedFetcher(Fetcher):
             return
         found = None
         with contextlib.suppress(FeedError):  # the item is cached: it is not needed
-            found = self._get_one(index, None, JobControl(chunk.control.stop))
+            found = self._get_one(index, UNREAD, JobControl(chunk.control.stop))
         if found is not None:
             self._store.compare(index, self.key(index), found if isinstance(found, NotCacheableError) else found[0])
 

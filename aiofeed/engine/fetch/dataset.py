@@ -12,7 +12,7 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import Chunk, Fetcher, Place
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.user_errors import read_error
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import AbandonedError
@@ -45,8 +45,8 @@ class DatasetFetcher(Fetcher):
         return self._source.key(index)
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Placeholders: the decode job requests the items."""
-        return ReadResult([None] * len(indices), waited=False)
+        """``UNREAD`` for each index: the decode job requests the items."""
+        return ReadResult([UNREAD] * len(indices), waited=False)
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Request a chunk's items and put them into the batch."""
@@ -54,9 +54,9 @@ class DatasetFetcher(Fetcher):
         self._run(chunk, chunk.positions, place)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
-        """Call ``place`` for each position and value of a chunk; for those that are ``None`` with the item."""
+        """Call ``place`` for each position and value of a chunk, after requesting the items that are ``UNREAD``."""
         values = zip(chunk.positions, chunk.values, strict=True)
-        self._run(chunk, [position for position, value in values if value is None], place)
+        self._run(chunk, [position for position, value in values if value is UNREAD], place)
 
     def _run(self, chunk: Chunk, requested: Sequence[int], place: Place) -> None:
         outcome, retries, first = chunk.outcome, chunk.outcome.retries, requested[0]
@@ -86,7 +86,7 @@ class DatasetFetcher(Fetcher):
             items = iter(self._source.items([chunk.plan.indices[position] for position in positions]))
         except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; one by one, the error gets a name
             return False
-        chunk.values = [next(items) if value is None else value for value in chunk.values]
+        chunk.values = [next(items) if value is UNREAD else value for value in chunk.values]
         return True
 
     def _request_one(self, chunk: Chunk, place: Place, call: Call) -> Place:
@@ -95,7 +95,7 @@ class DatasetFetcher(Fetcher):
         if guard is None and not policy.retries:
 
             def request(position: int, value: Any) -> None:
-                if value is None:
+                if value is UNREAD:
                     call.index = index = indices[position]
                     value = dataset[index]
                 place(position, value)
@@ -103,15 +103,13 @@ class DatasetFetcher(Fetcher):
             return request
 
         def request_timed(position: int) -> Any:
-            if guard is not None:
-                guard.pause()  # waiting for other threads that use the dataset is not the item's time
-            call.at(indices[position])
+            call.at(indices[position])  # may wait for other threads that use the dataset, which is not the item's time
             if guard is not None:
                 guard.begin(position)
             return dataset[indices[position]]
 
         def request_again(position: int, value: Any) -> None:
-            if value is None:
+            if value is UNREAD:
                 try:
                     value = request_timed(position)
                 except Exception as error:

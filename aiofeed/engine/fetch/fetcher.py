@@ -33,6 +33,9 @@ CPU_BOUND = 0.1
 
 _NO_DEADLINE = contextlib.nullcontext()
 
+UNREAD: Any = object()
+"""Placeholder for a value that the decode job obtains."""
+
 Place: TypeAlias = Callable[[int, Any], None]
 """Decodes the value of one sample and puts the sample at its position in the batch."""
 
@@ -58,7 +61,7 @@ class Chunk:
     fetcher: Fetcher
     plan: BatchPlan
     positions: Sequence[int]
-    # For each position the encoded sample, an exception, or a placeholder.
+    # For each position an encoded sample or an item, an exception, or a placeholder.
     values: list[Any]
     builder: BatchBuilder
     control: JobControl
@@ -71,7 +74,8 @@ class Chunk:
     def decode_each(self, place: Place) -> int:
         """Call ``place`` for each position and value, until stopped. Returns how many samples were reached.
 
-        Under a deadline each call is timed as one sample, and ``place`` must change the batch inside ``commit`` only.
+        Under a deadline each call is timed as one sample; for a value that is ``UNREAD``, ``place`` starts the clock.
+        It must change the batch inside ``commit`` only.
 
         Raises:
             AbandonedError: The job ran over its time limit.
@@ -84,7 +88,7 @@ class Chunk:
             value, values[reached] = values[reached], None
             reached += 1
             try:
-                if guard is not None:
+                if guard is not None and value is not UNREAD:
                     guard.begin(position)
                 place(position, value)
             except AbandonedError:
@@ -110,8 +114,9 @@ class Chunk:
         return _NO_DEADLINE if self.control.guard is None else self.control.guard.commit()
 
     def commit_sample(self, position: int, sample: Any) -> None:
-        """Put a sample into the batch; a ``Place`` for values that are samples."""
-        with self.commit():
+        """Put a sample into the batch under the job's deadline."""
+        assert self.control.guard is not None
+        with self.control.guard.commit():
             self.builder.put(position, sample)
 
     @property
@@ -159,7 +164,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Encoded samples; exceptions for those that failed, placeholders for those that ``decode`` obtains itself."""
+        """Encoded samples; exceptions for those that failed, ``UNREAD`` for those that the decode job obtains."""
 
     def decode(
         self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, control: JobControl

@@ -19,7 +19,7 @@ from aiofeed.core.types import BatchPlan, RowDecoder, Source
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import Chunk, ChunkOutcome, Fetcher, Place
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
 from aiofeed.engine.fetch.user_errors import decode_error, read_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
@@ -41,9 +41,6 @@ TINY_DECODE_S = 0.000030
 # Seconds that a thread waits for its turn to read. A chunk from the page cache takes a third of a millisecond; slow
 # storage is read by several threads.
 TURN_S = 0.005
-
-UNREAD: Any = object()
-"""Placeholder for a sample that the decode job reads."""
 
 _generators = threading.local()
 
