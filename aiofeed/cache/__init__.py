@@ -1,1 +1,1 @@
-"""Decoded samples that are kept, in memory, on disk or on a device."""
+"""Caches of decoded samples: in memory, in a file, or on a device."""

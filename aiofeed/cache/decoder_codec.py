@@ -1,13 +1,14 @@
-"""How a decoder is taken apart for a cache: what is kept of a sample, and how the sample is made of that."""
+"""Codecs between samples and the arrays that a cache stores: the interface, and the codecs of decoders."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout
+from aiofeed.cache.layout import Layout, Parts
 from aiofeed.core.types import HostTensor, Row, RowDecoder
 from aiofeed.runtime.tensors import as_array, as_tensor
 
@@ -16,155 +17,162 @@ if TYPE_CHECKING:
 
 
 class NotCacheableError(Exception):
-    """A sample cannot be kept; the message says why."""
+    """A sample cannot be cached; the message says why."""
 
 
-class SampleCodec(Protocol):
-    """A decoder in two steps."""
+class SampleCodec(ABC):
+    """Converts what a source gives to the arrays that are cached (parts), and these to a sample."""
 
-    @property
-    def layout(self) -> Layout | None:
-        """What is kept of each sample, where it is known before one was decoded."""
-        ...
+    layout: Layout | None = None
+    """Layout of a cached sample, if it is known before the first sample."""
+    random = False
+    """Whether random augmentation turns the cached arrays into the sample."""
+    advice = "let the decoder return one array or tensor, of the same shape and dtype for every sample"
+    """What to change if a sample cannot be cached; part of the error message."""
 
-    @property
-    def direct(self) -> bool:
-        """Whether what is kept is the sample itself."""
-        ...
-
-    def decode(self, data: Any) -> tuple[NDArray[Any], Layout]:
-        """What is to be kept of a sample.
-
-        Raises:
-            UnfitError: it has no fixed form.
-        """
-        ...
-
-    def fill(self, kept: NDArray[Any], out: NDArray[Any], seed: int | None) -> None:
-        """Make the sample in its row of a batch."""
-        ...
-
-    def sample(self, kept: NDArray[Any], layout: Layout, rng: Callable[[], Any]) -> Any:
-        """Make the sample, in memory of its own.
+    @abstractmethod
+    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+        """The arrays to cache of a sample, and their layout.
 
         Args:
-            kept: read-only.
-            layout: of ``kept``.
-            rng: the sample's own generator.
+            value: Encoded bytes, or an item.
+            layout: Layout of the cached samples; ``None`` before the first.
+            out: The sample's memory in a batch; returned if the sample is decoded into it.
+
+        Raises:
+            NotCacheableError: The sample has another layout, or none.
         """
-        ...
+
+    @abstractmethod
+    def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
+        """The sample of cached arrays, in memory of its own; ``rng`` returns its ``torch.Generator``."""
+
+    def fill(self, parts: Parts, out: Parts, seed: int | None) -> None:
+        """Write the sample into its memory in a batch."""
+        for array, memory in zip(parts, out, strict=True):
+            memory[...] = array
+
+    def row(self, layout: Layout) -> Row | None:
+        """The row of a batch that a sample fills; ``None`` if samples are not rows of one array."""
+        return None
+
+    def batch(self, columns: list[Any], layout: Layout) -> Any:
+        """The decoded part of a batch, given one tensor for each part."""
+        return columns[0]
 
 
-class RowCodec:
-    """A decoder that fills rows. What is kept is the row, or what ``augment_into`` makes one of."""
+class RowCodec(SampleCodec):
+    """Codec of a decoder that fills rows. It caches the row, or what ``augment_into`` takes."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder: Any = decoder
         self._row: Row = decoder.row
-        kept: Row = getattr(decoder, "cached_row", decoder.row)
-        self.layout: Layout = Layout(kept.shape, kept.dtype)
-        self.direct = not decoder.takes_seed
-        self._into: Callable[[Any, Any], None] = getattr(decoder, "decode_cached_into", decoder.decode_into)
+        cached: Row = getattr(decoder, "cached_row", decoder.row)
+        self.layout: Layout = Layout(cached.shape, cached.dtype)
+        self.random = bool(decoder.takes_seed)
+        self._decode_into: Callable[[Any, Any], None] = getattr(decoder, "decode_cached_into", decoder.decode_into)
 
-    def decode(self, data: Any) -> tuple[NDArray[Any], Layout]:
-        """The row, or what is kept in its place."""
-        kept = np.empty(self.layout.shape, self.layout.dtype)
-        self._into(data, kept)
-        return kept, self.layout
+    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+        """Decode into ``out`` if the row itself is cached, otherwise into new memory."""
+        if out is not None and not self.random:
+            self._decoder.decode_into(value, out[0], None)
+            return out, self.layout
+        array = np.empty(self.layout.shape, self.layout.dtype)
+        self._decode_into(value, array)
+        return [_read_only(array) if self.random else array], self.layout
 
-    def fill(self, kept: NDArray[Any], out: NDArray[Any], seed: int | None) -> None:
-        """Copy or augment."""
-        if self.direct:
-            out[...] = kept
-        else:
-            self._decoder.augment_into(kept, out, seed)
-
-    def sample(self, kept: NDArray[Any], layout: Layout, rng: Callable[[], Any]) -> Any:
-        """As calling the decoder gives it."""
+    def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
+        """The tensor that calling the decoder returns."""
         import torch
 
-        # The number that the decoder itself takes from a generator.
-        seed = None if self.direct else int(torch.randint(2**63 - 1, (), generator=rng(), device="cpu"))
+        # The same number that the decoder draws from a generator.
+        seed = int(torch.randint(2**63 - 1, (), generator=rng(), device="cpu")) if self.random else None
         out = np.empty(self._row.shape, self._row.dtype)
-        self.fill(kept, out, seed)
+        self.fill(parts, [out], seed)
         return as_tensor(HostTensor(out, self._row.axes))
 
+    def fill(self, parts: Parts, out: Parts, seed: int | None) -> None:
+        """Copy or augment."""
+        if self.random:
+            self._decoder.augment_into(parts[0], out[0], seed)
+        else:
+            out[0][...] = parts[0]
 
-class PlainCodec:
-    """A decoder that returns one array or tensor, without random numbers."""
-
-    layout = None
-    direct = True
-
-    def __init__(self, decode: Callable[[Any], Any]) -> None:
-        self._decode = decode
-
-    def decode(self, data: Any) -> tuple[NDArray[Any], Layout]:
-        """What the decoder returns."""
-        value = self._decode(data)
-        kept, torch_dtype = as_array(value)
-        if kept is None:
-            raise NotCacheableError(
-                f"the decoder returned a {type(value).__name__}, where one plain CPU tensor or array can be kept"
-            )
-        if not kept.size:
-            raise NotCacheableError(f"it has no elements: its shape is {list(kept.shape)}")
-        return kept, Layout(kept.shape, kept.dtype.name, torch_dtype, tensor=not isinstance(value, np.ndarray))
-
-    def fill(self, kept: NDArray[Any], out: NDArray[Any], seed: int | None) -> None:
-        """Copy."""
-        out[...] = kept
-
-    def sample(self, kept: NDArray[Any], layout: Layout, rng: Callable[[], Any]) -> Any:
-        """A copy."""
-        return _as_it_was(kept.copy(), layout)
+    def row(self, layout: Layout) -> Row | None:
+        """The decoder's row."""
+        return self._row
 
 
-class SplitCodec(PlainCodec):
-    """A decoder with ``decode_cached`` and ``augment``."""
-
-    direct = False
-
-    def __init__(self, decoder: Any) -> None:
-        super().__init__(decoder.decode_cached)
-        self._augment: Callable[..., Any] = decoder.augment
-
-    def sample(self, kept: NDArray[Any], layout: Layout, rng: Callable[[], Any]) -> Any:
-        """What ``augment`` makes of it."""
-        # torch knows no memory that may not be written to.
-        return self._augment(_as_it_was(kept.copy() if layout.tensor else kept, layout), rng=rng())
-
-
-def _as_it_was(kept: NDArray[Any], layout: Layout) -> Any:
-    return as_tensor(HostTensor(kept, torch_dtype=layout.torch_dtype)) if layout.tensor else kept
-
-
-def is_split(decoder: object) -> bool:
-    """Whether a decoder has the two steps that a cache stands between."""
-    return callable(getattr(decoder, "decode_cached", None)) and callable(getattr(decoder, "augment", None))
-
-
-def form_of(decoder: Any, *, rows: bool, random: bool) -> SampleCodec:
-    """How a decoder is taken apart.
+class ValueCodec(SampleCodec):
+    """Codec of a decoder that returns one array or tensor.
 
     Args:
-        decoder: the user's.
-        rows: whether it fills rows.
-        random: whether it takes random numbers.
+        decode: Returns what is cached, without random numbers.
+        augment: Turns a cached array or tensor into the sample; ``None`` if it is the sample.
+    """
+
+    def __init__(self, decode: Callable[[Any], Any], augment: Callable[..., Any] | None = None) -> None:
+        self._decode = decode
+        self._augment = augment
+        self.random = augment is not None
+
+    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+        """The memory of what the decoder returns."""
+        decoded = self._decode(value)
+        array, torch_dtype = as_array(decoded)
+        if array is None:
+            raise NotCacheableError(
+                f"the decoder returned a {type(decoded).__name__}; a cache stores one plain CPU tensor or array"
+            )
+        if not array.size:
+            raise NotCacheableError(f"it has no elements: its shape is {list(array.shape)}")
+        found = Layout(array.shape, array.dtype.name, torch_dtype, tensor=not isinstance(decoded, np.ndarray))
+        if layout is not None and found != layout:
+            raise NotCacheableError(f"the others are each a {layout}, this one is a {found}")
+        return [_read_only(array) if self.random else array], layout or found
+
+    def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
+        """A copy, or what ``augment`` returns."""
+        array: Any = parts[0]
+        if layout.tensor:  # torch has no read-only memory
+            array = as_tensor(HostTensor(array.copy(), torch_dtype=layout.torch_dtype))
+        elif self._augment is None:
+            array = array.copy()
+        return array if self._augment is None else self._augment(array, rng=rng())
+
+    def row(self, layout: Layout) -> Row | None:
+        """A row of the layout's shape and dtype, unless ``augment`` makes the sample."""
+        return None if self.random else Row(layout.shape, layout.dtype)
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A view that the user's augmentation cannot write to: the array is cached afterwards."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def decoder_codec(decoder: Any, *, rows: bool, random: bool) -> SampleCodec:
+    """The codec of a decoder.
+
+    Args:
+        decoder: The user's decoder.
+        rows: Whether it fills rows.
+        random: Whether it takes random numbers.
 
     Raises:
-        TypeError: it is random, and does not say what comes before that.
+        TypeError: It is random and lacks separate methods for decoding and augmentation.
     """
     if rows:
         row_decoder: RowDecoder = decoder
         if not row_decoder.takes_seed or hasattr(decoder, "augment_into"):
             return RowCodec(decoder)
-    elif is_split(decoder):
-        return SplitCodec(decoder)
+    elif callable(getattr(decoder, "decode_cached", None)) and callable(getattr(decoder, "augment", None)):
+        return ValueCodec(decoder.decode_cached, decoder.augment)
     elif not random:
-        return PlainCodec(decoder)
+        return ValueCodec(decoder)
     raise TypeError(
-        f"cache= with decode={decoder!r}: what it makes of a sample is random, so that keeping it would show the same "
-        "in every epoch. Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape "
-        "without random numbers, and augment(cached, *, rng), which returns the sample"
+        f"cache= with decode={decoder!r}: the decoder is random, so every epoch would show the same cached samples. "
+        "Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape without random "
+        "numbers, and augment(cached, *, rng), which returns the sample"
     )

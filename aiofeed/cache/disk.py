@@ -1,17 +1,20 @@
-"""Decoded samples in a file, mapped into memory and shared by the processes of a host."""
+"""``DiskCache``: decoded samples in a file that the processes of a host map into memory and share."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.cache.decoder_codec import NotCacheableError
 from aiofeed.cache.host import check_max_bytes
-from aiofeed.cache.layout import ItemLayout, Layout
+from aiofeed.cache.item_codec import deserialized, serialized
+from aiofeed.cache.layout import ItemLayout, Layout, Parts, pack
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
@@ -22,34 +25,34 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk_format import CacheFile
 
 log = logging.getLogger("aiofeed.cache")
-# In the place of a decoder's identity.
+# The decoder's identity in a file of a Dataset's items.
 NO_DECODER = "none, the items of a Dataset"
 
 
 @public
 @dataclass(frozen=True)
 class DiskCache:
-    """Keep decoded samples in a file: ``cache=DiskCache("train.cache")``.
+    """Cache decoded samples in a file: ``cache=DiskCache("train.cache")``.
 
-    The file is filled while the first epoch runs, by all processes that use it, the ranks of a host say; what one
-    has written the others need not decode. A later run goes on with it, after a crash as well. Its room on the disk is
-    taken when it is made. Each process compares a sample's checksum before it first uses it: what does not match,
-    after a crash or on a damaged disk, is decoded again and written anew.
+    All processes that use the file fill it during the first epoch, for example the ranks of a host; a sample that one
+    has written is not decoded by the others. A later run continues with the file, also after a crash. Its disk space
+    is allocated when it is created. Each process verifies a sample's checksum before it first uses the sample; a
+    sample that does not match, after a crash or on a damaged disk, is decoded and written again.
 
-    A file of other data, of a decoder with other settings or of another version is refused with a ``CacheError`` and
-    never touched. Data are known by the source's fingerprint (its own, or type, length and keys): files that are
-    changed in place, under the same names, are not noticed.
+    A file of other data, of a decoder with other settings or of another version raises ``CacheError`` and is never
+    changed. Data are identified by the source's fingerprint (its own, or type, length and keys): files that are
+    replaced under the same names are not noticed.
 
-    Of a ``Dataset`` the items are kept: tensors, arrays and numbers, nested, of fixed shapes and dtypes. Each is made
-    once, whichever process makes it. It is known by its length, the form of its items and
-    ``FromDataset(fingerprint=...)``; else by type, code of ``__getitem__`` and ``repr``, and the first item that is
-    taken from the file is asked for once more: a log line says so where it is another now.
+    Of a ``Dataset`` the file contains items: tensors, arrays and numbers, nested, of fixed shapes and dtypes. Each item
+    is requested once, by one of the processes. The ``Dataset`` is identified by its length, the layout of its items and
+    ``FromDataset(fingerprint=...)``. Without a fingerprint its type, the code of ``__getitem__`` and its ``repr``
+    identify it, and the first item used from an existing file is requested again: a log line warns if it differs.
 
-    Use a local disk: the lock between processes is ``flock``. Linux and macOS.
+    Use a local disk: processes lock the file with ``flock``. Linux and macOS.
 
     Args:
-        path: of the file; its folder has to be there.
-        max_bytes: of the file, when it is made; those that are met first are kept. ``None``: room for all.
+        path: Path of the file; its folder must exist.
+        max_bytes: Largest size of a new file; the samples decoded first are cached. ``None``: room for all.
     """
 
     path: str | os.PathLike[str]
@@ -61,119 +64,107 @@ class DiskCache:
         object.__setattr__(self, "path", os.fspath(self.path))
         check_max_bytes("DiskCache", self.max_bytes)
         try:
-            import fcntl  # noqa: F401 - whether it is there
+            import fcntl  # noqa: F401 - to find out whether it exists
         except ImportError:
             raise ValueError('DiskCache needs POSIX file locks, which this system lacks; use cache="host"') from None
 
     def verify(self) -> tuple[int, ...]:
-        """Compare all checksums: the indices of the samples that are damaged and are going to be decoded again.
+        """Verify all checksums. Returns the indices of damaged samples, which will be decoded again.
 
         Raises:
-            CacheError: there is no such file, or it is none of ours, damaged as a whole or cut short.
+            CacheError: The file does not exist, is not a cache, has a damaged header or is too short.
         """
-        from aiofeed.cache.disk_format import checksum, open_file
+        from aiofeed.cache.disk_format import open_file
 
         file = open_file(str(self.path), create=False)
         if file is None or file.describe() is None:
             raise CacheError(f"there is no cache at {self.path!r}")
         table, rows = file.open_rows()
-        kept = np.flatnonzero(table["row"]).tolist()
-        return tuple(index for index in kept if _whole(checksum, index, table[index], rows) is None)
+        written = np.flatnonzero(table["row"]).tolist()
+        return tuple(index for index in written if _valid_row(index, table[index], rows) is None)
 
 
 class DiskStore(SampleStore):
-    """What one process knows of a file: the rows it has written, or compared with their checksums.
+    """A file, and which of its rows this process has written or verified.
 
     Args:
-        samples: length of the source.
-        cache: what the user said.
-        source: fingerprint of the source.
-        decoder: identity of the decoder; ``NO_DECODER`` where a ``Dataset``'s items are kept.
+        samples: Length of the source.
+        cache: The user's settings.
+        source: Fingerprint of the source.
+        decoder: Identity of the decoder; ``NO_DECODER`` for a ``Dataset``'s items.
+        compare: Whether the fingerprint may be the same for other data, so that one sample is compared.
     """
 
-    def __init__(self, samples: int, cache: DiskCache, source: str, decoder: str = NO_DECODER) -> None:
+    def __init__(
+        self, samples: int, cache: DiskCache, source: str, decoder: str = NO_DECODER, *, compare: bool = False
+    ) -> None:
         self._cache = cache
         self._source = source
         self._decoder = decoder
+        # Only for items, which may be slow or random: a claim takes two system calls.
+        self.claims = decoder == NO_DECODER
+        self._compare = compare
         super().__init__(samples)
 
-    def _blank(self) -> None:
-        super()._blank()
+    def _reset(self) -> None:
+        super()._reset()
         self._file: CacheFile | None = None
         self._table: NDArray[np.void] = np.empty(0, [("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
         self._damaged: set[int] = set()
-        self._told = False
-        self._writes = True
-        self._claims = Claims(str(self._cache.path))
-        # Whether the file was there, so that what it is of has to be believed.
-        self.met = False
+        self._damage_logged = False
+        self._writable = True
+        # Items that threads of this process are making. Before the layout is known there is one at most, and the file
+        # is empty.
+        self._claimed: dict[int, tuple[CacheFile, int | None]] = {}
+        self._empty_file: CacheFile | None = None
+        self._unconfirmed = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("_file", "_table", "_damaged", "_told", "_writes", "_claims", "met")
-        return {name: value for name, value in super().__getstate__().items() if name not in mine}
-
-    def _inherit(self) -> None:
-        # A lock belongs to an open file, and that is shared with the parent: the child opens it for itself.
-        self._blank()
-
-    def begin(self, layout: Layout | None) -> None:
-        """Open the file, where there is one, and learn from it what samples look like."""
-        super().begin(layout)
-        if self.layout is None:
-            from aiofeed.cache.disk_format import open_file
-
-            with self._lock:
-                file = open_file(self.path, create=False) if self.layout is None else None
-                described = None if file is None else file.describe()
-                if file is not None and described is not None:
-                    self._adopt(file, described, None)
-                    self.layout = file.layout
-                    self.met = True
-
-    def settle(self, layout: Layout) -> bool:
-        """Samples look like this; False where those that are kept look otherwise.
-
-        Raises:
-            CacheError: there is no room, or the file has items of another form.
-        """
-        alike, known = super().settle(layout), self.layout
-        if isinstance(known, ItemLayout) and known.template is None:
-            # Only the file has said what items look like.
-            if not alike:
-                raise self.other_form(str(layout))
-            self.layout = layout
-        return alike
+    def _after_fork(self) -> None:
+        # A file lock belongs to an open file, which parent and child share: the child opens the file itself.
+        self._reset()
 
     @property
     def path(self) -> str:
-        """Of the file."""
+        """Path of the file."""
         return str(self._cache.path)
 
-    def other_form(self, here: str) -> CacheError:
-        """The error of a file that has items of another form."""
-        return self._other(self.path, [f"form of a sample: {self.layout} in the file, {here} here"])
+    def open(self, layout: Layout | None) -> None:
+        """Open the file, if it exists, and take over its layout."""
+        super().open(layout)
+        if self._file is None:
+            self._open_existing()
+            self._unconfirmed = self._file is not None and self._compare
 
-    def claim(self, index: int) -> bool:
-        """Whether the calling thread is to make a sample now; False where another, or another process, is at it.
-
-        Raises:
-            CacheError: the file can neither be opened nor made.
-        """
-        with self._lock:
-            return self._claims.take(index, self._file)
-
-    def release(self, index: int) -> None:
-        """What ``claim`` gave is given back."""
-        with self._lock:
-            self._claims.release(index)
-
-    def _open(self, layout: Layout) -> None:
+    def _open_existing(self) -> None:
         from aiofeed.cache.disk_format import open_file
 
+        with self._lock:
+            file = open_file(self.path, create=False) if self._file is None else None
+            described = None if file is None else file.describe()
+            if file is not None and described is not None:
+                self._use(file, described, file.layout)
+                # Unknown until an item was encoded, if the form is not enough to restore the layout.
+                self.layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
+
+    def set_layout(self, layout: Layout) -> bool:
+        """Set the layout of all samples; False if they have another one already.
+
+        Raises:
+            CacheError: There is no room, or the file has items of another layout.
+        """
+        return super().set_layout(serialized(layout) if isinstance(layout, ItemLayout) else layout)
+
+    def _allocate(self, layout: Layout) -> None:
+        from aiofeed.cache.disk_format import open_file
+
+        if self._file is not None:
+            if self._file.layout != layout:
+                raise self._other_content([f"layout of a sample: {self._file.layout} in the file, {layout} here"])
+            return
         path = self.path
         if layout.nbytes * self.samples == 0:
-            raise CacheError(f"there is nothing to keep: {self.samples} samples of {layout.nbytes} bytes")
-        file = self._claims.begun or open_file(path, create=True)
+            raise CacheError(f"there is nothing to cache: {self.samples} samples of {layout.nbytes} bytes")
+        file = self._empty_file or open_file(path, create=True)
         assert file is not None
         try:
             with file.locked():
@@ -182,160 +173,169 @@ class DiskStore(SampleStore):
                     if not file.writable:
                         raise CacheError(f"the cache {path!r} is empty and may not be written to")
                     mine = {"samples": self.samples, "source": self._source, "decoder": self._decoder}
-                    described = file.make(mine, layout, self._cache.max_bytes, self._claims.making)
+                    described = file.create(mine, layout, self._cache.max_bytes, next(iter(self._claimed), None))
         except OSError as error:
             raise CacheError(f"the cache {path!r} cannot be used: {error}") from error
-        self._adopt(file, described, layout)
+        self._use(file, described, layout)
 
-    def _adopt(self, file: CacheFile, described: dict[str, Any], layout: Layout | None) -> None:
-        """Use a file, if it is one for these data and this decoder."""
+    def _use(self, file: CacheFile, described: dict[str, Any], layout: Layout) -> None:
+        """Use a file if it belongs to this data and this decoder."""
         compared: list[tuple[str, Any, Any]] = [
             ("samples", described["samples"], self.samples),
             ("decoder", described["decoder"], self._decoder),
-            ("form of a sample", file.layout, layout or file.layout),
+            ("layout of a sample", file.layout, layout),
             ("fingerprint of the source", described["source"], self._source),
         ]
         differ = [f"{what}: {there} in the file, {here} here" for what, there, here in compared if there != here]
         if differ:
-            alone = len(differ) == 1 and described["source"] != self._source and self._decoder == NO_DECODER
-            says = f". Where the items are the same, FromDataset(dataset, fingerprint={described['source']!r}) says so"
-            raise self._other(file.path, differ, says if alone else "")
+            only_source = len(differ) == 1 and described["source"] != self._source and self.claims
+            hint = f". If the items are the same, pass FromDataset(dataset, fingerprint={described['source']!r})"
+            raise self._other_content(differ, hint if only_source else "")
         if file.capacity < file.samples:
             log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
         self._table, self._arena = file.open_rows()
-        self._file, self._claims.begun = file, None
-        self._writes = file.writable
+        self._file, self._empty_file = file, None
+        self._writable = file.writable
 
-    def _other(self, path: str, differ: Sequence[str], way_out: str = "") -> CacheError:
+    def _other_content(self, differ: Sequence[str], hint: str = "") -> CacheError:
         return CacheError(
-            f"the cache {path!r} was filled from something else: {'; '.join(differ)}. Delete the file, or give "
-            f"DiskCache another path{way_out}"
+            f"the cache {self.path!r} was filled from other data: {'; '.join(differ)}. Delete the file, or give "
+            f"DiskCache another path{hint}"
         )
 
-    def doubtful(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those whose entry says that they are there and whose checksum was not compared."""
+    def unverified(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples whose entry says that they are written and whose checksum was not verified."""
         if self._file is None:
             return indices[:0]
-        entries = self._table["row"][indices]
-        doubtful: NDArray[np.int64] = indices[(entries != 0) & (self._slots[indices] < 0)]
-        if self._damaged and len(doubtful):
-            doubtful = np.array([index for index in doubtful.tolist() if index not in self._damaged], np.int64)
-        return doubtful
+        rows = self._table["row"][indices]
+        found: NDArray[np.int64] = indices[(rows != 0) & (self._slots[indices] < 0)]
+        if self._damaged and len(found):
+            found = np.array([index for index in found.tolist() if index not in self._damaged], np.int64)
+        return found
 
-    def check(self, indices: NDArray[np.int64]) -> None:
-        """Compare checksums."""
-        from aiofeed.cache.disk_format import checksum
+    def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which samples are cached, after verifying those that others have written."""
+        if self._file is None:
+            self._open_existing()
+        if self.layout is None:
+            return np.zeros(len(indices), np.bool_)
+        for index in self.unverified(indices).tolist():
+            self._verify(index)
+        return self.has(indices)
 
-        for index in indices.tolist():
-            row = _whole(checksum, index, self._table[index], self._arena)
+    def _verify(self, index: int) -> None:
+        row = _valid_row(index, self._table[index], self._arena)
+        if row is not None:
+            self._slots[index] = row
+            return
+        assert self._file is not None
+        # The row may be in the middle of a write: verify it again while nobody writes.
+        with self._lock, self._file.locked():
+            row = _valid_row(index, self._table[index], self._arena)
             if row is not None:
                 self._slots[index] = row
-                continue
-            assert self._file is not None
-            # Seen in the middle of a write? Once more, when nobody writes.
-            with self._lock, self._file.locked():
-                row = _whole(checksum, index, self._table[index], self._arena)
-                if row is None:
-                    self._damaged.add(index)
-                    if not self._told:
-                        self._told = True
-                        log.warning(
-                            "the cache %s has damaged samples, number %d the first: they are decoded again",
-                            self._file.path,
-                            index,
-                        )
-                else:
-                    self._slots[index] = row
+                return
+            self._damaged.add(index)
+            if not self._damage_logged:
+                self._damage_logged = True
+                log.warning(
+                    "the cache %s has damaged samples, first sample %d: they are decoded again", self.path, index
+                )
 
-    def put(self, index: int, row: NDArray[np.uint8]) -> None:
-        """Write a sample, where there is room and nobody has written it."""
-        from aiofeed.cache.disk_format import checksum
-
+    def put(self, index: int, parts: Parts) -> None:
+        """Write a sample, unless it is written already or there is no room."""
         file = self._file
-        if file is None or not self._writes or self._slots[index] >= 0:
+        if file is None or not self._writable or self._slots[index] >= 0:
             return
-        crc = checksum(index, row)
+        row = pack(parts)
+        crc = _checksum(index, row)
         try:
             with self._lock, file.locked():
                 number = int(self._table["row"][index])
                 if number and index not in self._damaged:
-                    return  # another process was faster; its row is compared before it is used
-                # A place for each, where all have one: then nothing is lost with a process that ends half-way.
+                    return  # another process has written it; it is verified before it is used
+                # If there is room for all, sample i is row i: a process that dies in a write wastes no row.
                 place = index if file.capacity == file.samples else number - 1
                 if not 0 <= place < file.capacity or (number and file.capacity < file.samples):
-                    fresh = file.next_row()
-                    if fresh is None:
+                    new_row = file.next_row()
+                    if new_row is None:
                         return
-                    place = fresh
+                    place = new_row
                 file.write(index, place, row, crc)
                 self._damaged.discard(index)
-            file.bring_near(place)
+            file.populate(place)
             self._slots[index] = place
         except OSError as error:
             with self._lock:
-                told, self._writes = not self._writes, False
-            if not told:
+                was_writable, self._writable = self._writable, False
+            if was_writable:
                 log.warning("the cache %s is not written to any more: %s", file.path, str(error))
 
-
-def _whole(
-    checksum: Callable[[int, NDArray[np.uint8]], int], index: int, entry: np.void, rows: NDArray[np.uint8]
-) -> int | None:
-    """The row of a sample where its checksum matches."""
-    row, crc = int(entry["row"]) - 1, int(entry["crc"])
-    return row if 0 <= row < len(rows) and checksum(index, rows[row]) == crc else None
-
-
-class Claims:
-    """The samples that threads of this process are making; called under a lock of the caller's.
-
-    Args:
-        path: of the file, which is made, empty, for the first claim.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._taken: dict[int, tuple[CacheFile, int | None]] = {}
-        # The file while nobody knows what samples look like.
-        self.begun: CacheFile | None = None
-
-    def take(self, index: int, file: CacheFile | None) -> bool:
-        """Claim a sample; False where another is at it.
-
-        Args:
-            index: of the sample.
-            file: in use; ``None``: there is none yet. Then one is claimed at a time: it tells what samples look like.
+    def claim(self, index: int) -> bool:
+        """Whether the calling thread may make an item now; False if another thread or process is making it.
 
         Raises:
-            CacheError: the file can neither be opened nor made, or is none of ours.
+            CacheError: The file can neither be opened nor created.
         """
-        if index in self._taken or (file is None and self._taken):
-            return False
-        entry: int | None = index
-        if file is None:
-            from aiofeed.cache.disk_format import open_file
+        from aiofeed.cache.disk_format import open_file
 
-            file, entry = self.begun or open_file(self._path, create=True), None
-            self.begun = file
-            assert file is not None
-        if not file.claim(entry):
-            return False
-        if entry is None and file.describe() is not None:
-            # Another process has made it since it was looked for: it has entries to claim.
-            file.unclaim(None)
-            self.begun = None
-            return False
-        self._taken[index] = (file, entry)
-        return True
+        with self._lock:
+            if index in self._claimed or (self._file is None and self._claimed):
+                return False
+            file, entry = self._file, index if self._file is not None else None
+            if file is None:
+                file = self._empty_file = self._empty_file or open_file(self.path, create=True)
+                assert file is not None
+            if not file.claim(entry):
+                return False
+            if entry is None and file.describe() is not None:
+                # Another process has written the header meanwhile: there are entries to claim.
+                file.release(None)
+                self._empty_file = None
+                return False
+            self._claimed[index] = (file, entry)
+            return True
 
     def release(self, index: int) -> None:
-        """Give a claim back."""
-        file, entry = self._taken.pop(index)
-        file.unclaim(entry)
-        if entry is None and file.made:
-            file.unclaim(index)
+        """End a claim."""
+        with self._lock:
+            file, entry = self._claimed.pop(index)
+            file.release(entry)
+            if entry is None and file.has_entries:
+                file.release(index)
 
-    @property
-    def making(self) -> int | None:
-        """The sample that is made while there is no file yet."""
-        return next((index for index, (_, entry) in self._taken.items() if entry is None), None)
+    def sample_to_compare(self, indices: NDArray[np.int64]) -> int | None:
+        """The first cached one of these samples, once, if an earlier run filled the file and nothing names its data."""
+        if not self._unconfirmed or self.layout is None:
+            return None
+        self._unconfirmed = False
+        cached = indices[self.find(indices)]
+        return int(cached[0]) if len(cached) else None
+
+    def compare(self, index: int, key: str, found: Parts | NotCacheableError) -> None:
+        """Warn if the source gives another sample than the file has.
+
+        Raises:
+            CacheError: The sample has another layout.
+        """
+        if isinstance(found, NotCacheableError):
+            raise self._other_content([f"layout of a sample: {self.layout} in the file; here {found}"]) from None
+        if any(new.tobytes() != old.tobytes() for new, old in zip(found, self.parts(index), strict=True)):
+            log.warning(
+                "the cache %s has another %s than the Dataset returns now. Either its data or settings have changed: "
+                "then delete the file. Or its items are random: then those of the first run are used. "
+                "FromDataset(dataset, fingerprint=...) identifies a Dataset",
+                self.path,
+                key,
+            )
+
+
+def _checksum(index: int, row: NDArray[np.uint8]) -> int:
+    """CRC-32 of a sample's index and its row."""
+    return zlib.crc32(row.data, zlib.crc32(index.to_bytes(8, "little")))
+
+
+def _valid_row(index: int, entry: np.void, rows: NDArray[np.uint8]) -> int | None:
+    """The row number of a sample if its checksum matches."""
+    row, crc = int(entry["row"]) - 1, int(entry["crc"])
+    return row if 0 <= row < len(rows) and _checksum(index, rows[row]) == crc else None

@@ -1,14 +1,15 @@
-"""The file of a ``DiskCache``: a header, a table with an entry per sample, and rows. Local byte order is not assumed.
+"""File format of a ``DiskCache``: a header, a table with an entry per sample, and rows.
 
-    0     magic, length and CRC-32 of the description (0 until the file is whole), number of rows given out
-    40    the description: JSON; of a ``Dataset``'s items it has the form, too
+    0     magic, length and CRC-32 of the description (0 until the file is complete), number of rows in use
+    40    the description, JSON; for a ``Dataset``'s items it includes their structure
     table an entry of 16 bytes per sample: number of its row + 1 (0: none), CRC-32 of index and row
     rows  at a multiple of 4096, one after the other
 
-All writing is by ``pwrite`` under an exclusive ``flock``, first the row, then its entry. Reading needs no lock: an
-entry counts only once its checksum has been compared, so that nothing depends on what reached the disk first. Who
-makes a sample may lock the bytes of its entry meanwhile, byte 0 where there are no entries yet: such locks end with
-their holder, nothing that is right or wrong depends on them, and the ``flock`` does not meet them.
+Header and table are little-endian. Processes write with ``pwrite`` under an exclusive ``flock``, the row before its
+entry. Reading takes no lock: an entry is used only after its checksum was verified, so the order in which writes reach
+the disk does not matter. A process that makes an item may claim it by locking the bytes of its entry, or byte 0 before
+there are entries. Such locks end with the open file, do not conflict with the ``flock``, and only save work: the file
+is correct without them.
 """
 
 from __future__ import annotations
@@ -46,23 +47,18 @@ _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
 _PAGE = 4096
 _POPULATE_READ = 22
-# Locks that belong to an open file, not to a process; elsewhere than on Linux they would meet the flock.
+# Locks that belong to an open file, not to a process. On systems other than Linux they conflict with the flock.
 _LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
 _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
 _FLOCK = struct.Struct("hhqqi4x")
 _WAY_OUT = "delete the file, or choose another path"
 
 
-def checksum(index: int, row: NDArray[np.uint8]) -> int:
-    """CRC-32 of a row and of whose it is."""
-    return zlib.crc32(row.data, zlib.crc32(index.to_bytes(8, "little")))
-
-
 class CacheFile:
-    """An open file. It is closed when it is dropped.
+    """An open file. It is closed when nothing refers to it any more.
 
     Args:
-        path: where it is.
+        path: Path of an existing file.
     """
 
     _fd = -1
@@ -89,7 +85,7 @@ class CacheFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process writes inside. Threads of this one have a lock of their own."""
+        """A ``with`` block in which no other process writes. Threads of this process need a lock of their own."""
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -97,20 +93,20 @@ class CacheFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def claim(self, index: int | None) -> bool:
-        """Say to others that a sample is being made here, the first of all with ``None``; False where another is at it.
+        """Claim an item, or with ``None`` the first item of an empty file; False if another process has claimed it.
 
-        It goes with the file, at the latest; where the system has no such locks it always succeeds.
+        The claim ends with the open file at the latest. On systems without such locks every claim succeeds.
         """
         return self._lock_entry(index, fcntl.F_WRLCK)
 
-    @property
-    def made(self) -> bool:
-        """Whether it is known where its entries are."""
-        return hasattr(self, "_table_at")
-
-    def unclaim(self, index: int | None) -> None:
-        """The sample has been made, or not."""
+    def release(self, index: int | None) -> None:
+        """End a claim."""
         self._lock_entry(index, fcntl.F_UNLCK)
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether the offsets of its entries are known."""
+        return hasattr(self, "_table_at")
 
     def _lock_entry(self, index: int | None, kind: int) -> bool:
         if _OWN_LOCK is None or not self.writable:
@@ -123,16 +119,16 @@ class CacheFile:
         return True
 
     def describe(self) -> dict[str, Any] | None:
-        """What the file says of itself; ``None`` where it was never finished being made.
+        """The description; ``None`` if the file is empty or its creation was interrupted.
 
         Raises:
-            CacheError: it is something else, damaged or cut short.
+            CacheError: The file is not a cache, has a damaged header, another version, or is too short.
         """
         head = os.pread(self._fd, _HEAD.size, 0)
         if not head:
             return None
         if not head.startswith(_MAGIC):
-            raise CacheError(f"{self.path!r} is no cache of decoded samples; choose another path")
+            raise CacheError(f"{self.path!r} is not a cache of decoded samples; choose another path")
         if len(head) < _HEAD.size:
             return None
         _, length, crc, _ = _HEAD.unpack(head)
@@ -146,61 +142,59 @@ class CacheFile:
             raise CacheError(
                 f"the cache {self.path!r} has version {described['version']}, this aiofeed has {VERSION}: {_WAY_OUT}"
             )
-        self._place(described, length)
+        self._set_offsets(described, length)
         size = os.fstat(self._fd).st_size
         if size < self._end:
-            raise CacheError(
-                f"the cache {self.path!r} is cut short: {size} bytes, it was made with {self._end}: {_WAY_OUT}"
-            )
+            raise CacheError(f"the cache {self.path!r} is truncated: it has {size} of {self._end} bytes: {_WAY_OUT}")
         return described
 
-    def _place(self, described: dict[str, Any], length: int) -> None:
+    def _set_offsets(self, described: dict[str, Any], length: int) -> None:
         self.samples, self.capacity = int(described["samples"]), int(described["capacity"])
         self.layout = _described_layout(described)
-        self._table_at = _up(_DESCRIPTION_AT + length)
-        self._rows_at = _up(self._table_at + self.samples * _ENTRY.size)
+        self._table_at = _next_page(_DESCRIPTION_AT + length)
+        self._rows_at = _next_page(self._table_at + self.samples * _ENTRY.size)
         self._end = self._rows_at + self.capacity * self.layout.nbytes
 
-    def make(
-        self, described: dict[str, Any], layout: Layout, max_bytes: int | None, making: int | None = None
+    def create(
+        self, described: dict[str, Any], layout: Layout, max_bytes: int | None, claimed: int | None = None
     ) -> dict[str, Any]:
-        """Make the file, inside ``locked``; all of its room is taken now. What it says of itself.
+        """Write the header and allocate all disk space, inside ``locked``. Returns the description.
 
         Args:
-            described: what it is to be of.
-            layout: of a sample.
-            max_bytes: of the file.
-            making: the sample that told the layout: it is claimed before others see that there is a file.
+            described: Number of samples, source and decoder.
+            layout: Layout of a sample.
+            max_bytes: Largest size of the file.
+            claimed: The item whose layout this is; it is claimed before other processes see the header.
 
         Raises:
-            CacheError: there is no room.
+            CacheError: There is no room.
         """
         samples, row = described["samples"], layout.nbytes
         described = {"version": VERSION} | described
         described |= {"shape": list(layout.shape), "dtype": layout.dtype}
         described |= {"torch_dtype": layout.torch_dtype, "tensor": layout.tensor}
         if isinstance(layout, ItemLayout):
-            described |= {"form": layout.form, "types": layout.types, "told": layout.told}
-        # Its length is to be the same whatever the capacity.
+            described |= {"form": layout.form, "types": layout.types, "told": layout.description}
+        # The length must not depend on the capacity.
         described["capacity"] = samples
         length = len(json.dumps(described)) + 20
-        self._place(described, length)
+        self._set_offsets(described, length)
         if max_bytes is not None:
             described["capacity"] = min(samples, max((max_bytes - self._rows_at) // row, 0))
         if not described["capacity"]:
             least = self._rows_at + row
             raise CacheError(
-                f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: that takes {format_bytes(least)} "
+                f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: one takes {format_bytes(least)} "
                 f"({least} bytes), all of them {format_bytes(self._end)}"
             )
         text = json.dumps(described).ljust(length).encode()
-        self._place(described, length)
+        self._set_offsets(described, length)
         self._write(_HEAD.pack(_MAGIC, 0, 0, 0), 0)
         self._reserve()
         self._write(text, _DESCRIPTION_AT)
         os.fsync(self._fd)
-        if making is not None:
-            self.claim(making)
+        if claimed is not None:
+            self.claim(claimed)
         self._write(_HEAD.pack(_MAGIC, length, zlib.crc32(text), 0), 0)
         os.fsync(self._fd)
         return described
@@ -222,27 +216,27 @@ class CacheFile:
             raise CacheError(
                 f"the cache {self.path!r} needs {format_bytes(self._end)} ({self._end} bytes) for {self.capacity} "
                 f"samples, and {format_bytes(free)} are free in {folder!r} ({os.strerror(error.errno or 0)}): "
-                f"make room, choose another path, or keep fewer with DiskCache(path, max_bytes=...)"
+                f"free some space, choose another path, or cache fewer samples with DiskCache(path, max_bytes=...)"
             ) from error
 
     def open_rows(self) -> tuple[NDArray[np.void], NDArray[np.uint8]]:
-        """The table and the rows, for reading; what processes write is seen by all."""
+        """The table and the rows as read-only views of shared memory, which show what other processes write."""
         self._memory = memory = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_READ)
         table = np.frombuffer(memory, _ENTRY_TYPE, self.samples, self._table_at)
         rows = np.frombuffer(memory, np.uint8, self.capacity * self.layout.nbytes, self._rows_at)
         return table, rows.reshape(self.capacity, self.layout.nbytes)
 
-    def bring_near(self, row: int) -> None:
-        """See to it that reading a row that was just written does not stop at every other page."""
+    def populate(self, row: int) -> None:
+        """Map the pages of a row that was just written, so that reading it causes no page faults."""
         start = self._rows_at + row * self.layout.nbytes
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             self._memory.madvise(_POPULATE_READ, first, start + self.layout.nbytes - first)
-        except (OSError, ValueError, AttributeError):  # Linux 5.14 has it; it is only faster
+        except (OSError, ValueError, AttributeError):  # before Linux 5.14: reading is only slower
             pass
 
     def next_row(self) -> int | None:
-        """Give a row out, inside ``locked``; ``None`` where none is left."""
+        """Number of an unused row, inside ``locked``; ``None`` if all are in use."""
         [used] = _USED.unpack(os.pread(self._fd, _USED.size, _USED_AT))
         if used >= self.capacity:
             return None
@@ -262,7 +256,7 @@ class CacheFile:
 
 
 def open_file(path: str, *, create: bool) -> CacheFile | None:
-    """The file at a path; ``None`` where there is none and ``create`` is false."""
+    """Open the file at a path; ``None`` if it does not exist and ``create`` is false."""
     try:
         return CacheFile(path)
     except FileNotFoundError:
@@ -275,17 +269,17 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         return CacheFile(path)
     except OSError as error:
         folder = os.path.dirname(path) or "."
-        hint = "" if os.path.isdir(folder) else f"; there is no folder {folder!r}: make it first"
-        raise CacheError(f"the cache {path!r} cannot be made: {error}{hint}") from error
+        hint = "" if os.path.isdir(folder) else f"; there is no folder {folder!r}: create it first"
+        raise CacheError(f"the cache {path!r} cannot be created: {error}{hint}") from error
 
 
 def _described_layout(described: dict[str, Any]) -> Layout:
     shape, dtype = tuple(described["shape"]), described["dtype"]
     if "form" in described:
-        types, told = tuple(described["types"]), described["told"]
-        return ItemLayout(shape, dtype, form=described["form"], types=types, told=told)
+        types = tuple(described["types"])
+        return ItemLayout(shape, dtype, form=described["form"], types=types, description=described["told"])
     return Layout(shape, dtype, described["torch_dtype"], described["tensor"])
 
 
-def _up(at: int) -> int:
+def _next_page(at: int) -> int:
     return -(-at // _PAGE) * _PAGE

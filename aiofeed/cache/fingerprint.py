@@ -1,4 +1,4 @@
-"""What a decoder or a ``Dataset`` is, in words that are the same in another process: what another made is no use."""
+"""Fingerprints of decoders and datasets that are the same in every process and run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-# As much of a repr as an error message bears.
+# Characters of a repr that an error message shows.
 _SHOWN = 200
 
 
 def identity(decoder: Callable[..., Any]) -> str:
-    """What tells a decoder from others: its own ``fingerprint()``, else its name, its code and its settings.
+    """The fingerprint of a decoder: its own ``fingerprint()``, else its name, code and settings.
 
     Raises:
-        TypeError: it cannot be told; the message says what to add.
+        TypeError: The settings are unknown; the message says what to add.
     """
     own = getattr(decoder, "fingerprint", None)
     if callable(own):
@@ -42,9 +42,9 @@ def identity(decoder: Callable[..., Any]) -> str:
 
 
 def dataset_identity(dataset: Any) -> str:
-    """What can be seen of a ``Dataset``: its type, the code of its ``__getitem__``, its ``repr`` where it has its own.
+    """The fingerprint of a ``Dataset``: type, code of ``__getitem__`` and, if it defines one, ``repr``.
 
-    Of a torch ``Subset``: its indices, and that of which it is one. Length and items are compared elsewhere.
+    For a torch ``Subset``: its indices and the whole's fingerprint. Length and items are compared elsewhere.
     """
     kind = type(dataset)
     data = sys.modules.get("torch.utils.data")
@@ -53,7 +53,7 @@ def dataset_identity(dataset: Any) -> str:
     methods = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__")]
     found = [kind.__qualname__, *[_code(method) for method in methods if isinstance(method, types.FunctionType)]]
     if isinstance(kind.__repr__, types.FunctionType):
-        # Where it lies in memory is not what it is.
+        # Addresses differ from process to process.
         shown = " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(dataset)).split())
         found.append(shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... {_digest(shown)}")
     return " ".join(found)
@@ -67,15 +67,15 @@ def _settings(value: Any, decoder: Any) -> str:
     text = repr(value)
     if " at 0x" in text:
         raise TypeError(
-            f"a DiskCache has to know whether the decoder is the one that filled it, and {decoder!r} does not tell: "
-            f"give it a method fingerprint() that returns a str, other for other settings (or a __repr__ that shows "
+            f"a DiskCache must recognize the decoder that filled it, and the settings of {decoder!r} are unknown: give "
+            f"it a method fingerprint() that returns a str, which differs for other settings (or a __repr__ that shows "
             f'them), or use cache="host"'
         )
     return text
 
 
 def _code(function: types.FunctionType) -> str:
-    """A digest of a function's code, functions inside it included; line numbers do not count."""
+    """A digest of a function's code, with the functions inside it and without line numbers."""
     digest = hashlib.sha256()
     waiting = [function.__code__]
     while waiting:
@@ -84,7 +84,7 @@ def _code(function: types.FunctionType) -> str:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 waiting.append(constant)
-            elif isinstance(constant, frozenset):  # its order changes from process to process
+            elif isinstance(constant, frozenset):  # whose order differs from process to process
                 digest.update(repr(sorted(map(repr, constant))).encode())
             else:
                 digest.update(repr(constant).encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""Decoded samples in the memory of this process."""
+"""``HostCache``: decoded samples in the memory of this process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout
-from aiofeed.cache.store import COMING, NONE, SampleStore
+from aiofeed.cache.layout import Layout, Parts, pack
+from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 log = logging.getLogger("aiofeed.cache")
 
@@ -24,14 +20,15 @@ log = logging.getLogger("aiofeed.cache")
 @public
 @dataclass(frozen=True)
 class HostCache:
-    """Keep decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.
+    """Cache decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.
 
-    Samples are kept as they are met, until the limit; a log line says so where not all fit. Each feeder has a memory
-    of its own, which stays through ``close()`` and goes when the feeder is dropped; a pickled feeder begins without.
+    Samples are cached in the order in which they are decoded, up to the limit. If not all fit, a log line says so.
+    Each feeder has a cache of its own, which survives ``close()`` and is freed with the feeder. A pickled feeder starts
+    with an empty cache.
 
     Args:
-        max_bytes: at most so many; ``None``: half of the memory that is free when the first sample is kept (the
-            cgroup's limit heeded), shared out among the ranks of this host where ``LOCAL_WORLD_SIZE`` says how many.
+        max_bytes: Most bytes to use; ``None``: half of the memory that is free when the first sample is cached (within
+            the cgroup's limit), divided among the ranks of this host that ``LOCAL_WORLD_SIZE`` counts.
     """
 
     max_bytes: int | None = None
@@ -41,7 +38,7 @@ class HostCache:
 
 
 def check_max_bytes(kind: str, value: object) -> None:
-    """``TypeError`` or ``ValueError`` where a limit is none."""
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a valid limit."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -51,12 +48,12 @@ def check_max_bytes(kind: str, value: object) -> None:
 
 
 class HostStore(SampleStore):
-    """Rows of one stretch of memory, given out as samples are met; memory is taken as it is filled.
+    """Samples in one block of memory, in the order in which they were decoded.
 
     Args:
-        samples: length of the source.
-        cache: what the user said.
-        free_memory: how much there is.
+        samples: Length of the source.
+        cache: The user's settings.
+        free_memory: Returns the bytes of free memory.
     """
 
     def __init__(self, samples: int, cache: HostCache, free_memory: Callable[[], int]) -> None:
@@ -64,11 +61,11 @@ class HostStore(SampleStore):
         self._free_memory = free_memory
         super().__init__(samples)
 
-    def _blank(self) -> None:
-        super()._blank()
+    def _reset(self) -> None:
+        super()._reset()
         self._used = 0
 
-    def _open(self, layout: Layout) -> None:
+    def _allocate(self, layout: Layout) -> None:
         limit = self._cache.max_bytes
         ranks = local_ranks()
         if limit is None:
@@ -76,30 +73,30 @@ class HostStore(SampleStore):
         capacity = min(self.samples, limit // layout.nbytes)
         if capacity < self.samples:
             log.warning(
-                "the cache keeps %d of %d samples: all need %s, and it may have %s%s; the others are decoded in every "
-                "epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) keeps samples in a file)",
+                "the cache has room for %d of %d samples: all need %s, the limit is %s%s. The others are decoded in "
+                "every epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) caches samples in a file)",
                 capacity,
                 self.samples,
                 format_bytes(self.samples * layout.nbytes),
                 format_bytes(limit),
-                "" if self._cache.max_bytes is not None else f", half of what is free for {ranks} rank(s) of this host",
+                "" if self._cache.max_bytes is not None else f", half of the free memory for {ranks} rank(s)",
             )
-        # Private to this process: a fork has a copy. The system gives pages as they are written to.
+        # Private memory: a forked child has a copy. The system provides pages as they are written.
         self._arena = np.empty((capacity, layout.nbytes), np.uint8)
 
-    def put(self, index: int, row: NDArray[np.uint8]) -> None:
-        """Keep a sample, where there is room and it is not kept already."""
+    def put(self, index: int, parts: Parts) -> None:
+        """Cache a copy of a sample, unless it is cached already or there is no room."""
         with self._lock:
-            if self._slots[index] != NONE or self._used == len(self._arena):
+            if self._slots[index] != EMPTY or self._used == len(self._arena):
                 return
             slot = self._used
             self._used += 1
-            self._slots[index] = COMING
-        self._arena[slot] = row
+            self._slots[index] = WRITING
+        self._arena[slot] = pack(parts)
         self._slots[index] = slot
 
 
 def local_ranks() -> int:
-    """How many ranks share this host's memory, as far as torchrun says."""
+    """Number of ranks that share this host's memory, as torchrun's environment says; 1 without it."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(text), 1) if text.isdigit() else 1

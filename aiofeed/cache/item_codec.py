@@ -1,137 +1,144 @@
-"""What a ``Dataset``'s items look like, and how they are taken apart into arrays that can be kept, and put together."""
+"""Codec of a ``Dataset``'s items: splits an item into arrays to cache, and builds items and batches of such arrays."""
 
 from __future__ import annotations
 
 import ast
 import json
-import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError
-from aiofeed.cache.layout import ItemLayout, Layout
-from aiofeed.core.pytree import is_namedtuple, map_leaves
+from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec
+from aiofeed.cache.layout import ItemLayout, Layout, Parts
+from aiofeed.core.pytree import is_namedtuple, loaded_class, map_leaves
 from aiofeed.core.types import HostTensor
-from aiofeed.runtime.tensors import as_array, as_tensor
+from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# As default_collate makes tensors of them.
-NUMBERS: dict[type, np.dtype[Any]] = {
-    int: np.dtype(np.int64),
-    float: np.dtype(np.float64),
-    bool: np.dtype(np.bool_),
-}
-# Others may carry something beside their items, which a batch would have of its first sample.
-_MAPPINGS = (dict, OrderedDict)
+# Other mappings may have attributes beside their items; default_collate copies those of the first sample.
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict}
+_NUMBERS = {kind.__name__: kind for kind in NUMBER_DTYPES}
+# Characters of a value that an error message shows.
 _SHOWN = 40
 
 
-_NUMBERS = {kind.__name__: kind for kind in NUMBERS}
-_MAPPING_TYPES: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict}
-# The module that a script is, in the process that runs it and in one that only imports it.
-_MAIN = ("__main__", "__mp_main__")
+class ItemCodec(SampleCodec):
+    """Caches the numbers, arrays and tensors of an item."""
+
+    advice = "let the Dataset return the same structure, shapes and dtypes at every index"
+
+    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+        """The arrays of an item; views of the item's own memory."""
+        if layout is None:
+            layout = item_layout(value)
+            if not layout.nbytes:
+                raise NotCacheableError(f"it has no elements: it is {describe(value)}")
+        assert isinstance(layout, ItemLayout)
+        return item_parts(value, layout), layout
+
+    def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
+        """The item as the ``Dataset`` returned it."""
+        assert isinstance(layout, ItemLayout)
+        return build_item(parts, layout)
+
+    def batch(self, columns: list[Any], layout: Layout) -> Any:
+        """The batch as ``default_collate`` builds it."""
+        assert isinstance(layout, ItemLayout)
+        return _collated(layout.template, columns)
 
 
 class ItemPart:
-    """A number, an array or a tensor of an item. No dataclass, since those are nodes of an item and this is a leaf.
+    """A number, an array or a tensor of an item. Not a dataclass, because dataclasses are nodes of an item.
 
     Args:
-        place: its place among the parts of an item, depth first.
-        kind: the type of a number; ``None``: it is an array or a tensor.
-        layout: what is kept of it.
+        index: Its index among the parts of an item, depth first.
+        kind: Type of a number; ``None`` for an array or a tensor.
+        layout: Layout of the cached array.
     """
 
-    __slots__ = ("kind", "layout", "place")
+    __slots__ = ("index", "kind", "layout")
 
-    def __init__(self, place: int, kind: type | None, layout: Layout) -> None:
-        self.place = place
+    def __init__(self, index: int, kind: type | None, layout: Layout) -> None:
+        self.index = index
         self.kind = kind
         self.layout = layout
 
     def __repr__(self) -> str:
         return str(self.layout) if self.kind is None else self.kind.__name__
 
-    def memory(self, value: Any) -> NDArray[Any] | None:
-        """What is kept of another item's part; ``None`` where it is of another kind.
+    def array_of(self, value: Any) -> NDArray[Any] | None:
+        """The array to cache of another item's part; ``None`` if its type, shape or dtype differs.
 
         Raises:
-            OverflowError: the number is too large for a tensor.
+            OverflowError: The number is too large for a tensor.
         """
         layout = self.layout
         if self.kind is not None:
             return np.asarray(value, layout.dtype) if _number_type(value) is self.kind else None
-        memory, torch_dtype = _memory(value)
+        array, torch_dtype = _plain_array(value)
         alike = (
-            memory is not None
-            and memory.shape == layout.shape
-            and memory.dtype.name == layout.dtype
+            array is not None
+            and array.shape == layout.shape
+            and array.dtype.name == layout.dtype
             and torch_dtype == layout.torch_dtype
             and isinstance(value, np.ndarray) != layout.tensor
         )
-        return memory if alike else None
+        return array if alike else None
 
-    def value(self, memory: NDArray[Any]) -> Any:
-        """The part again, in memory of its own."""
+    def value_of(self, array: NDArray[Any]) -> Any:
+        """The part that ``array_of`` was given, in memory of its own."""
         if self.kind is not None:
-            return memory.item() if self.kind in NUMBERS else memory[()]
-        copied = memory.copy()
+            return array.item() if self.kind in NUMBER_DTYPES else array[()]
+        copied = array.copy()
         if not self.layout.tensor:
             return copied
         return as_tensor(HostTensor(copied, torch_dtype=self.layout.torch_dtype))
 
 
 def item_layout(item: Any) -> ItemLayout:
-    """How items are kept, by one of them.
+    """The layout of items like this one.
 
     Raises:
-        UnfitError: they cannot be.
+        NotCacheableError: The item has parts that cannot be cached.
     """
     parts: list[Layout] = []
     template = _template(item, "", parts)
+    text = str(template)
     nbytes = sum(part.nbytes for part in parts)
-    if not nbytes:
-        raise NotCacheableError(f"it has no elements: it is {describe(item)}")
-    words = str(template)
-    return ItemLayout((nbytes,), "uint8", form=words, told=words, parts=tuple(parts), template=template)
+    return ItemLayout((nbytes,), "uint8", form=text, description=text, parts=tuple(parts), template=template)
 
 
-def parts_of(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
-    """The arrays of an item; views of its own where it has such.
+def item_parts(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
+    """The arrays of an item; views of the item's memory where possible.
 
     Raises:
-        UnfitError: it is not like the others.
+        NotCacheableError: The item has another layout.
     """
-    found: list[NDArray[Any]] = []
-    _take(layout.template, item, "", found)
-    return found
+    parts: list[NDArray[Any]] = []
+    _collect(layout.template, item, "", parts)
+    return parts
 
 
-def item_of(parts: Sequence[NDArray[Any]], layout: ItemLayout) -> Any:
-    """An item as the ``Dataset`` gave it, in memory of its own."""
-    return map_leaves(lambda part: part.value(parts[part.place]), layout.template)
-
-
-def batch_of(columns: Sequence[Any], layout: ItemLayout) -> Any:
-    """A batch as ``default_collate`` makes it of items, its tensors those of ``columns``."""
-    return _collated(layout.template, columns)
+def build_item(parts: Parts, layout: ItemLayout) -> Any:
+    """An item as the ``Dataset`` returned it, in memory of its own."""
+    return map_leaves(lambda part: part.value_of(parts[part.index]), layout.template)
 
 
 def describe(value: Any) -> str:
-    """What a part of an item is, in a few words."""
+    """A part of an item, as error messages show it."""
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"
     if hasattr(value, "__torch_function__") and hasattr(value, "requires_grad"):
-        odd = [str(value.device)] if value.device.type != "cpu" else []
-        odd += ["requires grad"] if value.requires_grad else []
-        odd += [str(value.layout)] if str(value.layout) != "torch.strided" else []
-        also = f" ({', '.join(odd)})" if odd else ""
-        return f"{type(value).__name__.lower()} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{also}"
+        unusual = [str(value.device)] if value.device.type != "cpu" else []
+        unusual += ["requires grad"] if value.requires_grad else []
+        unusual += [str(value.layout)] if str(value.layout) != "torch.strided" else []
+        suffix = f" ({', '.join(unusual)})" if unusual else ""
+        return f"{type(value).__name__.lower()} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{suffix}"
     kind = type(value)
     if kind in (str, bytes, int, float, bool):
         text = repr(value)
@@ -147,7 +154,7 @@ def describe(value: Any) -> str:
 
 def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     kind = type(value)
-    if kind in _MAPPINGS:
+    if kind in _MAPPINGS.values():
         return kind([(name, _template(part, f"{path}[{name!r}]", parts)) for name, part in value.items()])
     if kind is tuple or kind is list or is_namedtuple(value):
         found = [_template(part, f"{path}[{at}]", parts) for at, part in enumerate(value)]
@@ -156,42 +163,41 @@ def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     layout = _array_layout(value) if number is None else _number_layout(value)
     if layout is None:
         raise NotCacheableError(
-            f"item{path} is {describe(value)}; a cache can keep plain CPU tensors and arrays, numbers, and tuples, "
+            f"item{path} is {describe(value)}; a cache stores plain CPU tensors and arrays, numbers, and tuples, "
             f"lists and dicts of these"
         )
-    found_part = ItemPart(len(parts), number, layout)
     parts.append(layout)
-    return found_part
+    return ItemPart(len(parts) - 1, number, layout)
 
 
 def _number_type(value: Any) -> type | None:
-    """The type of a number, ``None`` where it is none; of numpy's that are the same (``longlong``) always one."""
-    if isinstance(value, np.generic) and type(value) not in NUMBERS:
+    """The type of a number, ``None`` for other values; the same for numpy types that are equal (``longlong``)."""
+    if isinstance(value, np.generic) and type(value) not in NUMBER_DTYPES:
         return np.dtype(value.dtype.str).type
-    return type(value) if type(value) in NUMBERS else None
+    return type(value) if type(value) in NUMBER_DTYPES else None
 
 
-def _memory(value: Any) -> tuple[NDArray[Any] | None, str | None]:
-    # A row of a memmap is one, and default_collate takes it as an array.
+def _plain_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
+    # A row of a memmap is a memmap, too; default_collate takes it as an array.
     return as_array(np.asarray(value) if type(value) is np.memmap else value)
 
 
 def _array_layout(value: Any) -> Layout | None:
     import torch
 
-    memory, torch_dtype = _memory(value)
-    if memory is None:
+    array, torch_dtype = _plain_array(value)
+    if array is None:
         return None
     if isinstance(value, np.ndarray):
         try:
-            torch.from_numpy(np.empty(0, memory.dtype))
-        except TypeError:  # a dtype that torch lacks: no batch could be made of it
+            torch.from_numpy(np.empty(0, array.dtype))
+        except TypeError:  # torch lacks the dtype, so no batch can be built
             return None
-    return Layout(memory.shape, memory.dtype.name, torch_dtype, tensor=not isinstance(value, np.ndarray))
+    return Layout(array.shape, array.dtype.name, torch_dtype, tensor=not isinstance(value, np.ndarray))
 
 
 def _number_layout(value: Any) -> Layout | None:
-    if (dtype := NUMBERS.get(type(value))) is not None:
+    if (dtype := NUMBER_DTYPES.get(type(value))) is not None:
         return Layout((), dtype.name)
     import torch
     from torch.utils.data import default_collate
@@ -199,121 +205,116 @@ def _number_layout(value: Any) -> Layout | None:
     try:
         as_torch = torch.from_numpy(np.empty(0, value.dtype)).dtype
         return Layout((), value.dtype.name) if default_collate([value]).dtype is as_torch else None
-    except TypeError:  # no number, or one of a dtype that torch lacks
+    except TypeError:  # not a number, or torch lacks the dtype
         return None
 
 
-def _take(node: Any, value: Any, path: str, found: list[NDArray[Any]]) -> None:
+def _collect(node: Any, value: Any, path: str, parts: list[NDArray[Any]]) -> None:
     if type(node) is ItemPart:
         try:
-            memory = node.memory(value)
+            array = node.array_of(value)
         except OverflowError as error:
             raise NotCacheableError(f"item{path} is {describe(value)}: {error}") from None
-        if memory is None:
-            raise _unlike(node, value, path)
-        found.append(memory)
+        if array is None:
+            raise _difference(node, value, path)
+        parts.append(array)
     elif type(value) is not type(node) or len(value) != len(node):
-        raise _unlike(node, value, path)
+        raise _difference(node, value, path)
     elif isinstance(node, dict):
         # The order of an OrderedDict's keys is part of its value.
         alike = value.keys() == node.keys() if type(node) is dict else list(value) == list(node)
         if not alike:
-            raise _unlike(node, value, path)
+            raise _difference(node, value, path)
         for name, part in node.items():
-            _take(part, value[name], f"{path}[{name!r}]", found)
+            _collect(part, value[name], f"{path}[{name!r}]", parts)
     else:
         for at, part in enumerate(node):
-            _take(part, value[at], f"{path}[{at}]", found)
+            _collect(part, value[at], f"{path}[{at}]", parts)
 
 
-def _unlike(node: Any, value: Any, path: str) -> NotCacheableError:
+def _difference(node: Any, value: Any, path: str) -> NotCacheableError:
     others = repr(node) if type(node) is ItemPart else describe(node)
     return NotCacheableError(f"item{path} is {describe(value)}, and that of the others is {others}")
 
 
-def _collated(node: Any, columns: Sequence[Any]) -> Any:
+def _collated(node: Any, columns: list[Any]) -> Any:
     if type(node) is ItemPart:
-        return columns[node.place]
+        return columns[node.index]
     if isinstance(node, dict):
         return type(node)([(name, _collated(part, columns)) for name, part in node.items()])
     found = [_collated(part, columns) for part in node]
     return type(node)._make(found) if is_namedtuple(node) else found
 
 
-def written(layout: ItemLayout) -> ItemLayout:
-    """The same, its form in writing.
+def serialized(layout: ItemLayout) -> ItemLayout:
+    """The layout with its form as JSON and the classes of its namedtuples, to be written to a file.
 
     Raises:
-        UnfitError: it has keys that a file cannot name.
+        NotCacheableError: The item has keys that a file cannot name.
     """
     types: list[str] = []
-    form = json.dumps(_write(layout.template, "", types))
+    form = json.dumps(_to_json(layout.template, "", types))
     return replace(layout, form=form, types=tuple(types))
 
 
-def restored(layout: ItemLayout) -> ItemLayout | None:
-    """What a file says made whole again; ``None`` where that cannot be, an item has to tell then.
+def deserialized(layout: ItemLayout) -> ItemLayout | None:
+    """The layout with parts and template, given the form from a file; ``None`` if the form is not enough.
 
-    A namedtuple's class may not be loaded: nothing is imported because a file says so. Nor need it be a form of ours.
+    It is not if it is invalid, or names a namedtuple whose class is not loaded: a file must not cause imports.
     """
     parts: list[Layout] = []
     try:
-        template = _read(json.loads(layout.form), iter(layout.types), parts)
-        fits = sum(part.nbytes for part in parts) == layout.nbytes
+        template = _from_json(json.loads(layout.form), iter(layout.types), parts)
+        valid = sum(part.nbytes for part in parts) == layout.nbytes
     except (LookupError, ValueError, TypeError, SyntaxError, StopIteration):
         return None
-    if not fits:
-        return None
-    return replace(layout, parts=tuple(parts), template=template)
+    return replace(layout, parts=tuple(parts), template=template) if valid else None
 
 
-def _write(node: Any, path: str, types: list[str]) -> list[Any]:
+def _to_json(node: Any, path: str, types: list[str]) -> list[Any]:
     if type(node) is ItemPart:
         layout = node.layout
         if node.kind is not None:
-            return ["number", node.kind.__name__] if node.kind in NUMBERS else ["scalar", layout.dtype]
+            return ["number", node.kind.__name__] if node.kind in NUMBER_DTYPES else ["scalar", layout.dtype]
         if not layout.tensor:
             return ["array", layout.dtype, layout.shape]
         return ["tensor", layout.dtype, layout.shape, layout.torch_dtype]
     kind = type(node)
     if isinstance(node, dict):
-        named = [[_name(key, path), _write(part, f"{path}[{key!r}]", types)] for key, part in node.items()]
+        named = [[_key_text(key, path), _to_json(part, f"{path}[{key!r}]", types)] for key, part in node.items()]
         return [kind.__name__, named]
     if is_namedtuple(node):
         types.append(f"{kind.__module__}:{kind.__qualname__}")
-        # Its module is no part of the form: a script is another when it is imported.
-        found = [_write(part, f"{path}[{at}]", types) for at, part in enumerate(node)]
-        return ["namedtuple", kind.__name__, list(kind._fields), found]
-    return [kind.__name__, [_write(part, f"{path}[{at}]", types) for at, part in enumerate(node)]]
+    found = [_to_json(part, f"{path}[{at}]", types) for at, part in enumerate(node)]
+    # A namedtuple's module is not part of the form: a script has another module name when it is imported.
+    return ["namedtuple", kind.__name__, list(kind._fields), found] if is_namedtuple(node) else [kind.__name__, found]
 
 
-def _name(key: Any, path: str) -> str:
+def _key_text(key: Any, path: str) -> str:
     text = repr(key)
     try:
         same = repr(ast.literal_eval(text)) == text
     except (ValueError, SyntaxError, RecursionError):
         same = False
     if not same:
-        raise NotCacheableError(
-            f"item{path} has the key {text}, where a file can name texts, numbers, and tuples of these"
-        )
+        raise NotCacheableError(f"item{path} has the key {text}; a file can name strings, numbers, and tuples of these")
     return text
 
 
-def _read(node: list[Any], types: Any, parts: list[Layout]) -> Any:
+def _from_json(node: list[Any], types: Iterator[str], parts: list[Layout]) -> Any:
     kind, *rest = node
-    if kind in _MAPPING_TYPES:
-        return _MAPPING_TYPES[kind]([(ast.literal_eval(key), _read(part, types, parts)) for key, part in rest[0]])
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]([(ast.literal_eval(key), _from_json(part, types, parts)) for key, part in rest[0]])
     if kind in ("list", "tuple"):
-        found = [_read(part, types, parts) for part in rest[0]]
+        found = [_from_json(part, types, parts) for part in rest[0]]
         return found if kind == "list" else tuple(found)
     if kind == "namedtuple":
-        cls = _loaded(next(types), *rest[:2])
-        return cls._make([_read(part, types, parts) for part in rest[2]])
+        namedtuple_class = _namedtuple_class(next(types), *rest[:2])
+        return namedtuple_class._make([_from_json(part, types, parts) for part in rest[2]])
     number: type | None = None
     if kind == "number":
         number = _NUMBERS[rest[0]]
-        layout = Layout((), NUMBERS[number].name)
+        layout = Layout((), NUMBER_DTYPES[number].name)
     elif kind == "scalar":
         number, layout = np.dtype(rest[0]).type, Layout((), rest[0])
     else:
@@ -323,13 +324,12 @@ def _read(node: list[Any], types: Any, parts: list[Layout]) -> Any:
     return ItemPart(len(parts) - 1, number, layout)
 
 
-def _loaded(name: str, kind: str, fields: list[str]) -> Any:
-    module, _, path = name.partition(":")
-    for place in _MAIN if module in _MAIN else (module,):
-        found: Any = sys.modules.get(place)
-        for step in path.split("."):
-            found = getattr(found, step, None)
-        fits = isinstance(found, type) and issubclass(found, tuple) and found.__name__ == kind
-        if fits and list(getattr(found, "_fields", ())) == fields:
-            return found
-    raise LookupError(f"no namedtuple {name} is loaded")
+def _namedtuple_class(path: str, name: str, fields: list[str]) -> Any:
+    def matches(found: type) -> bool:
+        return issubclass(found, tuple) and found.__name__ == name and list(getattr(found, "_fields", ())) == fields
+
+    module, _, qualname = path.partition(":")
+    found = loaded_class(module, qualname, matches)
+    if found is None:
+        raise LookupError(f"no namedtuple {path} is loaded")
+    return found

@@ -1,28 +1,32 @@
-"""What a kept sample looks like. All of a cache have one shape and one dtype, so that each is a row of bytes."""
+"""Layouts of cached samples. All samples of a cache share one layout, so that each is a row of bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Parts: TypeAlias = "Sequence[NDArray[Any]]"
+"""The arrays of one sample, in the order of its layout's ``parts``."""
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The form in which samples are kept.
+    """Shape and dtype of a sample that is one array.
 
     Args:
-        shape: of one sample.
+        shape: Shape of the array.
         dtype: numpy's name of the element type.
-        torch_dtype: name of a torch dtype that numpy lacks; ``dtype`` is then of its size.
-        tensor: whether the decoder gave a tensor, not an array.
+        torch_dtype: Name of a torch dtype that numpy lacks; ``dtype`` then has the same size.
+        tensor: Whether the sample is a tensor rather than an array.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +34,7 @@ class Layout:
     torch_dtype: str | None = None
     tensor: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a sample."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
@@ -39,56 +43,56 @@ class Layout:
         return f"{'tensor' if self.tensor else 'array'} {self.torch_dtype or self.dtype} {list(self.shape)}"
 
     @property
-    def columns(self) -> tuple[Layout, ...]:
-        """What is kept in memory of its own, each [samples, ...], where batches are views of what is kept."""
+    def parts(self) -> tuple[Layout, ...]:
+        """The layout of each array of a sample."""
         return (self,)
 
-    def typed(self, row: NDArray[np.uint8]) -> NDArray[Any]:
-        """A row of bytes as what it is."""
+    def view(self, row: NDArray[np.uint8]) -> NDArray[Any]:
+        """A row of bytes as an array of this shape and dtype."""
         return row.view(self.dtype).reshape(self.shape)
+
+    def split(self, row: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """The arrays of a sample in its row of bytes: views, which may be unaligned."""
+        return [self.view(row)]
 
 
 @dataclass(frozen=True)
 class ItemLayout(Layout):
-    """The form of items of several parts, kept one behind the other: ``shape`` [bytes], ``dtype`` uint8.
+    """Layout of a ``Dataset``'s item, whose arrays lie one behind the other: ``shape`` [bytes], ``dtype`` uint8.
 
     Args:
-        form: structure, shapes and dtypes in words, which make two alike; for a file, as ``written_forms`` puts it.
-        types: for a file, the classes of its namedtuples, "module:name" each, depth first.
-        told: the form for people.
-        parts: what each is.
-        template: an item with what describes a part, by place in ``parts``, where that stands; ``None`` where only the
-            form is known.
+        form: Structure, shapes and dtypes as text. Two layouts with the same form are equal. In a file it is JSON.
+        types: For a file, the classes of the item's namedtuples, "module:name" each, depth first.
+        description: The layout as error messages show it.
+        parts: The layout of each array.
+        template: An item with an ``ItemPart`` in place of each number, array and tensor; ``None`` if only ``form`` is
+            known.
     """
 
     form: str = ""
     types: tuple[str, ...] = field(default=(), compare=False)
-    told: str = field(default="", compare=False)
+    description: str = field(default="", compare=False)
     parts: tuple[Layout, ...] = field(default=(), compare=False)
     template: Any = field(default=None, compare=False)
 
-    @property
-    def columns(self) -> tuple[Layout, ...]:
-        """The parts."""
-        return self.parts
-
     def __str__(self) -> str:
-        return self.told
+        return self.description
 
-    def pack(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
-        """The parts as a row of bytes; a view of the only one where its memory lies in order."""
-        return as_bytes(parts[0]) if len(parts) == 1 else np.concatenate([as_bytes(part) for part in parts])
+    @cached_property
+    def _slices(self) -> list[tuple[Layout, slice]]:
+        ends = accumulate((part.nbytes for part in self.parts), initial=0)
+        return [(part, slice(*ends)) for part, ends in zip(self.parts, pairwise(ends), strict=True)]
 
     def split(self, row: NDArray[np.uint8]) -> list[NDArray[Any]]:
-        """The parts of a row of bytes: views, whose memory may begin anywhere."""
-        return [part.typed(piece) for part, piece in zip(self.parts, self.pieces(row), strict=True)]
-
-    def pieces(self, row: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """The bytes of each part; views."""
-        ends = list(accumulate((part.nbytes for part in self.parts), initial=0))
-        return [row[first:last] for first, last in pairwise(ends)]
+        """The arrays of an item in its row of bytes: views, which may be unaligned."""
+        return [part.view(row[at]) for part, at in self._slices]
 
 
-def as_bytes(sample: NDArray[Any]) -> NDArray[np.uint8]:
-    """A sample as a row of bytes; a view where its memory lies in order."""
-    return np.ascontiguousarray(sample).reshape(-1).view(np.uint8)
+def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """An array as a row of bytes; a view if the array is C-contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def pack(parts: Parts) -> NDArray[np.uint8]:
+    """The arrays of a sample as one row of bytes; a view of a single C-contiguous array."""
+    return as_bytes(parts[0]) if len(parts) == 1 else np.concatenate([as_bytes(part) for part in parts])

@@ -1,4 +1,4 @@
-"""Rows of decoded samples, and which of them may be believed."""
+"""The interface of sample stores: where decoded samples are cached."""
 
 from __future__ import annotations
 
@@ -9,106 +9,172 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout
+from aiofeed.cache.layout import Layout, Parts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# In the place of a slot: nothing is kept; what is kept is being written.
-NONE = -1
-COMING = -2
+    from aiofeed.cache.decoder_codec import NotCacheableError
+    from aiofeed.core.types import HostTensor
+    from aiofeed.devices.backend import DeviceBackend
+
+# Slot numbers of samples that are not cached, and of samples that are being written.
+EMPTY = -1
+WRITING = -2
 
 
 class SampleStore(ABC):
-    """The kept samples of one feeder.
+    """The cached samples of one feeder.
 
-    Any thread may ask and put. A row is believed once it is whole, and from then on it neither moves nor changes: so a
-    reader needs no lock. Pickled, it is a store of the same kind without what this process knows.
+    Thread-safe. A cached sample neither moves nor changes, so readers take no lock. Pickling keeps the arguments and
+    drops the samples.
 
     Args:
-        samples: length of the source.
+        samples: Length of the source.
     """
+
+    needs_layout = False
+    """Whether the layout must be known before the first batch is built."""
+    on_device = False
+    """Whether samples are cached on a device; ``complete`` then adds them to a batch there."""
+    claims = False
+    """Whether several processes avoid decoding the same sample at the same time, by ``claim`` and ``release``."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
-        self._blank()
+        self._arguments = (*vars(self), "_arguments")
+        self._reset()
 
-    def _blank(self) -> None:
+    def _reset(self) -> None:
+        """Begin without samples. Everything set here belongs to this process."""
         self.layout: Layout | None = None
         self._arena: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        self._slots: NDArray[np.int64] = np.full(self.samples, NONE, np.int64)
-        self._renew()
+        self._slots: NDArray[np.int64] = np.full(self.samples, EMPTY, np.int64)
+        self._reset_lock()
 
-    def _renew(self) -> None:
+    def _reset_lock(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        blank = ("layout", "_arena", "_slots", "_pid", "_lock")
-        return {name: value for name, value in self.__dict__.items() if name not in blank}
+        return {name: self.__dict__[name] for name in self._arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._blank()
+        self._reset()
 
-    def begin(self, layout: Layout | None) -> None:
-        """Make ready in this process: to be called before anything else. A store that was inherited by fork is mended.
+    def attach(self, backend: DeviceBackend | None) -> None:
+        """Set the device of the feeder's batches."""
+        return None
+
+    def open(self, layout: Layout | None) -> None:
+        """Prepare for use in this process, also after a fork. Call it before anything else.
 
         Args:
-            layout: of the samples, where it is known before one was decoded.
+            layout: Layout of the samples, if it is known before the first is decoded.
 
         Raises:
-            CacheError: it cannot be used.
+            CacheError: The store cannot be used.
         """
         if self._pid != os.getpid():
-            self._inherit()
+            self._after_fork()
         if layout is not None:
-            self.settle(layout)
+            self.set_layout(layout)
 
-    def _inherit(self) -> None:
-        """The locks, and what else belongs to the parent, are replaced."""
-        self._renew()
+    def _after_fork(self) -> None:
+        """Replace what belongs to the parent process."""
+        self._reset_lock()
 
-    def settle(self, layout: Layout) -> bool:
-        """Samples look like this; False where those that are kept look otherwise.
+    def set_layout(self, layout: Layout) -> bool:
+        """Set the layout of all samples; False if they have another one already.
 
         Raises:
-            CacheError: there is no room.
+            CacheError: There is no room.
         """
         if self.layout is None:
             with self._lock:
                 if self.layout is None:
-                    self._open(layout)
+                    self._allocate(layout)
                     self.layout = layout
         return self.layout == layout
 
     @abstractmethod
-    def _open(self, layout: Layout) -> None:
-        """Provide ``_arena`` for samples of this layout."""
+    def _allocate(self, layout: Layout) -> None:
+        """Allocate memory for samples of this layout."""
 
     def has(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which samples are kept, and are believed."""
+        """Which samples are cached and verified. Never blocks."""
         return self._slots[indices] >= 0
 
-    def doubtful(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those that are said to be kept, but were not looked at by this process; ``check`` does."""
+    def unverified(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples that another process or run has cached and that ``find`` has not verified. Never blocks."""
         return indices[:0]
 
-    def check(self, indices: NDArray[np.int64]) -> None:
-        """Believe what proves to be whole. It takes its time: not for the loop's thread."""
-        return None
+    def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which samples are cached, after verifying those that are not verified. May block.
 
-    def take(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Copy samples that ``has`` said are there into ``out``, C-contiguous [N, bytes of a sample]."""
+        Raises:
+            CacheError: The store cannot be used.
+        """
+        return self.has(indices)
+
+    def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Copy cached samples into ``out``, C-contiguous [N, bytes of a sample]."""
         # Any other mode would gather into a buffer first.
         np.take(self._arena, self._slots[indices], axis=0, out=out, mode="clip")
 
-    def row(self, index: int) -> NDArray[np.uint8]:
-        """The bytes of a sample that ``has`` said is there; not to be written to."""
+    def parts(self, index: int) -> Parts:
+        """The arrays of a cached sample; read-only views."""
+        assert self.layout is not None
         row: NDArray[np.uint8] = self._arena[self._slots[index]]
         row.flags.writeable = False
-        return row
+        return self.layout.split(row)
 
     @abstractmethod
-    def put(self, index: int, row: NDArray[np.uint8]) -> None:
-        """Keep a sample, where there is room and it is not kept already. Copies ``row``."""
+    def put(self, index: int, parts: Parts) -> None:
+        """Cache a copy of a sample, unless it is cached already or there is no room."""
+
+    def put_target(self, index: int, target: Any) -> None:
+        """Cache a sample's target; called before ``put``.
+
+        Raises:
+            CacheError: The target cannot be cached.
+        """
+        return None
+
+    def claim(self, index: int) -> bool:
+        """Whether the calling thread may decode a sample now; False if another thread or process is decoding it.
+
+        Raises:
+            CacheError: The store cannot be used.
+        """
+        return True
+
+    def release(self, index: int) -> None:
+        """End a claim."""
+        return None
+
+    def sample_to_compare(self, indices: NDArray[np.int64]) -> int | None:
+        """One of these samples that must be compared with the source's, to notice that the source has changed."""
+        return None
+
+    def compare(self, index: int, key: str, found: Parts | NotCacheableError) -> None:
+        """Compare a cached sample with what the source gives now: its arrays, or why it has another layout.
+
+        Raises:
+            CacheError: It has another layout.
+        """
+        return None
+
+    def complete(
+        self, columns: list[HostTensor], indices: NDArray[np.int64], cached: NDArray[np.bool_], *, pinned: bool
+    ) -> list[Any]:
+        """The columns of a batch, with what adds cached samples to them on the device.
+
+        Args:
+            columns: A tensor for each part of the layout, [N, ...]; rows of cached samples are undefined.
+            indices: The samples of the batch, [N].
+            cached: Which of them were cached when they were requested, [N].
+            pinned: Whether ``indices`` is page-locked memory.
+        """
+        return list(columns)

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 Leaf = Callable[[Any], Any]
 
+_MAIN_MODULES = ("__main__", "__mp_main__")
+
 
 def is_namedtuple(value: object) -> bool:
     """Whether ``value`` is an instance of a ``NamedTuple`` class."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def loaded_class(module: str, qualname: str, matches: Callable[[type], bool]) -> type | None:
+    """The class of that name if this process has loaded it and ``matches`` accepts it; nothing is imported.
+
+    A script's module is ``__main__`` in the process that runs it and ``__mp_main__`` in its children.
+    """
+    for name in _MAIN_MODULES if module in _MAIN_MODULES else (module,):
+        found: Any = sys.modules.get(name)
+        for step in qualname.split("."):
+            found = getattr(found, step, None)
+        if isinstance(found, type) and matches(found):
+            return found
+    return None
 
 
 def is_dataclass_instance(value: object) -> bool:

@@ -42,13 +42,17 @@ class Source(Protocol[EncodedT_co]):
     ``target(index)``
         Returns the label; a sample is then ``(decoded, target)``. Called in a decode thread.
     ``async read_many(indices) -> list``
-        Reads several samples at once. An entry may be an ``Exception``, which fails that sample only.
+        Reads several samples at once. An entry may be an ``Exception``, which fails that sample only. If it exists, it
+        replaces ``read``, which is called only if ``read_many`` raises or a sample is read again.
     ``async open()`` / ``async aclose()``
         Called once before the first read and once after the last, on the engine's loop.
     ``answers_at_once`` and ``read_now(indices) -> list``
-        While ``answers_at_once`` is true, ``read_now`` may read small samples in the thread that decodes them.
+        While ``answers_at_once`` is true, ``read_now`` may read small samples in the thread that decodes them; it then
+        replaces ``read`` and ``read_many``.
     ``fingerprint() -> str``
         Identifies the data when a saved state is loaded.
+
+    A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has.
 
     All coroutines run on the engine's own event loop, never on the caller's.
     """
@@ -112,8 +116,8 @@ class RowDecoder(Protocol):
 
     An optional method ``decode_many_into(data, out, seeds)`` decodes N samples into N rows and returns an exception or
     ``None`` for each; ``seeds`` is ``None`` unless ``takes_seed`` is true. It is then called once per chunk, unless
-    samples have a time limit. If it raises, or if a subclass overrides ``decode_into`` alone, samples are decoded one
-    by one.
+    samples have a time limit. If it raises, samples are decoded one by one. A subclass that overrides ``decode_into``
+    must override ``decode_many_into``, too.
     """
 
     @property

@@ -176,7 +176,7 @@ def adopt_cache(
     from aiofeed.cache.fingerprint import dataset_identity, identity
     from aiofeed.cache.host import HostCache, HostStore
     from aiofeed.cache.resident import HostRows
-    from aiofeed.engine.fetch.cached import cached_form
+    from aiofeed.engine.fetch.cached import new_codec
 
     if cache == "host":
         cache = HostCache()
@@ -187,9 +187,9 @@ def adopt_cache(
         )
     if isinstance(source, Tensors):
         raise TypeError("cache= keeps samples in memory, and those of Tensors are in memory already: leave it out")
-    form = None if decode is None else cached_form(decode)
+    codec = new_codec(decode)
     if cache == "device":
-        _check_cache_on_device(form, decode, engines, backend, collate_fn, static_batches)
+        _check_cache_on_device(codec, decode, engines, backend, collate_fn, static_batches)
         if backend is None:
             return HostRows(len(source), batch_size, machine.free_memory)
         return DeviceStore(len(source), batch_size)
@@ -197,7 +197,8 @@ def adopt_cache(
     if isinstance(cache, DiskCache):
         if decode is None:
             assert isinstance(source, FromDataset)
-            return DiskStore(len(source), cache, source.fingerprint() or dataset_identity(source.dataset))
+            named = source.fingerprint()
+            return DiskStore(len(source), cache, named or dataset_identity(source.dataset), compare=named is None)
         return DiskStore(len(source), cache, fingerprint(), identity(decode))
     if engines:
         raise ValueError(
@@ -242,7 +243,7 @@ def limits_for(limits: Limits | None, batch_size: int, source: object, engines: 
 
 
 def _check_cache_on_device(
-    form: SampleCodec | None,
+    codec: SampleCodec,
     decode: object,
     engines: int,
     backend: DeviceBackend | DeviceGroup | None,
@@ -250,7 +251,7 @@ def _check_cache_on_device(
     static_batches: bool,
 ) -> None:
     """``ValueError`` where batches cannot be views of permuted rows."""
-    if form is not None and not form.direct:
+    if codec.random:
         raise ValueError(
             f'cache="device" with decode={decode!r}: its random augmentation runs on the CPU, sample by sample, and '
             f'samples that are on the device do not come by there. Use cache="host", or augment batches in transform='

@@ -110,7 +110,7 @@ def serves(config: FeederConfig, running: BatchPipeline, stream: EpochStream) ->
     """Whether what runs can give another stream, and nothing would give it faster."""
     if (cache := _kept_in_place(config)) is None:
         return True
-    return not _holds(cache, stream) if isinstance(running, StreamingPipeline) else cache.holds()
+    return not _holds(cache, stream) if isinstance(running, StreamingPipeline) else cache.has_all()
 
 
 def tie_memory(owner: object, config: FeederConfig) -> None:
@@ -126,7 +126,7 @@ def tie_memory(owner: object, config: FeederConfig) -> None:
 def goes_on(config: FeederConfig, running: BatchPipeline | None) -> bool:
     """Whether an epoch may follow in the stream of the one before; not while a cache fills, for the next is faster."""
     cache = _kept_in_place(config)
-    return cache is None or (cache.holds() and not isinstance(running, StreamingPipeline))
+    return cache is None or (cache.has_all() and not isinstance(running, StreamingPipeline))
 
 
 def _kept_in_place(config: FeederConfig) -> ResidentStore | None:
@@ -153,7 +153,7 @@ def _resident_source(
     if (
         isinstance(after, ResidentPipeline)
         and isinstance(after.source, CachedData)
-        and after.source.samples == cache.held
+        and after.source.samples == cache.cached_samples
     ):
         return after.source
     row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
@@ -162,8 +162,8 @@ def _resident_source(
 
 
 def _holds(cache: ResidentStore, stream: EpochStream) -> bool:
-    if cache.holds():
+    if cache.has_all():
         return True
     first = stream.first
     wanted = stream.schedule.batch_ranges(first.position, first.permutation).at(0, sys.maxsize)
-    return wanted is not None and cache.holds(wanted.indices)
+    return wanted is not None and cache.has_all(wanted.indices)

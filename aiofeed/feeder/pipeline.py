@@ -14,15 +14,14 @@ from aiofeed.core.errors import as_exception
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.collate import BatchBuilder
-from aiofeed.engine.fetch.factory import new_builder, new_fetcher
+from aiofeed.engine.fetch.factory import builder_factory, new_fetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.delivery import DeviceDelivery, HostDelivery
 from aiofeed.runtime import threads
-from aiofeed.runtime.buffers import BufferLease, HostBufferPool, PinnedBufferPool
+from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, drop_batches
@@ -56,6 +55,7 @@ class StreamingPipeline:
         )
         _attach_cache(config)
         self._fetcher = _fetcher(config)
+        self._new_builder = builder_factory(self._fetcher, config.collate_fn, staged=config.backend is not None)
         # What one pipeline has found out the next goes by. A fork may have caught a parent's in the middle of a step,
         # and new processes find out for themselves.
         known = after is not None and not after.loop_thread.inherited and not config.engines
@@ -87,7 +87,7 @@ class StreamingPipeline:
         config = self._config
         make: Callable[..., Engine] = partial(
             Engine,
-            new_builder=partial(_new_builder, config, self._fetcher),
+            new_builder=self._new_builder,
             tuner=self.tuner,
             on_gil_limit=partial(_tell_limit, config),
         )
@@ -145,7 +145,7 @@ class StreamingPipeline:
             await self._open_source()
             opened = True
             await clear_cancellation()  # open() may have swallowed that of the runtime, or left one of its own
-            await self._prepare()
+            await self._fetcher.prepare(self.loop_thread.decode_pool)
         except BaseException as error:  # the user's coroutine, or the device; it is raised at the `for` line
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
@@ -154,15 +154,6 @@ class StreamingPipeline:
             self._finished.put(FeedFailure(as_exception(error)))
             return False
         return True
-
-    async def _prepare(self) -> None:
-        if self._config.cache is None:
-            return
-        from aiofeed.engine.fetch.kept_items import KeptItemsFetcher
-        from aiofeed.engine.fetch.resident import ResidentFetcher
-
-        if isinstance(self._fetcher, ResidentFetcher | KeptItemsFetcher):
-            await self._fetcher.prepare(self.loop_thread.decode_pool)
 
     async def _open_source(self) -> None:
         if self._opened:
@@ -229,26 +220,9 @@ class StreamingPipeline:
 
 
 def _attach_cache(config: FeederConfig) -> None:
-    """Tell a cache that keeps samples on the device which one it is."""
-    if config.cache is None:
-        return
-    from aiofeed.cache.device import DeviceStore
-
-    if isinstance(config.cache, DeviceStore) and not isinstance(config.backend, DeviceGroup | None):
+    """Tell the cache on which device batches are used."""
+    if config.cache is not None and not isinstance(config.backend, DeviceGroup):
         config.cache.attach(config.backend)
-
-
-def _new_builder(config: FeederConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
-    # No method: the engine would refer to its pipeline, and what that keeps on a device would wait for the collector.
-    return new_builder(
-        fetcher,
-        config.decode,
-        config.collate_fn,
-        samples,
-        lease,
-        staged=config.backend is not None,
-        cached=config.cache is not None,
-    )
 
 
 def _processes(config: FeederConfig) -> WorkerPool | None:

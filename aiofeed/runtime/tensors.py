@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 INTEGER_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
+NUMBER_DTYPES: dict[type, np.dtype[Any]] = {
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    bool: np.dtype(np.bool_),
+}
+"""The dtypes of the tensors that ``default_collate`` makes of Python numbers."""
+
+
 def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The integer dtype of the same size; the dtype itself if there is none."""
     name = INTEGER_OF_SIZE.get(dtype.itemsize)

@@ -1,4 +1,4 @@
-"""`cache="device"`: the first epoch streams, later ones are views of permuted rows, and nothing else is different."""
+"""``cache="device"`` with decoders: the first epoch streams, later ones are views of permuted rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATENCIES = ("random", "late", "early")
 
 
 class Numbers:
-    """A source of n numbers, each its own bytes, that counts its reads; those in `bad` cannot be decoded."""
+    """A source of n numbers as bytes that counts its reads; those in ``bad`` cannot be decoded."""
 
     def __init__(self, n: int = 22, bad: frozenset[int] = frozenset(), target: Any = lambda index: -index) -> None:
         self.n = n
@@ -77,7 +77,7 @@ def len_of(data: bytes) -> torch.Tensor:
 
 
 class Planar:
-    """A decoder that fills rows, in another order of dimensions than the user sees."""
+    """A decoder of rows whose dimensions are in another order than the user sees."""
 
     from aiofeed.core.types import Row
 
@@ -92,7 +92,7 @@ class Planar:
 
 
 def flat(batch: Any) -> Any:
-    """Everything in it, comparable by `==`."""
+    """The contents of a batch, comparable by ``==``."""
     if isinstance(batch, torch.Tensor):
         there = batch.cpu()
         return [str(there.dtype), list(batch.shape), list(batch.stride()), there.flatten().tolist()]
@@ -120,7 +120,7 @@ TARGETS: list[Any] = [
 @pytest.mark.parametrize("decode", [tensor, half, array, scalar, wide, Planar()])
 @pytest.mark.parametrize("target", range(len(TARGETS)))
 def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, target: int) -> None:
-    """In every epoch: bytes, dtypes, strides, structure; each sample is read once, and one to know what it is like."""
+    """They are equal in bytes, dtypes, strides and structure; each sample is read once, and one to learn the layout."""
     source = Numbers(target=TARGETS[target])
     options: dict[str, Any] = {"decode": decode, "batch_size": 4, "shuffle": True, "seed": 3}
     plain: Feeder[Any] = Feeder(Numbers(target=TARGETS[target]), device=device_of(kind), **options)
@@ -155,7 +155,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     simulated: bool,
     stops: list[int],
 ) -> None:
-    """Epochs broken off, resumed from a state, chosen by number, of every shard: whatever is held by then."""
+    """Epochs are left, resumed from a state or chosen by number, for every shard and with any samples cached."""
     options: dict[str, Any] = {
         "decode": tensor,
         "batch_size": batch_size,
@@ -174,7 +174,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
 
 @DEVICES
 def test_out_of_order(kind: str | None) -> None:
-    """Whatever came first while it streamed: every epoch has all samples, and a state what was not handed out."""
+    """Every epoch has all samples, and a state the samples that were not handed out."""
     options: dict[str, Any] = {"decode": scalar, "batch_size": 4, "shuffle": True, "in_order": False}
     feeder: Feeder[Any] = Feeder(Numbers(30, target=None), cache="device", device=device_of(kind), **options)
     with feeder:
@@ -189,7 +189,7 @@ def test_out_of_order(kind: str | None) -> None:
 
 @DEVICES
 def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
-    """In `epochs(n)` too, where the next is otherwise begun before it is asked for."""
+    """This includes ``epochs(n)``, which otherwise starts the next epoch early."""
     source = Numbers()
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=device_of(kind))
     with feeder:
@@ -201,7 +201,7 @@ def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
 
 @DEVICES
 def test_resident_epochs_copy_no_samples_from_the_host(kind: str | None) -> None:
-    """Behind the first, what crosses to the device are the indices of its windows, and the targets once."""
+    """After the first epoch, only the indices of its windows are copied to the device, and the targets once."""
     if kind is None:
         pytest.skip("nothing is copied")
     backend = SimulatedDevice(latency=kind)  # type: ignore[arg-type]
@@ -216,8 +216,8 @@ def test_resident_epochs_copy_no_samples_from_the_host(kind: str | None) -> None
 
 
 @DEVICES
-def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
-    """Each rank reads every sample once, over as many epochs as it takes, and mixed batches are those of streaming."""
+def test_a_rank_streams_samples_that_are_new_to_it(kind: str | None) -> None:
+    """Over several epochs each rank reads every sample once, and mixed batches equal those of streaming."""
     options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "shuffle": True, "shard": (0, 2)}
     source = Numbers(40)
     cached: Feeder[Any] = Feeder(source, cache="device", device=device_of(kind), **options)
@@ -230,7 +230,7 @@ def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
 
 
 def test_a_shard_that_never_changes_is_resident_from_the_second_epoch() -> None:
-    """What a rank never asks for need not be there."""
+    """Samples of other ranks need not be cached."""
     source = Numbers(40)
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, shard=(1, 2), cache="device")
     with feeder:
@@ -257,15 +257,15 @@ def test_samples_that_fail(kind: str | None, action: Any, decode_timeout_s: floa
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
             assert cached.statistics().failures == plain.statistics().failures
             good = {index: reads for index, reads in source.reads.items() if index not in bad}
-            # One that stands in for another may be read for itself at the same time.
+            # A sample that replaces another may be read for its own batch at the same time.
             first = first or good
             assert good == first
         assert {failure.index for failure in cached.failures} == bad
 
 
 @DEVICES
-def test_transform_is_given_what_streaming_gives_it(kind: str | None) -> None:
-    """What is kept is what the decoder made."""
+def test_transform_gets_the_same_batches_as_when_streaming(kind: str | None) -> None:
+    """The cached samples are the decoder's."""
     options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "transform": lambda batch: [batch[0] * 2, batch[1]]}
     cached: Feeder[Any] = Feeder(Numbers(), cache="device", device=device_of(kind), **options)
     with cached, Feeder(Numbers(), device=device_of(kind), **options) as plain:
@@ -274,25 +274,25 @@ def test_transform_is_given_what_streaming_gives_it(kind: str | None) -> None:
 
 
 @DEVICES
-def test_batches_are_the_users(kind: str | None) -> None:
-    """Kept over epochs, written into: neither other batches nor later epochs see it, streamed or resident."""
+def test_writing_into_a_batch_changes_nothing_else(kind: str | None) -> None:
+    """Other batches and later epochs stay the same, streamed or resident, and batches stay over epochs."""
     feeder: Feeder[Any] = Feeder(
         Numbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=device_of(kind)
     )
     plain: Feeder[Any] = Feeder(Numbers(), decode=tensor, batch_size=4, shuffle=True)
     with feeder, plain:
-        kept = []
+        batches = []
         for _ in range(4):
             for (x, y), expected in zip(feeder, plain, strict=True):
                 assert flat([x, y]) == flat(expected)
-                kept.append((x.clone(), x, y))
+                batches.append((x.clone(), x, y))
                 y.fill_(99)
-        assert all(flat(copy) == flat(x) for copy, x, _ in kept)
+        assert all(flat(copy) == flat(x) for copy, x, _ in batches)
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: Any) -> None:
-    """Before the first batch, whether the size is known without a sample or not; and nothing stays behind."""
+def test_samples_that_do_not_fit_on_the_device_are_an_error_with_the_figures(latency: Any) -> None:
+    """It comes before the first batch, also if the layout has to be learned, and no device memory stays allocated."""
     for decode in (Planar(), tensor):
         backend = SimulatedDevice(latency=latency, memory_bytes=4096)
         feeder: Feeder[Any] = Feeder(
@@ -309,8 +309,8 @@ def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: A
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
 )
-def test_the_consumers_modes_are_not_those_of_a_transform_on_a_device(mode: Any) -> None:
-    """The first epoch is transformed in a thread of ours, the others in the consumer's: each gives the same."""
+def test_the_consumers_modes_do_not_affect_transform_on_a_device(mode: Any) -> None:
+    """The first epoch is transformed in the copy thread, the others in the consumer's: the results are the same."""
     weight = torch.ones(5, 2, requires_grad=True)
 
     def transform(batch: Any) -> Any:
@@ -328,11 +328,11 @@ def test_the_consumers_modes_are_not_those_of_a_transform_on_a_device(mode: Any)
 
 @pytest.mark.parametrize("decode", [Planar(), tensor])
 def test_targets_that_do_not_fit_on_the_device_are_an_error_before_the_first_batch(decode: Any) -> None:
-    """They go there after the first epoch; masks, say, may be larger than their samples."""
+    """They are copied there after the first epoch; masks, for example, may be larger than their samples."""
 
     def mask(index: int) -> Any:
         if index == 0:
-            raise OSError("no mask")  # the next one tells
+            raise OSError("no mask")  # the check uses the next target
         return {"mask": torch.full((16, 16), index), "area": index}
 
     def feed(memory_bytes: int) -> Feeder[Any]:
@@ -347,8 +347,8 @@ def test_targets_that_do_not_fit_on_the_device_are_an_error_before_the_first_bat
         assert [[len(labels["area"]) for _, labels in feeder] for _ in range(2)] == [[7, *[8] * 11, 4]] * 2
 
 
-def test_a_device_that_fails_when_the_memory_is_taken() -> None:
-    """An error at the `for` line; the next epoch tries again."""
+def test_a_device_error_during_allocation_is_raised() -> None:
+    """It is raised at the ``for`` line, and the next epoch allocates again."""
     backend = SimulatedDevice(copy_fails_at=1)
     with Feeder(Numbers(), decode=tensor, batch_size=4, cache="device", device=backend) as feeder:
         with pytest.raises(DeviceCopyError, match=r"memory for the cache on simulated:0 failed.*at copy 1"):
@@ -357,8 +357,10 @@ def test_a_device_that_fails_when_the_memory_is_taken() -> None:
             assert len(list(feeder)) == 6
 
 
-def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same without a device; ranks of one host share what is free."""
+def test_samples_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a device the limit is free host memory, which the ranks of a host share."""
     monkeypatch.setattr("aiofeed.runtime.machine.free_memory", lambda: 1000)
     feeder: Feeder[Any] = Feeder(Numbers(22), decode=tensor, batch_size=4, cache="device")
     assert len(list(feeder)) == 6
@@ -381,13 +383,13 @@ def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeyp
         ({"decode": tensor, "static_batches": True, "drop_last": True}, "static_batches"),
     ],
 )
-def test_what_cannot_be_resident_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
-    """When the feeder is made."""
+def test_unsupported_arguments_are_refused_with_an_alternative(options: dict[str, Any], message: str) -> None:
+    """They are refused when the feeder is made."""
     with pytest.raises(ValueError, match=message):
         Feeder(Files([__file__] * 4), batch_size=2, cache="device", **options)
 
 
-def test_data_that_are_in_memory_need_no_cache() -> None:
+def test_tensors_in_memory_are_refused() -> None:
     with pytest.raises(TypeError, match="in memory already"):
         Feeder(Tensors(torch.zeros(4)), batch_size=2, cache="device")
 
@@ -395,10 +397,13 @@ def test_data_that_are_in_memory_need_no_cache() -> None:
 @DEVICES
 @pytest.mark.parametrize(
     ("target", "message"),
-    [(str, "sample 'number 0': .*a str: '0'"), (lambda index: index / 2 if index else 0, "all alike")],
+    [
+        (str, "sample 'number 0': .*item is a str, '0'; a cache stores"),
+        (lambda index: index / 2 if index else 0, "item is a float, 0.5, and that of the others is int"),
+    ],
 )
-def test_targets_that_no_tensor_holds(kind: str | None, target: Any, message: str) -> None:
-    """An error that names the sample, in the first epoch."""
+def test_targets_that_do_not_fit_into_a_tensor_are_an_error(kind: str | None, target: Any, message: str) -> None:
+    """The error names the sample in the first epoch."""
     feeder: Feeder[Any] = Feeder(
         Numbers(target=target), decode=tensor, batch_size=4, cache="device", device=device_of(kind), on_error="skip"
     )
@@ -407,8 +412,8 @@ def test_targets_that_no_tensor_holds(kind: str | None, target: Any, message: st
 
 
 @DEVICES
-def test_samples_that_differ(kind: str | None) -> None:
-    """An error that names the sample and both shapes."""
+def test_samples_that_differ_are_an_error(kind: str | None) -> None:
+    """The error names the sample and both shapes."""
 
     def decode(data: bytes) -> torch.Tensor:
         return torch.zeros(3 if data == b"9" else 2)
@@ -419,8 +424,8 @@ def test_samples_that_differ(kind: str | None) -> None:
 
 
 @DEVICES
-def test_memory_goes_with_the_feeder(kind: str | None) -> None:
-    """It stays through `close`, so that nothing is read again; a pickled feeder begins without; dropped, it is gone."""
+def test_memory_is_freed_with_the_feeder(kind: str | None) -> None:
+    """The cache survives ``close``, so nothing is read again, and its memory is freed with the feeder."""
     source = Numbers()
     backend = device_of(kind)
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=backend)
@@ -438,7 +443,7 @@ def test_memory_goes_with_the_feeder(kind: str | None) -> None:
 @DEVICES
 @pytest.mark.parametrize("decode", [tensor, Planar()])
 def test_an_epoch_begun_under_inference_mode(kind: str | None, decode: Any) -> None:
-    """What is kept then can be added to, and trained on, outside it."""
+    """Samples cached then can be trained on outside it, and more can be cached."""
     feeder: Feeder[Any] = Feeder(
         Numbers(), decode=decode, batch_size=4, cache="device", device=device_of(kind), limits=Limits(memory_bytes=64)
     )
@@ -452,12 +457,11 @@ def test_an_epoch_begun_under_inference_mode(kind: str | None, decode: Any) -> N
 
 
 @DEVICES
-def test_what_was_made_of_a_part_is_used_again(kind: str | None) -> None:
-    """Epochs of the same shard collate and upload targets once."""
-    asked: list[int] = []
+def test_epochs_of_the_same_shard_collate_and_upload_targets_once(kind: str | None) -> None:
+    requested: list[int] = []
 
     def target(index: int) -> int:
-        asked.append(index)
+        requested.append(index)
         return index
 
     feeder: Feeder[Any] = Feeder(
@@ -466,15 +470,15 @@ def test_what_was_made_of_a_part_is_used_again(kind: str | None) -> None:
     with feeder:
         list(feeder)
         list(feeder)
-        held = feeder._session.pipeline.source  # type: ignore[union-attr]
+        source = feeder._session.pipeline.source  # type: ignore[union-attr]
         list(feeder)
-        assert feeder._session.pipeline.source is held  # type: ignore[union-attr]
-    assert len(asked) == 11
+        assert feeder._session.pipeline.source is source  # type: ignore[union-attr]
+    assert len(requested) == 11
 
 
 @DEVICES
 def test_close_waits_for_the_threads_of_the_first_epoch(kind: str | None) -> None:
-    """They end when an epoch is resident, and are gone, the source closed, when the feeder is."""
+    """They end when an epoch is resident; after ``close`` they have ended and the source is closed."""
     source = Numbers()
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=device_of(kind))
     list(feeder)
@@ -486,7 +490,7 @@ def test_close_waits_for_the_threads_of_the_first_epoch(kind: str | None) -> Non
     assert pipeline.join(0)  # type: ignore[union-attr]
 
 
-def test_a_pickled_feeder_begins_without() -> None:
+def test_a_pickled_feeder_starts_with_an_empty_cache() -> None:
     feeder: Feeder[Any] = Feeder(Files([__file__] * 5), decode=len_of, batch_size=2, cache="device")
     with feeder:
         first = [flat(batch) for batch in feeder]
@@ -500,7 +504,7 @@ def test_a_pickled_feeder_begins_without() -> None:
 
 @DEVICES
 def test_a_sampler_is_respected(kind: str | None) -> None:
-    """Repeats included; resident once all that it gives are there."""
+    """Repeats are handed out, and epochs are resident once all samples of the sampler are cached."""
     order = [3, 1, 3, 5, 8, 8, 8, 2]
     feeder: Feeder[Any] = Feeder(
         Numbers(), decode=tensor, batch_size=3, sampler=order, cache="device", device=device_of(kind)
@@ -513,8 +517,8 @@ def test_a_sampler_is_respected(kind: str | None) -> None:
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_an_epoch_behind_one_that_was_left_is_right(latency: Any) -> None:
-    """Copies that were under way when the epoch was left count as held only where they are."""
+def test_an_epoch_after_one_that_was_left_is_right(latency: Any) -> None:
+    """Samples whose copies were in flight when the epoch was left count as cached once they are on the device."""
     backend = SimulatedDevice(latency=latency)
     feeder: Feeder[Any] = Feeder(Numbers(64), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend)
     plain: Feeder[Any] = Feeder(Numbers(64), decode=tensor, batch_size=4, shuffle=True)
@@ -525,7 +529,7 @@ def test_an_epoch_behind_one_that_was_left_is_right(latency: Any) -> None:
 
 
 def test_images_of_a_folder(tmp_path: Path) -> None:
-    """Channels last, as they come from the decoder."""
+    """Batches are in channels_last, as the decoder writes them."""
     from PIL import Image
 
     paths = []

@@ -1,4 +1,4 @@
-"""`DiskCache`: a file that is gone on with, shared, and never believed where it is wrong."""
+"""``DiskCache`` with decoders: a file that later runs and other processes use, and whose damage is never seen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.paths import ROOT, environment
 
 
 class Rows:
-    """A source of n numbers, each its own bytes, that counts its reads."""
+    """A source of n numbers as bytes that counts its reads."""
 
     def __init__(self, n: int = 40, name: str = "row") -> None:
         self.n = n
@@ -46,7 +46,7 @@ class Rows:
 
 
 def block(data: bytes) -> np.ndarray:
-    """A hundred numbers that belong to this sample alone."""
+    """A hundred numbers, different for each sample."""
     return np.random.default_rng(int(data)).integers(0, 1 << 30, 100)
 
 
@@ -60,7 +60,7 @@ def slow(data: bytes) -> np.ndarray:
 
 
 def check(batches: Any, n: int = 40) -> None:
-    """All samples, in order, and right."""
+    """Assert that batches have all samples, in order, with the right contents."""
     rows = torch.cat(list(batches))
     assert rows.shape == (n, 100)
     for index, row in enumerate(rows):
@@ -81,8 +81,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "rows.cache"
 
 
-def places(path: Path) -> tuple[int, int]:
-    """Where the table and the rows begin."""
+def offsets(path: Path) -> tuple[int, int]:
+    """Offsets of the table and of the rows."""
     file = open_file(str(path), create=False)
     assert file is not None
     file.describe()
@@ -106,7 +106,7 @@ def test_an_interrupted_run_is_continued(path: Path) -> None:
 
 
 def test_pictures_of_other_crops_share_a_file(jpeg_folder: Path, path: Path) -> None:
-    """What is kept does not depend on how it is augmented, nor on where the data are."""
+    """Cached pictures do not depend on augmentation settings, nor on the folder of the data."""
     source = ImageFolder(jpeg_folder)
     first, second = (DecodeImage(16, crop="random", flip=flip, scale=(0.2 + flip / 2, 1)) for flip in (False, True))
     for decode in (first, second):
@@ -121,48 +121,48 @@ def test_pictures_of_other_crops_share_a_file(jpeg_folder: Path, path: Path) -> 
         list(feeder)
 
 
-# --- what is not ours -------------------------------------------------------------------------------------------------
+# --- other files ------------------------------------------------------------------------------------------------------
 
 
-def changed(path: Path, message: str, **arguments: Any) -> None:
-    """It is refused, and stays as it was."""
+def refused(path: Path, message: str, **arguments: Any) -> None:
+    """Assert that the file is refused and not changed."""
     before = path.read_bytes()
     with pytest.raises(CacheError, match=message):
         run(path, **arguments)
     assert path.read_bytes() == before
 
 
-def test_a_file_of_something_else_is_refused_and_stays(path: Path) -> None:
+def test_a_file_of_other_data_is_refused_and_not_changed(path: Path) -> None:
     run(path)
-    changed(path, "fingerprint of the source: .* in the file, .* here.*Delete", source=Rows(40, "line"))
-    changed(path, "samples: 40 in the file, 41 here", n=41)
-    changed(path, "decoder: .*block .* in the file, .*other .* here", decode=other)
+    refused(path, "fingerprint of the source: .* in the file, .* here.*Delete", source=Rows(40, "line"))
+    refused(path, "samples: 40 in the file, 41 here", n=41)
+    refused(path, "decoder: .*block .* in the file, .*other .* here", decode=other)
     path.write_bytes(b"precious")
-    changed(path, "is no cache")
+    refused(path, "is not a cache")
     path.write_bytes(bytes(100))
-    changed(path, "is no cache")
+    refused(path, "is not a cache")
 
 
-def test_another_version_a_damaged_header_and_a_short_file_are_refused(
+def test_another_version_a_damaged_header_and_a_truncated_file_are_refused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(path)
     whole = path.read_bytes()
     monkeypatch.setattr(cache_file, "VERSION", 2)
-    changed(path, "version 1, this aiofeed has 2: delete")
+    refused(path, "version 1, this aiofeed has 2: delete")
     monkeypatch.undo()
     for at in (45, 60, 20, 21):
         damaged = bytearray(whole)
         damaged[at] ^= 4
         path.write_bytes(damaged)
-        changed(path, "header .* is damaged: delete")
+        refused(path, "header .* is damaged: delete")
     for size in (len(whole) - 1, len(whole) // 2, 4097, 300):
         path.write_bytes(whole[:size])
-        changed(path, "cut short|damaged")
+        refused(path, "truncated|damaged")
 
 
-def test_paths_that_cannot_be_are_told(path: Path) -> None:
-    for bad, message in ((path / "none/x", "cannot be made.*there is no folder"), (path.parent, "folder")):
+def test_impossible_paths_are_errors(path: Path) -> None:
+    for bad, message in ((path / "none/x", "cannot be created.*there is no folder"), (path.parent, "folder")):
         with pytest.raises(CacheError, match=message):
             run(bad)
     with pytest.raises(CacheError, match="no cache"):
@@ -170,13 +170,13 @@ def test_paths_that_cannot_be_are_told(path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
-def test_a_fifo_holds_nobody_up(path: Path) -> None:
+def test_a_fifo_is_refused_without_blocking(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(CacheError):
         run(path)
 
 
-def test_no_room_is_told_before_anything_is_read(
+def test_a_full_disk_is_an_error_before_the_first_read(
     path: Path, monkeypatch: pytest.MonkeyPatch, jpeg_folder: Path
 ) -> None:
     def full(*_: Any) -> None:
@@ -207,18 +207,18 @@ def test_a_write_that_fails_does_not_end_the_training(
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write anywhere")
-def test_a_file_that_may_not_be_written_to_is_read(path: Path) -> None:
+def test_a_read_only_file_is_used(path: Path) -> None:
     run(path)
     path.chmod(stat.S_IRUSR)
     assert run(path).reads == Counter()
 
 
-def test_max_bytes_keeps_the_first_that_are_met(path: Path) -> None:
+def test_max_bytes_caches_the_samples_decoded_first(path: Path) -> None:
     run(path, limits=Limits(decode_threads=1), max_bytes=8192 + 800 * 10)
     assert path.stat().st_size <= 8192 + 800 * 10
     assert set(run(path).reads) == set(range(10, 40))
     path.unlink()
-    with pytest.raises(CacheError, match=r"no room for a single sample: that takes .*, all of them"):
+    with pytest.raises(CacheError, match=r"no room for a single sample: one takes .*, all of them"):
         run(path, max_bytes=100)
 
 
@@ -228,11 +228,11 @@ def test_max_bytes_keeps_the_first_that_are_met(path: Path) -> None:
 @pytest.mark.parametrize("most", [None, 8192 + 800 * 30])
 @pytest.mark.parametrize("seed", range(6))
 def test_flipped_bits_are_never_seen(path: Path, most: int | None, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """In rows or in the table: what does not match is decoded again, and is written anew where there is room."""
+    """A sample with damaged row or entry is decoded again, and written again if there is room."""
     numbers = random.Random(seed)
     run(path, max_bytes=most)
     missing = set(run(path).reads)
-    table, rows = places(path)
+    table, rows = offsets(path)
     data = bytearray(path.read_bytes())
     for _ in range(5):
         data[numbers.randrange(rows, len(data))] ^= 1 << numbers.randrange(8)
@@ -249,19 +249,19 @@ def test_flipped_bits_are_never_seen(path: Path, most: int | None, seed: int, ca
         assert run(path).reads == Counter()
 
 
-def test_entries_that_changed_places_are_not_believed(path: Path) -> None:
+def test_swapped_entries_are_not_used(path: Path) -> None:
     run(path)
-    table, _ = places(path)
+    table, _ = offsets(path)
     data = bytearray(path.read_bytes())
     data[table : table + 16], data[table + 16 : table + 32] = data[table + 16 : table + 32], data[table : table + 16]
     path.write_bytes(data)
     assert set(run(path).reads) == {0, 1}
 
 
-def test_rows_that_never_reached_the_disk_are_not_believed(path: Path) -> None:
-    """The table did, and the rows did not: a machine that lost power."""
+def test_rows_that_never_reached_the_disk_are_not_used(path: Path) -> None:
+    """After a power failure the table may be on disk and the rows not."""
     run(path)
-    _, rows = places(path)
+    _, rows = offsets(path)
     data = bytearray(path.read_bytes())
     data[rows + 800 * 10 : rows + 800 * 20] = bytes(8000)
     path.write_bytes(data)
@@ -269,11 +269,11 @@ def test_rows_that_never_reached_the_disk_are_not_believed(path: Path) -> None:
     assert run(path).reads == Counter()
 
 
-def test_a_file_whose_making_was_interrupted_is_made(path: Path) -> None:
+def test_a_file_whose_creation_was_interrupted_is_created_again(path: Path) -> None:
     run(path)
     whole = path.read_bytes()
-    for begun in (b"", whole[:16] + bytes(24), whole[:16] + bytes(len(whole) - 16)):
-        path.write_bytes(begun)
+    for partial in (b"", whole[:16] + bytes(24), whole[:16] + bytes(len(whole) - 16)):
+        path.write_bytes(partial)
         run(path)
         assert DiskCache(path).verify() == ()
         assert run(path).reads == Counter()
@@ -290,7 +290,7 @@ cache = DiskCache(path, 16384 + 800 * 150 if rank < 0 else None)
 shard = (rank, world) if world > 1 else None
 with Feeder(source, decode=slow, batch_size=8, shuffle=world > 1, shard=shard, cache=cache,
             limits=Limits(decode_threads=threads)) as feeder:
-    print("begun", flush=True)
+    print("started", flush=True)
     for epoch in range(2):
         if world == 1:
             check(feeder, 200)
@@ -311,8 +311,8 @@ def child(path: Path, rank: int = 0, world: int = 1, threads: int = 2) -> subpro
     )
 
 
-def ended(process: subprocess.Popen[str]) -> int:
-    """How many samples it has read."""
+def reads_of(process: subprocess.Popen[str]) -> int:
+    """How many samples a process has read when it ends."""
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0
     return int(output.split()[-1])
@@ -325,9 +325,9 @@ def run_slow(path: Path) -> Rows:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_processes_fill_a_file_together(path: Path, world: int) -> None:
-    """At the same time, from nothing: all of the same samples, or each a rank's."""
+    """They start at the same time without a file, with the same samples or each with a rank's."""
     processes = [child(path, rank, world) for rank in range(3)]
-    total = sum(map(ended, processes))
+    total = sum(map(reads_of, processes))
     assert DiskCache(path).verify() == ()
     assert run_slow(path).reads == Counter()
     assert total < 3 * 200 + (3 * 200 if world == 1 else 0)
@@ -336,8 +336,8 @@ def test_processes_fill_a_file_together(path: Path, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, -1])
-def test_killed_at_any_moment_nothing_wrong_is_believed(path: Path, rank: int) -> None:
-    """Again and again, and gone on with each time; also where rows are given out as samples are met."""
+def test_a_kill_at_any_moment_leaves_a_valid_file(path: Path, rank: int) -> None:
+    """Each of several runs continues with the file, also if rows are assigned in the order of decoding."""
     numbers = random.Random(rank)
     for _ in range(6):
         processes = [child(path, rank, threads=2) for _ in range(2)]
@@ -348,15 +348,15 @@ def test_killed_at_any_moment_nothing_wrong_is_believed(path: Path, rank: int) -
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.communicate()
-        # The system has what they wrote; all of it is whole, for rows come before their entries.
-        if path.exists() and path.stat().st_size > 4096:  # they may have been killed before they made it
+        # The system has all that they wrote. It is valid, because a row is written before its entry.
+        if path.exists() and path.stat().st_size > 4096:  # a kill may come before the file is created
             assert DiskCache(path).verify() == ()
     assert len(run(path, 200, decode=slow).reads) < 200
     assert (rank == -1) == bool(run(path, 200, decode=slow).reads)
 
 
-def test_killed_while_it_is_made(path: Path) -> None:
-    """By a write of the description that never comes."""
+def test_a_kill_during_creation_leaves_a_file_that_is_created_again(path: Path) -> None:
+    """The process dies before it writes the description."""
     pid = os.fork() if hasattr(os, "fork") else 0
     if pid == 0:
         cache_file.CacheFile._reserve = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
@@ -369,7 +369,7 @@ def test_killed_while_it_is_made(path: Path) -> None:
 
 @pytest.mark.parametrize("engines", ["process", "process:2"])
 def test_engine_processes_share_the_file(jpeg_folder: Path, path: Path, engines: str) -> None:
-    """What they write a thread engine reads, and the batches are those of one."""
+    """A thread engine reads what they have written, and batches equal those of a thread engine."""
     for decode in (DecodeImage(16), DecodeImage(16, crop="random", flip=True)):
         file = path.with_suffix(f".{decode.crop}")
         arguments: dict[str, Any] = {"decode": decode, "batch_size": 5, "shuffle": True}
@@ -385,7 +385,7 @@ def test_engine_processes_share_the_file(jpeg_folder: Path, path: Path, engines:
         assert feeder.statistics().bytes_read == 0
 
 
-# --- who decoded ------------------------------------------------------------------------------------------------------
+# --- decoders ---------------------------------------------------------------------------------------------------------
 
 
 class Settings:
@@ -396,12 +396,12 @@ class Settings:
         return block(data) * self.scale
 
 
-class Shown(Settings):
+class WithRepr(Settings):
     def __repr__(self) -> str:
-        return f"Shown({self.scale})"
+        return f"WithRepr({self.scale})"
 
 
-class Printed(Settings):
+class WithFingerprint(Settings):
     def fingerprint(self) -> str:
         return f"times {self.scale}"
 
@@ -414,7 +414,7 @@ def times(scale: Any) -> Any:
     return lambda data: block(data) * scale
 
 
-def test_identities_tell_decoders_apart() -> None:
+def test_decoders_with_other_code_or_settings_have_other_identities() -> None:
     decoders = [
         block,
         other,
@@ -423,11 +423,11 @@ def test_identities_tell_decoders_apart() -> None:
         functools.partial(scaled, scale=3.0),
         times(2),
         times(3),
-        Shown(2),
-        Shown(3),
-        Shown(2).__call__,
-        Printed(2),
-        Printed(3),
+        WithRepr(2),
+        WithRepr(3),
+        WithRepr(2).__call__,
+        WithFingerprint(2),
+        WithFingerprint(3),
         DecodeImage(16),
         DecodeImage(17),
         bytes,
@@ -435,11 +435,11 @@ def test_identities_tell_decoders_apart() -> None:
     found = [identity(decoder) for decoder in decoders]
     assert len(set(found)) == len(found)
     assert identity(times(2)) == identity(times(2))
-    assert identity(Shown(2)) == identity(Shown(2))
+    assert identity(WithRepr(2)) == identity(WithRepr(2))
 
 
 @pytest.mark.parametrize("decode", [Settings(2), times(object()), functools.partial(scaled, scale=object())])
-def test_a_decoder_that_does_not_tell_is_refused(decode: Any, path: Path) -> None:
+def test_a_decoder_with_unknown_settings_is_refused(decode: Any, path: Path) -> None:
     with pytest.raises(TypeError, match=r"fingerprint\(\) that returns a str"):
         Feeder(Rows(), decode=decode, batch_size=4, cache=DiskCache(path))
     assert not path.exists()

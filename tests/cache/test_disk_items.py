@@ -1,4 +1,4 @@
-"""`DiskCache` of a torch `Dataset`: what streaming gives, each item made once over all processes and runs."""
+"""``DiskCache`` with a ``Dataset``: batches equal those without a cache, and processes make each item once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from aiofeed import CacheError, DiskCache, FailurePolicy, Feeder, FromDataset, I
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import CacheFile
 from aiofeed.cache.fingerprint import dataset_identity
-from aiofeed.cache.item_codec import item_layout, restored, written
-from aiofeed.engine.fetch import shared_items as shared
+from aiofeed.cache.item_codec import deserialized, item_layout, serialized
+from aiofeed.engine.fetch import cached
 from aiofeed.testing import SimulatedDevice
 from tests.cache.test_item_codec import ITEMS, UNLIKE, Items, Many, Pair, described, flat
 from tests.support.epochs_beside import same_after
@@ -45,26 +45,27 @@ def path(tmp_path: Path) -> Path:
 
 
 def run(dataset: Any, path: Path, epochs: int = 1, **options: Any) -> list[Any]:
-    """The batches of some epochs, read with a file."""
+    """The batches of some epochs with a file."""
     cache = DiskCache(path, options.pop("max_bytes", None))
     with Feeder(dataset, **{"batch_size": 4} | options, cache=cache) as feeder:
         return [flat(batch) for _ in range(epochs) for batch in feeder]
 
 
 def streamed(dataset: Any, epochs: int = 1, **options: Any) -> list[Any]:
+    """The batches of some epochs without a cache."""
     with Feeder(dataset, **{"batch_size": 4} | options) as feeder:
         return [flat(batch) for _ in range(epochs) for batch in feeder]
 
 
 def named(dataset: Any, **options: Any) -> FromDataset:
-    """One that tells what it is, so that no item is asked for to find out."""
+    """A dataset with a fingerprint, so that no item is compared."""
     return FromDataset(dataset, fingerprint="items", **options)
 
 
 @pytest.mark.parametrize("device", [None, "random"])
 @pytest.mark.parametrize("item", NAMES)
 def test_batches_equal_those_without_a_cache(path: Path, device: Any, item: str) -> None:
-    """Bytes, dtypes, structure, order of keys, in two runs; the second asks for nothing."""
+    """They are equal in bytes, dtypes, structure and order of keys in two runs; the second requests no item."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
     options["device"] = None if device is None else SimulatedDevice(latency=device)
     expected = streamed(Items(item=item), 2, **options)
@@ -104,7 +105,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     most: int | None,
     stops: list[int],
 ) -> None:
-    """Epochs broken off, resumed from a state, chosen by number, of every shard: whatever is in the file by then."""
+    """Epochs are left, resumed from a state or chosen by number, for every shard and with any contents of the file."""
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "shuffle": shuffle,
@@ -119,7 +120,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     feeders: list[Feeder[Any]] = [Feeder(FromDataset(kind(n, item), threads), cache=cache, **options)]
     with plain:
         for step, stop in enumerate(stops):
-            if step == len(stops) // 2:  # another run goes on where this one was
+            if step == len(stops) // 2:  # a later run resumes here
                 feeders.append(Feeder(FromDataset(kind(n, item), threads), cache=cache, **options))
                 feeders[-1].load_state_dict(feeders[-2].state_dict())
                 plain.load_state_dict(plain.state_dict())
@@ -130,8 +131,8 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_repeats_are_made_once(path: Path, many: bool, threads: int) -> None:
-    """By several threads as well: what one is making the others wait for."""
+def test_repeated_items_are_made_once(path: Path, many: bool, threads: int) -> None:
+    """Threads wait for an item that another thread is making."""
     dataset = (Many if many else Items)(22, lambda index: (time.sleep(0.002), index)[1])
     order = [5, 5, 3, 5, 1, 3, 3, 1, 1, 1, 2, 5, 5, 0, 0, 0]
     found = run(FromDataset(dataset, threads), path, 2, batch_size=2, sampler=order)
@@ -140,7 +141,7 @@ def test_repeats_are_made_once(path: Path, many: bool, threads: int) -> None:
 
 
 def test_random_items_are_those_of_the_first_time(path: Path) -> None:
-    """Whoever waited for an item gets the one that was kept."""
+    """A thread that waited for an item gets the cached one."""
 
     def item(index: int) -> Any:
         drawn = torch.rand(4)
@@ -163,7 +164,7 @@ def test_random_items_are_those_of_the_first_time(path: Path) -> None:
 @pytest.mark.parametrize("decode_timeout_s", [None, 30.0])
 @pytest.mark.parametrize("many", [False, True])
 def test_samples_that_fail(path: Path, action: Any, decode_timeout_s: float | None, many: bool) -> None:
-    """They fail in every epoch and run as without a cache, and the others are asked for once."""
+    """They fail in every epoch and run as without a cache, and the others are requested once."""
     policy = FailurePolicy(action, max_failures=20, decode_timeout_s=decode_timeout_s)
     bad = frozenset({0, 7, 11})
     options: dict[str, Any] = {"shuffle": True, "on_error": policy}
@@ -181,7 +182,7 @@ def test_samples_that_fail(path: Path, action: Any, decode_timeout_s: float | No
 
 
 def test_the_first_that_fails_is_raised(path: Path) -> None:
-    """Whoever makes it; what came before it is kept."""
+    """The items before it are cached."""
     with pytest.raises(ReadError, match=r"Items\[7\]"):
         run(Items(22, bad=frozenset({7, 9})), path)
     dataset = Items(22)
@@ -191,7 +192,7 @@ def test_the_first_that_fails_is_raised(path: Path) -> None:
 
 
 def test_an_item_that_takes_too_long(path: Path) -> None:
-    """It is a failure; the others are kept, and who asks for it again is not held up by the thread that is at it."""
+    """It fails in every epoch, although its thread still runs, and the others are cached."""
     late = threading.Event()
 
     def item(index: int) -> int:
@@ -207,8 +208,8 @@ def test_an_item_that_takes_too_long(path: Path) -> None:
     assert {failure.index for failure in feeder.failures} == {0}
 
 
-def test_a_collate_fn_is_given_the_items_as_they_were(path: Path) -> None:
-    """Types, dtypes and structure, in both runs."""
+def test_a_collate_fn_gets_the_items_unchanged(path: Path) -> None:
+    """Types, dtypes and structure are unchanged in both runs."""
     for name in NAMES:
         for _ in range(2):
             seen: list[Any] = []
@@ -223,8 +224,8 @@ def test_a_collate_fn_is_given_the_items_as_they_were(path: Path) -> None:
             assert [described(sample) for sample in seen] == [described(ITEMS[name](index)) for index in range(6)]
 
 
-def test_batches_are_the_users(path: Path) -> None:
-    """Written into: neither the file nor later epochs see it."""
+def test_writing_into_a_batch_changes_nothing_else(path: Path) -> None:
+    """The file and later epochs stay the same."""
     expected = streamed(Items())
     with Feeder(Items(), batch_size=4, cache=DiskCache(path)) as feeder:
         for _ in range(2):
@@ -235,8 +236,8 @@ def test_batches_are_the_users(path: Path) -> None:
     assert run(Items(), path) == expected
 
 
-def test_an_item_that_is_changed_after_it_was_given(path: Path) -> None:
-    """A Dataset may give the same memory each time."""
+def test_a_dataset_may_reuse_the_memory_of_its_items(path: Path) -> None:
+    """Cached items do not change when it does."""
     memory = np.zeros(3)
 
     def item(index: int) -> np.ndarray:
@@ -249,7 +250,7 @@ def test_an_item_that_is_changed_after_it_was_given(path: Path) -> None:
 
 
 def test_feeders_of_one_process_share_the_work(path: Path) -> None:
-    """At the same time, from nothing."""
+    """They run at the same time and start without a file."""
     one, other = (Items(40, lambda index: (time.sleep(0.002), index)[1]) for _ in range(2))
     found: list[Any] = []
     threads = [
@@ -264,14 +265,14 @@ def test_feeders_of_one_process_share_the_work(path: Path) -> None:
         assert one.reads + other.reads == Counter(range(40))
 
 
-# --- forms ------------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("item", NAMES)
-def test_a_form_comes_back_as_it_was_written(item: str) -> None:
-    layout = written(item_layout(ITEMS[item](1)))
-    blank = written(item_layout(ITEMS[item](2)))
-    again = restored(blank)
+def test_a_serialized_layout_is_restored(item: str) -> None:
+    """Parts and template of the restored layout equal the original's."""
+    layout = serialized(item_layout(ITEMS[item](1)))
+    again = deserialized(replace(serialized(item_layout(ITEMS[item](2))), parts=(), template=None))
     assert again is not None
     assert again == layout
     assert again.parts == layout.parts
@@ -279,25 +280,25 @@ def test_a_form_comes_back_as_it_was_written(item: str) -> None:
     assert type(again.template) is type(layout.template)
 
 
-def test_numbers_of_numpys_other_names_are_gone_on_with(path: Path) -> None:
-    """A ``longlong`` is an ``int64``: a later run, that knows it by the file alone, takes it too."""
+def test_equal_numpy_number_types_are_the_same_in_a_file(path: Path) -> None:
+    """A ``longlong`` is an ``int64``, also for a later run, which knows the layout from the file."""
     items = [np.longlong(number) for number in range(8)]
     run(named(items), path, sampler=[0, 1])
     assert run(named(items), path) == streamed(items)
 
 
-def test_forms_that_differ_are_told_apart() -> None:
-    """What batches would differ by, and nothing else."""
+def test_items_whose_batches_differ_have_different_forms() -> None:
+    """Forms in a file differ in structure, types, dtypes and shapes."""
     items: list[Any] = [(1, 2), [1, 2], Pair(1, 2), {"a": 1, "b": 2}, {"b": 1, "a": 2}, OrderedDict(a=1, b=2)]
     items += [{1: 1}, {1.0: 1}, {True: 1}, {"1": 1}, {(1, "x"): 1}, 1, 1.0, True, np.int64(1), np.array(1)]
     items += [torch.tensor(1), torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int16)]
     items += [np.zeros((2, 3)), np.zeros((3, 2)), (1, (2,)), ((1, 2),), namedtuple("Pair", "image name")(1, 2)]
-    forms = [written(item_layout(item)).form for item in items]
+    forms = [serialized(item_layout(item)).form for item in items]
     assert len(set(forms)) == len(forms)
 
 
 def test_a_namedtuple_whose_class_is_not_loaded_is_learnt_from_an_item(path: Path) -> None:
-    """Nothing is imported because a file says so; the items are kept all the same."""
+    """A file does not cause imports; one item is requested, and all are used from the file."""
 
     def item(index: int) -> Any:
         return kind(index, index)
@@ -314,16 +315,16 @@ def test_a_namedtuple_whose_class_is_not_loaded_is_learnt_from_an_item(path: Pat
 @pytest.mark.parametrize(
     "form", ["", "[]", '["odd"]', '["array", "f9", [2]]', '["dict", [["(", ["number", "int"]]]]', "7"]
 )
-def test_a_form_that_is_none_of_ours_is_not_restored(form: str) -> None:
-    """Nor one of another size: an item tells, and what differs is refused then."""
-    layout = written(item_layout((1, 2)))
-    assert restored(replace(layout, form=form)) is None
-    assert restored(replace(layout, shape=(24,))) is None
+def test_an_invalid_form_is_not_restored(form: str) -> None:
+    """A form of another size is not restored either."""
+    layout = serialized(item_layout((1, 2)))
+    assert deserialized(replace(layout, form=form)) is None
+    assert deserialized(replace(layout, shape=(24,))) is None
 
 
 @pytest.mark.parametrize("case", range(len(UNLIKE)))
 def test_items_that_differ(path: Path, case: int) -> None:
-    """An error that names the item, what it has and what the others have, and the way out, in a later run, too."""
+    """The error names the item, its difference to the others and what to change, in a later run, too."""
     others, odd, message = UNLIKE[case]
     for _ in range(2):
         dataset = named(Items(12, lambda index: odd if index == 9 else others))
@@ -337,19 +338,19 @@ def test_items_that_differ(path: Path, case: int) -> None:
         ("text", r"item is a str, 'text'"),
         ((1, b"text"), r"item\[1\] is a bytes, b'text'"),
         (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
-        ({"a": {frozenset({1}): 1}}, r"item\['a'\] has the key frozenset\(\{1\}\), where a file can name texts"),
+        ({"a": {frozenset({1}): 1}}, r"item\['a'\] has the key frozenset\(\{1\}\); a file can name strings"),
         ({float("nan"): 1}, "item has the key nan"),
         ((), "no elements: it is a tuple of 0"),
     ],
 )
-def test_what_cannot_be_kept(path: Path, odd: Any, message: str) -> None:
-    """An error at the first item, which names it and the way out; the path can be used for something else."""
-    with pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be kept: .*" + message + ".*leave cache="):
+def test_items_that_cannot_be_cached(path: Path, odd: Any, message: str) -> None:
+    """The first item is an error that says what to change, and the path can be used for other data."""
+    with pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message + ".*leave cache="):
         run(Items(12, lambda _: odd), path)
     assert run(Items(12), path) == streamed(Items(12))
 
 
-# --- another Dataset --------------------------------------------------------------------------------------------------
+# --- other Datasets ---------------------------------------------------------------------------------------------------
 
 
 class Other(Items):
@@ -370,7 +371,7 @@ class Scaled:
 
 
 def refused(dataset: Any, path: Path, message: str) -> None:
-    """It is, and the file stays as it was."""
+    """Assert that the file is refused and not changed."""
     before = path.read_bytes()
     with pytest.raises(CacheError, match=message + r".*Delete the file, or give DiskCache another path"):
         run(dataset, path)
@@ -385,7 +386,7 @@ def test_a_file_of_another_dataset_is_refused_with_the_difference(path: Path) ->
     refused(
         Items(item="int"),
         path,
-        r"form of a sample: \(tensor uint8 \[3, 4, 2\], int\) in the file, .*and item is a int, 0",
+        r"layout of a sample: \(tensor uint8 \[3, 4, 2\], int\) in the file; here item is a int, 0",
     )
     path.unlink()
     run(Scaled(2), path)
@@ -395,7 +396,7 @@ def test_a_file_of_another_dataset_is_refused_with_the_difference(path: Path) ->
 
 
 def test_a_file_of_decoded_samples_is_refused(path: Path) -> None:
-    """And a file of items is, where samples are decoded."""
+    """A file of items is refused by a feeder with a decoder, too."""
     from tests.cache.test_disk import Rows, block
 
     with Feeder(Rows(22), decode=block, batch_size=4, cache=DiskCache(path)) as feeder:
@@ -407,30 +408,30 @@ def test_a_file_of_decoded_samples_is_refused(path: Path) -> None:
         Feeder(Rows(22), decode=block, batch_size=4, cache=DiskCache(path)).__iter__()
 
 
-def test_whoever_answers_for_the_items_may_use_the_file(path: Path) -> None:
-    """By the fingerprint that the error names."""
+def test_a_fingerprint_from_the_error_lets_another_dataset_use_the_file(path: Path) -> None:
+    """The user vouches for the items by passing the fingerprint that the error names."""
     run(Items(), path)
     with pytest.raises(CacheError) as error:
         run(Other(), path)
-    [told] = [part for part in str(error.value).split("'") if part.startswith("Items ")]
-    assert f"FromDataset(dataset, fingerprint={told!r}) says so" in str(error.value)
+    [fingerprint] = [part for part in str(error.value).split("'") if part.startswith("Items ")]
+    assert f"FromDataset(dataset, fingerprint={fingerprint!r})" in str(error.value)
     dataset = Other()
-    assert run(FromDataset(dataset, fingerprint=told), path) == streamed(Items())
+    assert run(FromDataset(dataset, fingerprint=fingerprint), path) == streamed(Items())
     assert dataset.reads == Counter()
 
 
 @pytest.mark.parametrize("where", ["item 0", "item 9"])
-def test_items_of_other_data_are_told_of(path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One is asked for again by a later run, unless the Dataset has a name."""
+def test_items_of_other_data_are_logged(path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A later run requests one item again and compares it, unless the Dataset has a fingerprint."""
     run(Items(), path)
     dataset = Items(22, lambda index: ITEMS["pair"](index + (index == int(where[5:]))))
     order = [int(where[5:]), *range(8)]
     with caplog.at_level(logging.WARNING, "aiofeed"):
         assert run(dataset, path, 2, sampler=order) == streamed(Items(), 2, sampler=order)
     assert dataset.reads == Counter([int(where[5:])])
-    assert caplog.text.count(f"another Items[{where[5:]}] than the Dataset gives now") == 1
+    assert caplog.text.count(f"another Items[{where[5:]}] than the Dataset returns now") == 1
     caplog.clear()
-    dataset = Items(bad=frozenset(range(22)))  # its data may be gone
+    dataset = Items(bad=frozenset(range(22)))  # its data may have been deleted
     assert run(dataset, path) == streamed(Items())
     same = Items()
     assert run(same, path) == streamed(Items())
@@ -438,29 +439,29 @@ def test_items_of_other_data_are_told_of(path: Path, where: str, caplog: pytest.
     assert caplog.text == ""
 
 
-def test_identities_tell_datasets_apart() -> None:
-    """Also parts of one, of the same length; where they lie in memory does not count."""
+def test_other_datasets_have_other_identities() -> None:
+    """Subsets of the same length differ, too; addresses in a ``repr`` do not count."""
     even, odd = range(0, 22, 2), range(1, 22, 2)
     found = [Items(), Other(), Scaled(2), Scaled(3), Subset(Items(), even), Subset(Items(), odd), Subset(Other(), odd)]
     assert len({dataset_identity(dataset) for dataset in found}) == len(found)
     assert dataset_identity(Items()) == dataset_identity(Items(9))
     assert dataset_identity(Subset(Items(), even)) == dataset_identity(Subset(Items(), list(even)))
 
-    class Shown(Items):
+    class WithRepr(Items):
         def __repr__(self) -> str:
-            return f"Shown of\n    {object()} {'x' * 500}"
+            return f"WithRepr of\n    {object()} {'x' * 500}"
 
-    assert dataset_identity(Shown()) == dataset_identity(Shown())
-    assert len(dataset_identity(Shown())) < 300
+    assert dataset_identity(WithRepr()) == dataset_identity(WithRepr())
+    assert len(dataset_identity(WithRepr())) < 300
 
 
 @pytest.mark.parametrize("bad", [3, "", b"x"])
-def test_a_fingerprint_that_is_no_text_is_refused(bad: Any) -> None:
+def test_a_fingerprint_must_be_a_str(bad: Any) -> None:
     with pytest.raises(TypeError, match="must be a non-empty str"):
         FromDataset(Items(), fingerprint=bad)
 
 
-def test_a_fingerprint_is_that_of_a_state(path: Path) -> None:
+def test_a_state_is_refused_by_a_dataset_with_another_fingerprint() -> None:
     from aiofeed import StateError
 
     one, other = (Feeder(FromDataset(Items(), fingerprint=name), batch_size=4) for name in ("one", "other"))
@@ -472,8 +473,8 @@ def test_a_fingerprint_is_that_of_a_state(path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
-def test_a_full_disk_is_told_with_the_figures(path: Path, monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
-    """At the first item, whatever the policy; once there is room it goes on."""
+def test_a_full_disk_is_an_error_with_the_figures(path: Path, monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """It is raised at the first item with any policy, and once there is room the run continues."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -496,14 +497,14 @@ def test_a_write_that_fails_does_not_end_the_training(
     assert caplog.text.count("not written to any more") == 1
 
 
-def test_a_path_that_cannot_be_is_told_before_an_item_is_made(path: Path) -> None:
+def test_an_impossible_path_is_an_error_before_the_first_item(path: Path) -> None:
     dataset = Items()
-    with pytest.raises(CacheError, match="cannot be made"):
+    with pytest.raises(CacheError, match="cannot be created"):
         run(dataset, path / "none")
     assert dataset.reads == Counter()
 
 
-def test_max_bytes_keeps_the_first_that_are_met(path: Path) -> None:
+def test_max_bytes_caches_the_items_made_first(path: Path) -> None:
     dataset = named(Items(40))
     assert run(dataset, path, max_bytes=8192 + 32 * 10) == streamed(Items(40))
     dataset = Items(40)
@@ -513,7 +514,7 @@ def test_max_bytes_keeps_the_first_that_are_met(path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_flipped_bits_are_never_seen(path: Path, seed: int) -> None:
-    """What does not match its checksum is asked for again, and kept anew."""
+    """An item that does not match its checksum is requested and written again."""
     run(Items(), path)
     data, numbers = bytearray(path.read_bytes()), random.Random(seed)
     rows = len(data) - 32 * 22
@@ -528,7 +529,7 @@ def test_flipped_bits_are_never_seen(path: Path, seed: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write anywhere")
-def test_a_file_that_may_not_be_written_to_is_read(path: Path) -> None:
+def test_a_read_only_file_is_used(path: Path) -> None:
     run(Items(bad=frozenset({3})), path, on_error=FailurePolicy("skip", max_failures=9))
     path.chmod(0o400)
     dataset = Items()
@@ -542,7 +543,7 @@ def test_a_file_that_may_not_be_written_to_is_read(path: Path) -> None:
 @pytest.mark.parametrize("kind", [Logged, LoggedMany])
 @pytest.mark.parametrize("engines", ["process", "process:3"])
 def test_engine_processes_make_each_item_once(tmp_path: Path, path: Path, engines: str, kind: Any) -> None:
-    """Over all of them, repeats in neighbouring batches included; a thread engine then makes none."""
+    """This includes items repeated in neighbouring batches. A thread engine then requests none."""
     dataset = kind(tmp_path)
     order = [3, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] * 2
     options: dict[str, Any] = {"batch_size": 2, "sampler": order}
@@ -555,7 +556,7 @@ def test_engine_processes_make_each_item_once(tmp_path: Path, path: Path, engine
 
 
 def named_like(dataset: Any) -> FromDataset:
-    """The same, said to be so."""
+    """The same dataset, with its identity as its fingerprint."""
     return FromDataset(dataset, fingerprint=dataset_identity(dataset))
 
 
@@ -568,7 +569,7 @@ folder, rank, world, epochs = Path(sys.argv[1]), *map(int, sys.argv[2:])
 shard = (rank, world) if world > 1 else None
 dataset = FromDataset(Logged(folder), fingerprint="logged")
 with Feeder(dataset, batch_size=4, shuffle=True, shard=shard, cache=DiskCache(folder / "items.cache")) as feeder:
-    print("begun", flush=True)
+    print("started", flush=True)
     for epoch in range(epochs):
         for batch in feeder:
             for index, image in zip(batch["label"].tolist(), batch["image"]):
@@ -589,7 +590,7 @@ def child(folder: Path, rank: int = 0, world: int = 1, epochs: int = 2) -> subpr
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_processes_share_the_work(tmp_path: Path, path: Path, world: int) -> None:
-    """All of the same items in the same order, or each a rank's, from nothing: each item is made once."""
+    """Without a file at first, with the same items in the same order or each with a rank's, each item is made once."""
     processes = [child(tmp_path, rank, world) for rank in range(3)]
     for process in processes:
         process.communicate(timeout=50)
@@ -600,8 +601,8 @@ def test_processes_share_the_work(tmp_path: Path, path: Path, world: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_killed_at_any_moment_it_is_gone_on_with(tmp_path: Path, path: Path) -> None:
-    """Nothing wrong is believed, what was written stays, and whoever was killed holds nobody up."""
+def test_a_kill_at_any_moment_leaves_a_file_that_others_use(tmp_path: Path, path: Path) -> None:
+    """The file is valid, written items are not made again, and the claims of a killed process end."""
     numbers = random.Random(5)
     for _ in range(4):
         processes = [child(tmp_path) for _ in range(2)]
@@ -621,20 +622,20 @@ def test_killed_at_any_moment_it_is_gone_on_with(tmp_path: Path, path: Path) -> 
     last = child(tmp_path)
     last.communicate(timeout=50)
     assert last.returncode == 0
-    # A process that is killed loses the item that it was at.
+    # A killed process loses the item that it was making.
     assert sum(Logged(tmp_path).asked.values()) <= 60 + 2 * 4
     assert DiskCache(path).verify() == ()
 
 
 @pytest.mark.skipif(cache_file._OWN_LOCK is None, reason="needs locks of open files")
-def test_a_process_that_hangs_at_an_item_holds_nobody_up_for_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for, within bounds; then the item is made here, too."""
+def test_a_process_that_hangs_at_an_item_blocks_others_for_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for it for a limited time, and then make the item themselves."""
     run(Items(22, bad=frozenset({5, 6})), path, on_error=FailurePolicy("skip", max_failures=9))
     hanging = CacheFile(str(path))
     hanging.describe()
     assert hanging.claim(5)
-    monkeypatch.setattr(shared, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(shared, "PATIENCE_ITEMS", 0)
+    monkeypatch.setattr(cached, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cached, "PATIENCE_ITEMS", 0)
     dataset = Items()
     assert run(named_like(dataset), path) == streamed(Items())
     assert dataset.reads == Counter([5, 6])
@@ -643,7 +644,7 @@ def test_a_process_that_hangs_at_an_item_holds_nobody_up_for_good(path: Path, mo
 @pytest.mark.skipif(cache_file._OWN_LOCK is None, reason="needs locks of open files")
 @pytest.mark.parametrize("claim", [None, 5])
 def test_a_feed_that_waits_for_another_process_can_be_left(path: Path, claim: int | None) -> None:
-    """At once, whoever is at the item."""
+    """``close`` ends the wait at once."""
     if claim is not None:
         run(Items(22, bad=frozenset({5})), path, on_error=FailurePolicy("skip", max_failures=9))
     else:

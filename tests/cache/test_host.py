@@ -1,4 +1,4 @@
-"""`cache=`: what is seen does not depend on what was kept, and what was kept is not read again."""
+"""``cache=`` with decoders: batches do not depend on the cache, and a cached sample is not read again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.number_decoders import array, half, scalar, tensor
 
 
 class Numbers:
-    """A source of n numbers, each its own bytes, that counts its reads; those in `bad` cannot be decoded."""
+    """A source of n numbers as bytes that counts its reads; those in ``bad`` cannot be decoded."""
 
     def __init__(self, n: int = 22, bad: frozenset[int] = frozenset(), targets: bool = True) -> None:
         self.n = n
@@ -54,7 +54,7 @@ class Numbers:
 
 
 class Split:
-    """A random decoder in two steps."""
+    """A random decoder with separate methods for decoding and augmentation."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -77,7 +77,7 @@ def cache_of(kind: str, folder: Path) -> Any:
 
 
 def flat(batches: Any) -> list[Any]:
-    """Everything in it, comparable by `==`."""
+    """The contents of batches, comparable by ``==``."""
     if isinstance(batches, torch.Tensor):
         return [str(batches.dtype), list(batches.shape), list(batches.stride()), batches.flatten().tolist()]
     if isinstance(batches, np.ndarray):
@@ -104,7 +104,7 @@ KINDS = pytest.mark.parametrize("kind", ["host", "disk"])
 def test_batches_equal_those_without_a_cache(
     decode: Any, kind: str, collated: bool, targets: bool, tmp_path: Path
 ) -> None:
-    """In every epoch, and each sample is read once."""
+    """This holds in every epoch, and each sample is read once."""
     arguments: dict[str, Any] = {"decode": decode, "batch_size": 4, "shuffle": True, "seed": 3}
     if collated:
         arguments["collate_fn"] = list
@@ -141,7 +141,7 @@ def test_pictures_without_a_random_crop_are_bit_for_bit_those_without_a_cache(
 def test_random_crops_do_not_depend_on_whether_the_cache_was_warm(
     kind: str, collated: bool, jpeg_folder: Path, tmp_path: Path
 ) -> None:
-    """The same epoch, cold, warm, and with a cache that has no room."""
+    """An epoch is the same with a cold cache, with a warm one, and with one that has no room for all."""
     arguments: dict[str, Any] = {
         "decode": DecodeImage(24, crop="random", flip=True),
         "batch_size": 5,
@@ -156,13 +156,13 @@ def test_random_crops_do_not_depend_on_whether_the_cache_was_warm(
         assert flat(list(feeder)) == cold
     assert other != cold
     assert epochs(Feeder(source, cache=HostCache(1), **arguments), 2) == [cold, other]
-    # Only some fit.
+    # Room for some of the samples.
     row = DecodeImage(24, crop="random").cached_row.shape[0]
     assert epochs(Feeder(source, cache=HostCache(10 * row), **arguments), 2) == [cold, other]
 
 
 def test_random_crops_show_what_they_show_without_a_cache(jpeg_folder: Path) -> None:
-    """The same part of the picture, a little softer."""
+    """A cached crop shows the same part of the picture, a little softer."""
     source = ImageFolder(jpeg_folder)
     for size in (24, (20, 30)):
         arguments: dict[str, Any] = {"batch_size": 36, "seed": 5}
@@ -177,25 +177,25 @@ def test_random_crops_show_what_they_show_without_a_cache(jpeg_folder: Path) -> 
 
 @given(
     original=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
-    kept=st.tuples(st.integers(1, 500), st.integers(1, 500)),
+    cached=st.tuples(st.integers(1, 500), st.integers(1, 500)),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_boxes_stay_inside_the_kept_picture(original: tuple[int, int], kept: tuple[int, int], seed: int) -> None:
+def test_boxes_stay_inside_the_cached_picture(original: tuple[int, int], cached: tuple[int, int], seed: int) -> None:
     box = DecodeImage(8, crop="random").view(*original, seed).box
-    left, upper, right, lower = map_box(box, original, kept)
-    assert 0 <= left < right <= kept[0]
-    assert 0 <= upper < lower <= kept[1]
-    assert left / kept[0] == pytest.approx(box[0] / original[0])
+    left, upper, right, lower = map_box(box, original, cached)
+    assert 0 <= left < right <= cached[0]
+    assert 0 <= upper < lower <= cached[1]
+    assert left / cached[0] == pytest.approx(box[0] / original[0])
 
 
 @settings(max_examples=20)
 @given(
     pixels=st.tuples(st.integers(1, 90), st.integers(1, 90)),
-    kept=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    cached=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_any_picture_can_be_kept_and_cropped(pixels: tuple[int, int], kept: tuple[int, int], seed: int) -> None:
-    """Looking at some rows only gives what looking at all of them gives."""
+def test_any_picture_can_be_cached_and_cropped(pixels: tuple[int, int], cached: tuple[int, int], seed: int) -> None:
+    """Augmentation reads only the rows it needs, and gives what reading all rows gives."""
     from io import BytesIO
 
     from PIL import Image
@@ -203,25 +203,25 @@ def test_any_picture_can_be_kept_and_cropped(pixels: tuple[int, int], kept: tupl
     file = BytesIO()
     image = Image.fromarray(np.random.default_rng(seed % 1000).integers(0, 256, (*pixels, 3), dtype=np.uint8))
     image.save(file, "PNG")
-    decode = DecodeImage((7, 9), crop="random", flip=True, cached_size=kept)
+    decode = DecodeImage((7, 9), crop="random", flip=True, cached_size=cached)
     row = np.empty(decode.cached_row.shape, np.uint8)
     decode.decode_cached_into(file.getvalue(), row)
     out = np.empty(decode.row.shape, np.uint8)
     decode.augment_into(row, out, seed)
-    whole = Image.fromarray(np.asarray(image.resize(kept[::-1], Image.Resampling.BILINEAR)))
+    whole = Image.fromarray(np.asarray(image.resize(cached[::-1], Image.Resampling.BILINEAR)))
     view = decode.view(pixels[1], pixels[0], seed)
-    box = map_box(view.box, pixels[::-1], kept[::-1])
+    box = map_box(view.box, pixels[::-1], cached[::-1])
     expected = np.asarray(whole.resize((9, 7), Image.Resampling.BILINEAR, box=box))
     if view.flip:
         expected = expected[:, ::-1]
-    # The box of a part of the rows is the same up to the last bit of a float.
+    # The box within some of the rows may differ in the last bit of a float.
     assert np.abs(out.astype(int) - expected).max() <= 1
 
 
 @KINDS
 @pytest.mark.parametrize("threads", [1, 3])
 def test_resuming_with_and_without_a_warm_cache(kind: str, threads: int, jpeg_folder: Path, tmp_path: Path) -> None:
-    """A state saved with a warm cache is gone on with by a cold one, and by other limits."""
+    """A state saved with a warm cache is resumed exactly with that cache, and with cold ones."""
 
     def new(cache: Any) -> Feeder[Any]:
         return Feeder(
@@ -255,15 +255,15 @@ def test_ranks_see_what_they_see_without_a_cache(kind: str, tmp_path: Path) -> N
         expected = epochs(Feeder(Numbers(), **arguments), 4)
         assert epochs(Feeder(source, cache=cache_of(kind, tmp_path), **arguments), 4) == expected
     if kind == "disk":
-        # But for what is read ahead, of another epoch or another rank's padding, while it is still being decoded.
-        assert source.reads.total() < 22 + 22, "what one rank has written the others read"
+        # Samples are read twice if they are read ahead while another batch still decodes them.
+        assert source.reads.total() < 22 + 22, "ranks read samples that others have written"
 
 
 @KINDS
 @pytest.mark.parametrize("action", ["skip", "replace"])
 @pytest.mark.parametrize("limit_s", [None, 20.0])
-def test_failed_samples_are_not_kept(kind: str, action: Any, limit_s: float | None, tmp_path: Path) -> None:
-    """They fail in every epoch, and batches are those without a cache."""
+def test_failed_samples_are_not_cached(kind: str, action: Any, limit_s: float | None, tmp_path: Path) -> None:
+    """They fail in every epoch, and batches equal those without a cache."""
     bad = frozenset({3, 4, 11, 21})
     policy = FailurePolicy(action, max_failures=0.5, decode_timeout_s=limit_s)
     arguments: dict[str, Any] = {"decode": tensor, "batch_size": 4, "shuffle": True, "on_error": policy}
@@ -274,6 +274,32 @@ def test_failed_samples_are_not_kept(kind: str, action: Any, limit_s: float | No
     assert feeder.statistics().failures == len(bad)
     assert all(source.reads[index] == 1 for index in set(range(22)) - bad)
     assert all(source.reads[index] >= 3 for index in bad)
+
+
+class Failing(Split):
+    """Its augmentation fails for one number."""
+
+    bad = b""
+
+    def augment(self, cached: Any, *, rng: torch.Generator) -> Any:
+        if self.bad and (cached == array(self.bad)).all():
+            raise ValueError
+        return super().augment(cached, rng=rng)
+
+
+@pytest.mark.parametrize(("missing", "cached"), [(3, 5), (5, 3)])
+def test_the_first_failure_of_a_batch_is_raised(missing: int, cached: int, tmp_path: Path) -> None:
+    """It is the first by position, whether decoding a missing sample or augmenting a cached one fails."""
+    decode = Failing("array")
+    arguments: dict[str, Any] = {"decode": decode, "batch_size": 8, "cache": DiskCache(tmp_path / "samples.cache")}
+    with Feeder(Numbers(8, frozenset({missing})), on_error="skip", **arguments) as feeder:
+        list(feeder)
+    decode.bad = b"%d" % cached
+    with (
+        Feeder(Numbers(8, frozenset({missing})), **arguments) as feeder,
+        pytest.raises(DecodeError, match="number 3"),
+    ):
+        list(feeder)
 
 
 @KINDS
@@ -299,7 +325,7 @@ def test_a_target_that_fails_with_a_warm_cache_names_the_sample() -> None:
     feeder.close()
 
 
-def test_writing_into_a_batch_changes_nothing_that_is_kept(jpeg_folder: Path) -> None:
+def test_writing_into_a_batch_does_not_change_the_cache(jpeg_folder: Path) -> None:
     for decode, source in ((DecodeImage(16), ImageFolder(jpeg_folder)), (tensor, Numbers())):
         for collate_fn in (None, list):
             with Feeder(source, decode=decode, batch_size=4, cache="host", collate_fn=collate_fn) as feeder:
@@ -313,18 +339,20 @@ def test_writing_into_a_batch_changes_nothing_that_is_kept(jpeg_folder: Path) ->
                 assert seen[0] == seen[1] == seen[2]
 
 
-def test_augment_may_not_write_into_what_is_kept() -> None:
-    class Rude(Split):
+def test_augment_cannot_write_into_the_cache() -> None:
+    """A cached array is read-only, and a tensor is a copy."""
+
+    class Writing(Split):
         def augment(self, cached: Any, *, rng: torch.Generator) -> Any:
             cached += 1
             return cached
 
     with (
-        Feeder(Numbers(4), decode=Rude("array"), batch_size=4, cache="host") as feeder,
+        Feeder(Numbers(4), decode=Writing("array"), batch_size=4, cache="host") as feeder,
         pytest.raises(DecodeError, match="read-only"),
     ):
         list(feeder)
-    assert epochs(Feeder(Numbers(4), decode=Rude("tensor"), batch_size=4, cache="host"), 3)[2] == flat(
+    assert epochs(Feeder(Numbers(4), decode=Writing("tensor"), batch_size=4, cache="host"), 3)[2] == flat(
         [[torch.stack([tensor(b"%d" % n) + 1 for n in range(4)]), torch.arange(0, -4, -1)]]
     )
 
@@ -332,8 +360,8 @@ def test_augment_may_not_write_into_what_is_kept() -> None:
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_decoded_again_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The first that are met are kept."""
+def test_samples_that_do_not_fit_are_decoded_in_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """The samples decoded first are cached, and one log line says how many."""
     source = Numbers()
     caplog.set_level(logging.WARNING, "aiofeed")
     cache = HostCache(max_bytes=20 * 7 + 3)
@@ -341,10 +369,10 @@ def test_what_does_not_fit_is_decoded_again_and_told_once(caplog: pytest.LogCapt
     expected = epochs(Feeder(Numbers(), decode=tensor, batch_size=4), 3)
     assert epochs(Feeder(source, decode=tensor, batch_size=4, cache=cache, limits=limits), 3) == expected
     assert [index for index in range(22) if source.reads[index] == 1] == list(range(7))
-    assert [record.getMessage()[:40] for record in caplog.records] == ["the cache keeps 7 of 22 samples: all nee"]
+    assert [record.getMessage()[:40] for record in caplog.records] == ["the cache has room for 7 of 22 samples: "]
 
 
-def test_host_takes_half_of_what_is_free_for_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_the_free_memory_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from aiofeed.runtime import machine
 
     monkeypatch.setattr(machine, "free_memory", lambda: 20 * 10 * 2 * 2)
@@ -354,10 +382,10 @@ def test_host_takes_half_of_what_is_free_for_the_ranks_of_the_host(monkeypatch: 
     assert [index for index in range(22) if source.reads[index] == 1] == list(range(10))
 
 
-# --- the life of a cache ----------------------------------------------------------------------------------------------
+# --- lifetime ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_stays_through_close_and_is_nobody_elses() -> None:
+def test_a_cache_survives_close_and_belongs_to_one_feeder() -> None:
     source, cache = Numbers(), HostCache()
     feeder = Feeder(source, decode=tensor, batch_size=4, cache=cache)
     for _ in range(2):
@@ -368,18 +396,19 @@ def test_it_stays_through_close_and_is_nobody_elses() -> None:
     assert source.reads == Counter([*range(22)] * 2)
 
 
-def test_memory_goes_with_the_feeder() -> None:
+def test_memory_is_freed_with_the_feeder() -> None:
+    """Batches that the user refers to do not keep the cache alive."""
     import gc
     import weakref
 
     feeder = Feeder(Numbers(), decode=tensor, batch_size=4, cache="host")
-    kept = list(feeder)
+    batches = list(feeder)
     arena = weakref.ref(feeder._config.cache._arena)  # type: ignore[union-attr]
     feeder.close()
     del feeder
     gc.collect()
     assert arena() is None
-    assert len(kept) == 6
+    assert len(batches) == 6
 
 
 class Portable(Numbers):
@@ -388,7 +417,7 @@ class Portable(Numbers):
 
 
 @KINDS
-def test_a_pickled_feeder_begins_without(kind: str, tmp_path: Path) -> None:
+def test_a_pickled_feeder_starts_with_an_empty_cache(kind: str, tmp_path: Path) -> None:
     feeder = Feeder(Portable(), decode=tensor, batch_size=4, cache=cache_of(kind, tmp_path))
     first = epochs(feeder, 1)
     again = pickle.loads(pickle.dumps(feeder))
@@ -401,7 +430,7 @@ def test_a_pickled_feeder_begins_without(kind: str, tmp_path: Path) -> None:
 @KINDS
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_goes_on_with_what_is_kept(kind: str, tmp_path: Path) -> None:
+def test_a_forked_child_uses_the_samples_cached_before(kind: str, tmp_path: Path) -> None:
     source = Numbers()
     feeder = Feeder(source, decode=tensor, batch_size=4, cache=cache_of(kind, tmp_path))
     first = flat(list(feeder))
@@ -425,7 +454,7 @@ def drawn(data: bytes, *, rng: torch.Generator) -> torch.Tensor:
 
 
 class Rows:
-    """A random decoder of rows that is in one piece."""
+    """A random decoder of rows without a separate augmentation."""
 
     takes_seed = True
     row = DecodeImage(4).row
@@ -436,7 +465,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("decode", [drawn, Rows()])
-def test_a_decoder_that_is_random_as_a_whole_is_refused(decode: Any) -> None:
+def test_a_random_decoder_without_separate_augmentation_is_refused(decode: Any) -> None:
     with pytest.raises(TypeError, match=r"decode_cached\(data\).*augment\(cached, \*, rng\)"):
         Feeder(Numbers(), decode=decode, batch_size=4, cache="host")
 
@@ -444,17 +473,17 @@ def test_a_decoder_that_is_random_as_a_whole_is_refused(decode: Any) -> None:
 @pytest.mark.parametrize(
     ("cache", "error"), [("gpu", TypeError), ("disk", TypeError), (True, TypeError), (5, TypeError)]
 )
-def test_what_is_no_cache_is_refused(cache: Any, error: type[Exception]) -> None:
+def test_an_argument_that_is_not_a_cache_is_refused(cache: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r'"host", "device", aiofeed\.HostCache'):
         Feeder(Numbers(), decode=tensor, batch_size=4, cache=cache)
 
 
-def test_data_that_are_in_memory_are_refused() -> None:
+def test_tensors_in_memory_are_refused() -> None:
     with pytest.raises(TypeError, match="leave it out"):
         Feeder(Tensors(torch.zeros(3)), batch_size=4, cache="host")
 
 
-def test_host_memory_is_not_for_engine_processes() -> None:
+def test_worker_processes_cannot_use_host_memory() -> None:
     with pytest.raises(ValueError, match=r"DiskCache\(path\)"):
         Feeder(Files([]), decode=tensor, batch_size=4, cache="host", engine="process")
 
@@ -489,10 +518,10 @@ def structured(data: bytes) -> dict[str, torch.Tensor]:
         (lambda data: torch.zeros(0), "number 0.*no elements"),
     ],
 )
-def test_samples_without_a_fixed_form_are_an_error_that_names_one(
+def test_samples_without_a_common_layout_are_an_error_that_names_one(
     decode: Any, message: str, kind: str, on_error: Any, tmp_path: Path
 ) -> None:
-    """Also where single samples may fail: it is the decoder that does not fit."""
+    """The error is raised with every policy, since the decoder cannot be used with a cache."""
     feeder = Feeder(
         Numbers(),
         decode=decode,
@@ -505,7 +534,7 @@ def test_samples_without_a_fixed_form_are_an_error_that_names_one(
         list(feeder)
 
 
-def test_cached_size_is_for_random_crops() -> None:
+def test_cached_size_needs_random_crops() -> None:
     assert DecodeImage(224, crop="random").cached_row.shape == (280 * 280 * 3 + 8,)
     assert DecodeImage(224, crop="random", cached_size=(30, 40)).cached_row.shape == (30 * 40 * 3 + 8,)
     with pytest.raises(ValueError, match="random"):

@@ -1,4 +1,4 @@
-"""A torch `Dataset` with a cache: its items are asked for once, and nothing else is different from streaming."""
+"""Caches in memory with a ``Dataset``: its items are requested once, and batches equal those without a cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import CacheError, DeviceCopyError, FailurePolicy, Feeder, FromDataset, HostCache, Limits
-from aiofeed.cache.item_codec import item_layout, parts_of
-from aiofeed.cache.layout import ItemLayout
+from aiofeed.cache.item_codec import item_layout, item_parts
 from aiofeed.cache.resident import HostRows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.feeder.pipeline import StreamingPipeline
@@ -33,12 +32,12 @@ MEMORY = np.arange(200, dtype=np.float32).reshape(50, 4)
 
 
 def image(index: int) -> torch.Tensor:
-    """Not contiguous: what is made of it is."""
+    """A tensor that is not contiguous."""
     return (torch.arange(24, dtype=torch.uint8).reshape(4, 2, 3) + index).permute(2, 0, 1)
 
 
 def mapped(index: int) -> Any:
-    """A row of a file that is mapped."""
+    """A row of a memory-mapped file."""
     file = MAPPED.joinpath("rows")
     if not file.exists():
         MEMORY.tofile(file)
@@ -70,7 +69,7 @@ def _mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Items:
-    """A Dataset that counts how often it is asked; those in `bad` raise."""
+    """A Dataset that counts requests and concurrent calls; items in ``bad`` raise."""
 
     def __init__(self, n: int = 22, item: str | Any = "pair", bad: frozenset[int] = frozenset()) -> None:
         self.n = n
@@ -98,14 +97,14 @@ class Items:
 
 
 class Many(Items):
-    """The same, asked for many at a time."""
+    """The same with ``__getitems__``."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 
 
 def flat(batch: Any) -> Any:
-    """Everything in it, comparable by `==`: types, dtypes, strides and bytes."""
+    """The contents of a batch, comparable by ``==``: types, dtypes, strides and bytes."""
     if isinstance(batch, torch.Tensor):
         there = batch.cpu()
         data = there.contiguous().view(-1).view(torch.uint8) if there.numel() else there
@@ -125,7 +124,7 @@ def device_of(kind: str | None, **options: Any) -> SimulatedDevice | None:
 @CACHES
 @pytest.mark.parametrize("item", ITEMS)
 def test_batches_equal_those_without_a_cache(kind: str | None, cache: Any, item: str) -> None:
-    """In every epoch: bytes, dtypes, strides, structure, order of keys; each item is asked for once."""
+    """They are equal in bytes, dtypes, strides, structure and order of keys; each item is requested once."""
     dataset = Items(item=item)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
     plain: Feeder[Any] = Feeder(Items(item=item), device=device_of(kind), **options)
@@ -138,7 +137,7 @@ def test_batches_equal_those_without_a_cache(kind: str | None, cache: Any, item:
 
 
 def test_batches_are_those_of_default_collate() -> None:
-    """From the first epoch to the resident ones."""
+    """This holds for the first epoch and for resident ones."""
     for name, item in ITEMS.items():
         with Feeder(Items(6, name), batch_size=3, cache="device") as feeder:
             expected = torch.utils.data.default_collate([item(index) for index in range(3)])
@@ -175,7 +174,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     cache: Any,
     stops: list[int],
 ) -> None:
-    """Epochs broken off, resumed from a state, chosen by number, of every shard: whatever is held by then."""
+    """Epochs are left, resumed from a state or chosen by number, for every shard and with any items cached."""
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "shuffle": shuffle,
@@ -195,8 +194,8 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
 
 @CACHES
 @pytest.mark.parametrize("threads", [1, 3])
-def test_no_more_threads_than_were_said(cache: Any, threads: int) -> None:
-    """To learn what items look like, too."""
+def test_no_more_threads_call_the_dataset_than_it_allows(cache: Any, threads: int) -> None:
+    """The limit includes the calls that learn the layout."""
     dataset = Items(60)
     with Feeder(FromDataset(dataset, threads=threads), batch_size=3, cache=cache) as feeder:
         for _ in range(2):
@@ -206,7 +205,7 @@ def test_no_more_threads_than_were_said(cache: Any, threads: int) -> None:
 
 @DEVICES
 def test_out_of_order(kind: str | None) -> None:
-    """Every epoch has all samples, and a state what was not handed out."""
+    """Every epoch has all samples, and a state the samples that were not handed out."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "in_order": False}
     feeder: Feeder[Any] = Feeder(Items(30, "int"), cache="device", device=device_of(kind), **options)
     with feeder:
@@ -222,7 +221,7 @@ def test_out_of_order(kind: str | None) -> None:
 @DEVICES
 @pytest.mark.parametrize("many", [False, True])
 def test_a_sampler_is_respected(kind: str | None, many: bool) -> None:
-    """Repeats included; resident once all that it gives are there; what is there is not asked for again."""
+    """Repeats are handed out, epochs are resident once all items are cached, and none is requested again."""
     order = [3, 1, 3, 5, 8, 8, 8, 2]
     dataset = (Many if many else Items)()
     feeder: Feeder[Any] = Feeder(dataset, batch_size=3, sampler=order, cache="device", device=device_of(kind))
@@ -231,14 +230,14 @@ def test_a_sampler_is_respected(kind: str | None, many: bool) -> None:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
             assert isinstance(feeder._session.pipeline, ResidentPipeline) == (epoch > 0)
-        met = Counter(dataset.reads)
+        before = Counter(dataset.reads)
         list(feeder)
-        assert dataset.reads == met
+        assert dataset.reads == before
 
 
 @DEVICES
-def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
-    """Each rank asks for every item once, over as many epochs as it takes."""
+def test_a_rank_streams_items_that_are_new_to_it(kind: str | None) -> None:
+    """Over several epochs each rank requests every item once."""
     dataset = Items(40)
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "shard": (1, 2)}
     cached: Feeder[Any] = Feeder(dataset, cache="device", device=device_of(kind), **options)
@@ -260,7 +259,7 @@ def test_a_rank_streams_what_it_has_not_met(kind: str | None) -> None:
 def test_samples_that_fail(
     kind: str | None, cache: Any, action: Any, decode_timeout_s: float | None, many: bool
 ) -> None:
-    """They fail in every epoch as without a cache, the first one too, and the others are asked for once."""
+    """They fail in every epoch as without a cache, and the others are requested once."""
     policy = FailurePolicy(action, max_failures=20, decode_timeout_s=decode_timeout_s)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "on_error": policy}
     bad = frozenset({0, 7, 11})
@@ -273,14 +272,14 @@ def test_samples_that_fail(
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
             assert cached.statistics().failures == plain.statistics().failures
             good = {index: reads for index, reads in dataset.reads.items() if index not in bad}
-            # One that stands in for another may be asked for itself at the same time.
+            # An item that replaces another may be requested for its own batch at the same time.
             first = first or good
             assert good == first
         assert {failure.index for failure in cached.failures} == bad
 
 
 def test_an_item_that_takes_too_long() -> None:
-    """It is a failure with a cache, too; the others are kept."""
+    """It fails as without a cache, and the others are cached."""
     late = threading.Event()
 
     def item(index: int) -> int:
@@ -297,8 +296,10 @@ def test_an_item_that_takes_too_long() -> None:
 
 
 @DEVICES
-def test_items_that_all_fail_at_first(kind: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    """Without one that tells what items look like, no device keeps any in that epoch; a log line says so."""
+def test_if_the_first_items_all_fail_an_epoch_runs_without_the_cache(
+    kind: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layout stays unknown, a log line says so, and the next epoch fills the cache."""
     dataset = Items(22, bad=frozenset(range(9)))
     feeder: Feeder[Any] = Feeder(
         dataset,
@@ -309,7 +310,7 @@ def test_items_that_all_fail_at_first(kind: str | None, caplog: pytest.LogCaptur
     )
     with feeder, caplog.at_level(logging.WARNING, "aiofeed"):
         list(feeder)
-        assert "first 8 items" in caplog.text
+        assert "first 8 samples" in caplog.text
         dataset.bad = frozenset()
         plain = [flat(batch) for batch in Feeder(Items(22), batch_size=4)]
         for _ in range(3):
@@ -318,8 +319,8 @@ def test_items_that_all_fail_at_first(kind: str | None, caplog: pytest.LogCaptur
 
 
 @DEVICES
-def test_transform_is_given_what_streaming_gives_it(kind: str | None) -> None:
-    """What is kept is what the Dataset gave."""
+def test_transform_gets_the_same_batches_as_when_streaming(kind: str | None) -> None:
+    """The cached items are the Dataset's."""
     options: dict[str, Any] = {"batch_size": 4, "transform": lambda batch: [batch[0] * 2, batch[1]]}
     cached: Feeder[Any] = Feeder(Items(), cache="device", device=device_of(kind), **options)
     with cached, Feeder(Items(), device=device_of(kind), **options) as plain:
@@ -329,24 +330,24 @@ def test_transform_is_given_what_streaming_gives_it(kind: str | None) -> None:
 
 @DEVICES
 @CACHES
-def test_batches_are_the_users(kind: str | None, cache: Any) -> None:
-    """Kept over epochs, written into: neither other batches nor later epochs see it."""
+def test_writing_into_a_batch_changes_nothing_else(kind: str | None, cache: Any) -> None:
+    """Other batches and later epochs stay the same, and batches stay over epochs."""
     feeder: Feeder[Any] = Feeder(Items(), batch_size=4, shuffle=True, cache=cache, device=device_of(kind))
     plain: Feeder[Any] = Feeder(Items(), batch_size=4, shuffle=True)
     with feeder, plain:
-        kept = []
+        batches = []
         for _ in range(4):
             for (x, y), expected in zip(feeder, plain, strict=True):
                 assert flat([x, y]) == flat(expected)
-                kept.append((x.clone(), x, y))
+                batches.append((x.clone(), x, y))
                 y.fill_(99)
-        assert all(flat(copy) == flat(x) for copy, x, _ in kept)
+        assert all(flat(copy) == flat(x) for copy, x, _ in batches)
 
 
 @DEVICES
 @CACHES
-def test_an_item_that_is_changed_after_it_was_given(kind: str | None, cache: Any) -> None:
-    """A Dataset may give the same memory each time."""
+def test_a_dataset_may_reuse_the_memory_of_its_items(kind: str | None, cache: Any) -> None:
+    """Cached items do not change when it does."""
     memory = np.zeros(3)
 
     def item(index: int) -> np.ndarray:
@@ -362,8 +363,8 @@ def test_an_item_that_is_changed_after_it_was_given(kind: str | None, cache: Any
 
 @DEVICES
 @CACHES
-def test_random_items_stay_as_they_came_first(kind: str | None, cache: Any) -> None:
-    """What was drawn in the first epoch is seen in all."""
+def test_random_items_stay_those_of_the_first_epoch(kind: str | None, cache: Any) -> None:
+    """All epochs have the items that the first one drew."""
 
     def item(index: int) -> torch.Tensor:
         return torch.rand(3)
@@ -378,8 +379,8 @@ def test_random_items_stay_as_they_came_first(kind: str | None, cache: Any) -> N
 @DEVICES
 @CACHES
 @pytest.mark.parametrize("threads", [1, 3])
-def test_random_items_that_come_again_are_whole(kind: str | None, cache: Any, threads: int) -> None:
-    """Of an item that is made twice at the same time one is kept, all parts of it; the first, where one thread asks."""
+def test_repeated_random_items_are_not_mixed(kind: str | None, cache: Any, threads: int) -> None:
+    """If an item is made twice at the same time, all parts of one are cached; with one thread those of the first."""
 
     def item(index: int) -> Any:
         drawn = torch.rand(4)
@@ -401,30 +402,27 @@ def test_random_items_that_come_again_are_whole(kind: str | None, cache: Any, th
             assert not epoch or threads > 1 or seen == {index: {row} for index, row in first.items()}
 
 
-def test_an_item_that_two_threads_keep_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes while another is written changes nothing of it."""
+def test_an_item_that_two_threads_cache_is_not_mixed() -> None:
+    """A second ``put`` during the first changes nothing."""
     store = HostRows(2, 1, lambda: 1 << 20)
     layout = item_layout((1, 2))
-    store.begin(layout)
-    one, other = (layout.pack(parts_of(item, layout)) for item in ((1, 1), (2, 2)))
-    pieces = ItemLayout.pieces
+    store.open(layout)
+    one, other = (item_parts(item, layout) for item in ((1, 1), (2, 2)))
 
-    def interrupted(self: ItemLayout, row: Any) -> Any:
-        first, second = pieces(self, row)
-        yield first
-        if row is one:
+    class Interrupted(list[Any]):
+        def __iter__(self) -> Any:
+            yield self[0]
             store.put(0, other)
-        yield second
+            yield self[1]
 
-    monkeypatch.setattr(ItemLayout, "pieces", interrupted)
-    store.put(0, one)
+    store.put(0, Interrupted(one))
     assert store.has(np.array([0])).all()
-    assert store.row(0).tobytes() == one.tobytes()
+    assert [part.item() for part in store.parts(0)] == [1, 1]
 
 
 @pytest.mark.parametrize("at", range(1, 14))
 def test_a_copy_that_fails(at: int) -> None:
-    """What came to the device in part is not there: the next epoch has it right."""
+    """Samples that are on the device in part are not cached, and the next epoch is right."""
     backend = SimulatedDevice(copy_fails_at=at)
     plain = [flat(batch) for batch in Feeder(Items(item="dict"), batch_size=4)]
     with Feeder(Items(item="dict"), batch_size=4, cache="device", device=backend) as feeder:
@@ -435,7 +433,7 @@ def test_a_copy_that_fails(at: int) -> None:
         assert isinstance(feeder._session.pipeline, ResidentPipeline)
 
 
-# What items are, what the ninth is, and what is said of that.
+# An item, one that differs from it, and the error message for the second.
 UNLIKE: list[tuple[Any, Any, str]] = [
     (
         torch.zeros(3),
@@ -459,8 +457,8 @@ UNLIKE: list[tuple[Any, Any, str]] = [
 ]
 
 
-def turned(index: int) -> dict[str, Any]:
-    """A dict, and one in it, whose keys come in an order of the index's own."""
+def reordered(index: int) -> dict[str, Any]:
+    """Nested dicts whose order of keys depends on the index."""
     entries = [("image", image(index)), ("label", index), ("meta", {"id": index, "x": index / 3})]
     at = index % 3
     item = dict(entries[at:] + entries[:at])
@@ -471,12 +469,12 @@ def turned(index: int) -> dict[str, Any]:
 @DEVICES
 @CACHES
 @pytest.mark.parametrize("kind_of_items", [Items, Many])
-def test_keys_of_a_dict_come_in_any_order(kind: str | None, cache: Any, kind_of_items: type[Items]) -> None:
-    """Values are those of their keys, in every epoch; batches have the keys in one order, that of some item."""
-    dataset = kind_of_items(item=turned)
+def test_the_keys_of_a_dict_may_be_in_any_order(kind: str | None, cache: Any, kind_of_items: type[Items]) -> None:
+    """Values belong to their keys in every epoch, and all batches have one order of keys, that of some item."""
+    dataset = kind_of_items(item=reordered)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
     with (
-        Feeder(Items(item=turned), **options) as plain,
+        Feeder(Items(item=reordered), **options) as plain,
         Feeder(dataset, cache=cache, device=device_of(kind), **options) as feeder,
     ):
         for _ in range(3):
@@ -490,15 +488,15 @@ def test_keys_of_a_dict_come_in_any_order(kind: str | None, cache: Any, kind_of_
     assert dataset.reads == Counter(range(22))
 
 
-def test_a_collate_fn_is_given_dicts_with_keys_in_one_order() -> None:
-    """That of the item which was kept first, the first time too."""
+def test_a_collate_fn_gets_dicts_with_keys_in_one_order() -> None:
+    """It is the order of the item cached first, also in the first epoch."""
     seen: list[Any] = []
 
     def collate(samples: list[Any]) -> int:
         seen.extend((sample["label"], list(sample)) for sample in samples)
         return len(samples)
 
-    with Feeder(Items(item=turned), batch_size=4, cache="host", collate_fn=collate) as feeder:
+    with Feeder(Items(item=reordered), batch_size=4, cache="host", collate_fn=collate) as feeder:
         for _ in range(2):
             list(feeder)
     assert {label for label, _ in seen} == set(range(22))
@@ -509,7 +507,7 @@ def test_a_collate_fn_is_given_dicts_with_keys_in_one_order() -> None:
 @CACHES
 @pytest.mark.parametrize("case", range(len(UNLIKE)))
 def test_items_that_differ(kind: str | None, cache: Any, case: int) -> None:
-    """An error that names the item, what it has and what the others have, and the way out, whatever the policy."""
+    """The error names the item, its difference to the others and what to change, with every policy."""
     others, odd, message = UNLIKE[case]
     dataset = Items(12, lambda index: odd if index == 9 else others)
     feeder: Feeder[Any] = Feeder(dataset, batch_size=4, cache=cache, device=device_of(kind), on_error="skip")
@@ -536,30 +534,30 @@ def test_items_that_differ(kind: str | None, cache: Any, case: int) -> None:
         (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
     ],
 )
-def test_what_cannot_be_kept(kind: str | None, cache: Any, odd: Any, message: str) -> None:
-    """An error before the first batch, which names the item and what it has."""
+def test_items_that_cannot_be_cached(kind: str | None, cache: Any, odd: Any, message: str) -> None:
+    """An error before the first batch names the item and its part."""
     feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache, device=device_of(kind))
-    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be kept: .*" + message):
+    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
         next(iter(feeder))
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_what_does_not_fit_on_the_device_is_an_error_with_the_figures(latency: Any) -> None:
-    """Before the first batch, all parts of an item counted; and nothing stays behind."""
+def test_items_that_do_not_fit_on_the_device_are_an_error_with_the_figures(latency: Any) -> None:
+    """It comes before the first batch, counts all parts of an item, and no device memory stays allocated."""
     backend = SimulatedDevice(latency=latency, memory_bytes=4096)
     feeder: Feeder[Any] = Feeder(Items(1000), batch_size=8, cache="device", device=backend, on_error="skip")
     figures = r"1,000 samples of 32 bytes each \(\(tensor uint8 \[3, 4, 2\], int\)\) take 31.2 KiB, and two batches 512"
     with pytest.raises(CacheError, match=figures) as error:
         next(iter(feeder))
     assert str(error.value).endswith(
-        'beside them; cache="host" keeps as many as fit into host memory, and DiskCache(path) keeps them in a file'
+        'beside them; cache="host" caches as many as fit into host memory, and DiskCache(path) caches them in a file'
     )
     feeder.close()
     assert backend.allocated_bytes == 0
 
 
-def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same without a device; `cache="host"` keeps what fits."""
+def test_items_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device the limit is free host memory; ``cache="host"`` caches the items that fit."""
     monkeypatch.setattr("aiofeed.runtime.machine.free_memory", lambda: 700)
     with Feeder(Items(22), batch_size=4, cache="device") as feeder, pytest.raises(CacheError, match="700 bytes free"):
         next(iter(feeder))
@@ -570,8 +568,8 @@ def test_what_does_not_fit_into_host_memory_is_an_error_with_the_figures(monkeyp
     assert sum(dataset.reads.values()) == 22 + 2 * (22 - 10)
 
 
-def test_what_cannot_be_is_refused_with_a_way_out() -> None:
-    """When the feeder is made."""
+def test_unsupported_arguments_are_refused_with_an_alternative() -> None:
+    """They are refused when the feeder is made."""
     options: dict[str, Any] = {"batch_size": 2}
     with pytest.raises(ValueError, match="collate_fn"):
         Feeder(Items(), cache="device", collate_fn=list, **options)
@@ -585,11 +583,11 @@ def test_what_cannot_be_is_refused_with_a_way_out() -> None:
             Feeder(dataset, cache=cache, engine="process", **options)  # type: ignore[arg-type]
 
 
-def test_a_collate_fn_is_given_the_items_as_they_were() -> None:
-    """With `cache="host"`: types, dtypes and structure, from the first epoch on, in memory of its own."""
+def test_a_collate_fn_gets_the_items_unchanged() -> None:
+    """Types, dtypes and structure are the Dataset's from the first epoch on."""
     for name, item in ITEMS.items():
         if name == "mapped":
-            continue  # it is given the array
+            continue  # it gets an array in place of a memmap
         seen: list[Any] = []
 
         def collate(samples: list[Any], seen: list[Any] = seen) -> torch.Tensor:
@@ -631,8 +629,8 @@ def test_resident_epochs_copy_nothing_from_the_host_but_the_indices(kind: str | 
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_an_epoch_behind_one_that_was_left_is_right(latency: Any) -> None:
-    """Copies that were under way when the epoch was left count as held only where they are, all parts of an item."""
+def test_an_epoch_after_one_that_was_left_is_right(latency: Any) -> None:
+    """Items whose copies were in flight when the epoch was left count as cached once all parts are on the device."""
     backend = SimulatedDevice(latency=latency)
     feeder: Feeder[Any] = Feeder(Items(64, "dict"), batch_size=4, shuffle=True, cache="device", device=backend)
     plain: Feeder[Any] = Feeder(Items(64, "dict"), batch_size=4, shuffle=True)
@@ -643,8 +641,8 @@ def test_an_epoch_behind_one_that_was_left_is_right(latency: Any) -> None:
 
 
 @DEVICES
-def test_memory_goes_with_the_feeder(kind: str | None) -> None:
-    """It stays through `close`, so that nothing is asked for again; dropped, it is gone."""
+def test_memory_is_freed_with_the_feeder(kind: str | None) -> None:
+    """The cache survives ``close``, so no item is requested again, and its memory is freed with the feeder."""
     dataset = Items()
     backend = device_of(kind)
     feeder: Feeder[Any] = Feeder(dataset, batch_size=4, cache="device", device=backend)
@@ -660,7 +658,7 @@ def test_memory_goes_with_the_feeder(kind: str | None) -> None:
 
 
 @CACHES
-def test_a_pickled_feeder_begins_without(cache: Any) -> None:
+def test_a_pickled_feeder_starts_with_an_empty_cache(cache: Any) -> None:
     dataset = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
     feeder: Feeder[Any] = Feeder(dataset, batch_size=3, cache=cache)
     with feeder:
@@ -675,7 +673,7 @@ def test_a_pickled_feeder_begins_without(cache: Any) -> None:
 
 @DEVICES
 def test_an_epoch_begun_under_inference_mode(kind: str | None) -> None:
-    """What is kept then can be added to, and trained on, outside it."""
+    """Items cached then can be trained on outside it, and more can be cached."""
     feeder: Feeder[Any] = Feeder(
         Items(item="scalars"), batch_size=4, cache="device", device=device_of(kind), limits=Limits(memory_bytes=64)
     )

@@ -344,12 +344,16 @@ def test_a_feeder_decodes_chunks_and_names_the_failed_sample(tmp_path, refused):
         )
 
 
-def test_a_subclass_that_overrides_decode_into_is_called_per_sample(tmp_path):
-    """If a subclass overrides ``decode_into``, the inherited ``decode_many_into`` is not used."""
+def test_decode_many_into_replaces_decode_into(tmp_path):
+    """A chunk is decoded by ``decode_many_into``, and ``decode_into`` is not called."""
 
     class Sevens(DecodeImage):
         def decode_into(self, data, out, seed=None):
+            raise AssertionError
+
+        def decode_many_into(self, data, out, seeds=None):
             out[...] = 7
+            return [None] * len(data)
 
     for n in range(3):
         (tmp_path / f"{n}.jpg").write_bytes(jpeg(picture(40, 30)))

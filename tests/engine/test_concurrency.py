@@ -303,13 +303,13 @@ def test_chunks_of_large_samples_are_small() -> None:
     """A chunk has at most 16 MiB of encoded samples, or one sample."""
     sizer = ChunkSizer()
     sizer.observe(0.001, 1, 0.001)
-    sizer.weigh(8 * 100_000, 8)
+    sizer.observe_bytes(8 * 100_000, 8)
     assert sizer.chunk_size(64, 2) == 32
     for _ in range(100):
-        sizer.weigh(8 * 8_000_000, 8)
+        sizer.observe_bytes(8 * 8_000_000, 8)
     assert sizer.chunk_size(64, 2) == 2
     for _ in range(100):
-        sizer.weigh(2 * 40_000_000, 2)
+        sizer.observe_bytes(2 * 40_000_000, 2)
     assert sizer.chunk_size(64, 2) == 1
 
 

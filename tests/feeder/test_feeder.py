@@ -560,7 +560,7 @@ class ReadsAtOnce(Numbers):
 
 def test_a_read_that_is_no_coroutine_is_told() -> None:
     """The error says what a source's read has to be."""
-    with pytest.raises(aiofeed.ReadError, match=r"ReadsAtOnce\.read is no `async def`"):
+    with pytest.raises(aiofeed.ReadError, match=r"ReadsAtOnce\.read is not an `async def`"):
         list(Feeder(ReadsAtOnce(4), decode=number, batch_size=2))
 
 

@@ -15,7 +15,11 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.fetch.collate import CollateBatchBuilder
+from aiofeed.engine.fetch.fetcher import UNREAD
 from aiofeed.engine.fetch.source import SourceFetcher
+from aiofeed.runtime.time_limits import JobControl, StopFlag
 from aiofeed.sources.file_io import read_file
 
 
@@ -366,23 +370,30 @@ def test_reading_in_the_decode_threads_changes_nothing(tmp_path: Path) -> None:
     assert epochs[0] == epochs[1]
 
 
-@pytest.mark.parametrize("method", ["read", "read_many"])
-def test_a_subclass_may_override_one_way_of_reading(tmp_path: Path, method: str) -> None:
-    """After a subclass overrides one way of reading, inherited ways that bypass it are not used."""
+@pytest.mark.parametrize("inline", [False, True])
+def test_read_many_replaces_read_and_read_now_replaces_both(tmp_path: Path, inline: bool) -> None:
+    """On the loop ``read_many`` reads, in a decode job ``read_now``, and nothing else is called."""
 
     class Upper(Files):
         async def read(self, index: int, /) -> bytes:
-            return (await super().read(index)).upper()
+            raise AssertionError
 
-    class UpperMany(Files):
         async def read_many(self, indices: Sequence[int], /) -> list[bytes | OSError]:
-            return [data.upper() if isinstance(data, bytes) else data for data in await super().read_many(indices)]
+            assert not inline
+            return [data.upper() for data in await super().read_many(indices) if isinstance(data, bytes)]
+
+        def read_now(self, indices: Sequence[int], /) -> list[bytes | OSError]:
+            assert inline
+            return [data.upper() for data in super().read_now(indices) if isinstance(data, bytes)]
 
     for number in range(10):
         (tmp_path / str(number)).write_bytes(b"letter %d" % number)
-    source = (Upper if method == "read" else UpperMany)(sorted(tmp_path.iterdir()))
-    source._seconds_per_file = 1e-6
+    source = Upper(sorted(tmp_path.iterdir()))
     fetcher = SourceFetcher(source, bytes, in_place=False)
-    fetcher._pace.seconds = 1e-6
-    read = asyncio.run(fetcher.read(range(10))).samples
-    assert read == [b"LETTER %d" % number for number in range(10)]
+    if inline:
+        source._seconds_per_file = fetcher._sizer.seconds = 1e-6
+    encoded = asyncio.run(fetcher.read(range(10))).samples
+    assert (encoded[0] is UNREAD) == inline
+    builder = CollateBatchBuilder(10, list, None)
+    fetcher.decode(BatchPlan(0, range(10), range(10), 0), 0, encoded, builder, JobControl(StopFlag()))
+    assert builder.finish(()) == [b"LETTER %d" % number for number in range(10)]

@@ -1,238 +1,469 @@
-"""The fetcher with a cache: decode, keep, augment. What is kept is neither read nor decoded again."""
+"""The fetcher with a cache: samples in the store are neither read nor decoded again.
+
+If the store is shared by claims, one process makes an item and the others wait for it: each process claims the items it
+makes, makes the unclaimed ones of a chunk first, and then waits for the rest. A waiting thread holds no claim, claims
+end with their process, and the wait is bounded, so no process can block another for good.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, form_of
-from aiofeed.cache.layout import Layout, as_bytes
+from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, decoder_codec
+from aiofeed.cache.item_codec import ItemCodec, build_item
+from aiofeed.cache.layout import ItemLayout, Layout, Parts
 from aiofeed.cache.store import SampleStore
-from aiofeed.core.errors import CacheError, FeedError
-from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.errors import CacheError, FeedError, SampleError
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, Row, Source
+from aiofeed.core.types import BatchPlan, HostTensor, Row
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
-from aiofeed.engine.fetch.fetcher import ChunkOutcome, ChunkSizer, Fetcher
-from aiofeed.engine.fetch.source import UNREAD, SourceFetcher, decodes_in_place, takes_rng
+from aiofeed.engine.fetch.dataset import DatasetFetcher
+from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Positions, compact
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
+from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place, generator_of, seed_of, takes_rng
 from aiofeed.engine.fetch.user_errors import without_our_frames
-from aiofeed.runtime.time_limits import JobControl, JobDeadline
+from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
+from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, StopFlag, run_with_sample_timeout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Samples of fewer bytes cost the interpreter more than the memory: a second thread would wait for the first.
+log = logging.getLogger("aiofeed.engine")
+
+# Samples of fewer bytes take more time in the interpreter than in memory: a second thread would wait for the first.
 SMALL_BYTES = 16 * 1024
+# How many samples are tried to learn their layout before an epoch runs without the cache.
+PROBES = 8
+# How long to wait for an item that another process makes: seconds, or a multiple of the slowest item here. After that
+# the item is made here, too; the other process may be stopped, or hang.
+PATIENCE_S = 60.0
+PATIENCE_ITEMS = 4
+# Shortest and longest poll interval for such an item.
+PAUSES_S = (0.0005, 0.05)
 
-KEPT: Any = object()
+CACHED: Any = object()
+"""Placeholder for the value of a cached sample."""
+
+Encoded: TypeAlias = tuple[Parts, Layout]
 
 
-class CachedFetcher(SourceFetcher):
-    """Bytes from a source through a decoder, once.
+class CachedFetcher(Fetcher):
+    """Fetches each sample once from another fetcher, and afterwards from a store.
 
     Args:
-        source, decoder, in_place, length, policy: as of ``SourceFetcher``.
-        store: what is kept.
+        inner: Fetches samples that are not cached.
+        codec: Converts between the inner fetcher's values, cached arrays and samples.
+        store: Store of the cached arrays.
 
     Raises:
-        CacheError: the store cannot be used.
+        CacheError: The store cannot be used.
     """
 
-    def __init__(
-        self,
-        source: Source[Any],
-        decoder: Callable[..., Any],
-        *,
-        store: SampleStore,
-        in_place: bool,
-        length: int | None = None,
-        policy: FailurePolicy | None = None,
-    ) -> None:
-        super().__init__(source, decoder, in_place=in_place, length=length, policy=policy)
-        self._decode_many = None  # each is kept as it is made
-        self._form: SampleCodec = cached_form(decoder)
-        self._decodes_rows = in_place
+    def __init__(self, inner: SourceFetcher | DatasetFetcher, codec: SampleCodec, store: SampleStore) -> None:
+        super().__init__(inner.policy)
+        self._inner = inner
+        self._codec = codec
         self._store = store
+        self.limit_s = inner.limit_s
+        self.target = inner.target
+        # Whether the last chunk was all cached.
         self._warm = False
-        self._warm_pace = ChunkSizer()
-        store.begin(self._form.layout)
+        # Items requested to learn the layout, until they are on the device.
+        self._probed: dict[int, Any] = {}
+        self._slowest_s = 0.0
+        store.open(codec.layout)
 
-    @property
-    def plain_row(self) -> tuple[Row, str | None] | None:
-        """The row of a batch, and torch's dtype where numpy has none, where all samples are known to be alike."""
-        layout = self._store.layout
-        if layout is None or self._decodes_rows or not self._form.direct:
-            return None
-        return Row(layout.shape, layout.dtype), layout.torch_dtype
+    def key(self, index: int) -> str:
+        """The inner fetcher's name for a sample."""
+        return self._inner.key(index)
 
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """Samples that are only copied make a job by themselves."""
-        if self._warm:
-            return self._warm_pace.chunk_size(samples, limits.decode_threads)
-        return super().chunk_size(samples, limits)
+    def overdue(self, index: int) -> FeedError:
+        """The inner fetcher's error of a sample over its time limit."""
+        return self._inner.overdue(index)
 
-    def max_running(self, threads: int) -> int:
-        """One where samples are small and only copied."""
-        if self._warm and self._store.layout is not None:
-            return 1 if self._store.layout.nbytes < SMALL_BYTES else threads
-        return super().max_running(threads)
-
-    async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Read what is not kept."""
-        wanted = np.asarray(indices, np.int64)
-        store = self._store
-        if len(doubtful := store.doubtful(wanted)):
-            await asyncio.get_running_loop().run_in_executor(None, partial(store.check, doubtful))
-        has = store.has(wanted)
-        self._warm = bool(has.all())
-        if self._warm:
-            return ReadResult([KEPT] * len(indices), waited=False)
-        missing = np.flatnonzero(~has).tolist()
-        if len(missing) == len(indices):
-            return await super().read(indices)
-        read = await super().read([indices[at] for at in missing])
-        samples = [KEPT] * len(indices)
-        for at, data in zip(missing, read.samples, strict=True):
-            samples[at] = data
-        read.samples = samples
-        return read
-
-    def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
-    ) -> ChunkOutcome:
-        """Copy a chunk that is all there in one go; otherwise one sample after the other."""
-        if not all(data is KEPT for data in encoded):
-            # What was read ahead may have been decoded for another batch since.
-            indices = np.asarray(plan.indices[start : start + len(encoded)], np.int64)
-            for at in np.flatnonzero(self._store.has(indices)).tolist():
-                encoded[at] = KEPT
-        copies = watch.deadline is None and self._form.direct
-        if copies and isinstance(builder, RowBatchBuilder) and all(data is KEPT for data in encoded):
-            return self._copy(plan, start, len(encoded), builder)
-        before = ChunkOutcome()
-        if unread := [at for at, data in enumerate(encoded) if data is UNREAD]:
-            assert self._blocking_reader is not None
-            read = self._blocking_reader.read([plan.indices[start + at] for at in unread], before, watch.stop)
-            for at, data in zip(unread, read, strict=True):
-                encoded[at] = data
-        outcome = super().decode(plan, start, encoded, builder, watch)
-        outcome.read_s += before.read_s
-        outcome.nbytes += before.nbytes
-        outcome.retries += before.retries
-        return outcome
-
-    def _copy(self, plan: BatchPlan, start: int, count: int, builder: RowBatchBuilder) -> ChunkOutcome:
-        outcome = ChunkOutcome()
-        began = time.perf_counter()
-        indices = plan.indices[start : start + count]
-        rows = builder.rows[start : start + count].reshape(count, -1).view(np.uint8)
-        self._store.take(np.asarray(indices, np.int64), rows)
-        for position, index in enumerate(indices, start):
-            self._placed(builder, position, index, there=True)
-        if (target := self._target) is not None:
-            for position, index in enumerate(indices, start):
-                try:
-                    builder.put(position, target(index))
-                except BaseException as error:  # noqa: BLE001 - the user's source may raise anything; it becomes a value with a name
-                    outcome.errors.append((position, self._named(error, index, reading=False)))
-                    if self._policy.action == "raise":
-                        break
-        outcome.decode_s = time.perf_counter() - began
-        self._warm_pace.observe(outcome.decode_s, count)
-        return outcome
-
-    def _decode_into(self, plan: BatchPlan, builder: BatchBuilder) -> Callable[[int, Any], None]:
-        return partial(self._decode_one, plan, builder)
-
-    def _decode_one(self, plan: BatchPlan, builder: BatchBuilder, position: int, data: Any) -> None:
-        row = builder.rows[position, ...] if isinstance(builder, RowBatchBuilder) else None
-        fresh, sample = self._make(plan, position, data, row)
-        index = plan.indices[position]
-        target = None if self._target is None else self._target(index)
-        self._note(index, target)
-        self._placed(builder, position, index, there=data is KEPT)
-        if row is not None:
-            builder.put(position, target)
-        else:
-            builder.put(position, sample if self._target is None else (sample, target))
-        if fresh is not None:
-            self._store.put(index, as_bytes(fresh))
-
-    def _decode_guarded(
-        self, plan: BatchPlan, position: int, data: Any, builder: BatchBuilder, guard: JobDeadline
-    ) -> None:
-        guard.begin(position)
-        row = builder.rows[position, ...] if isinstance(builder, RowBatchBuilder) else None
-        out = None if row is None else np.empty_like(row)
-        fresh, sample = self._make(plan, position, data, out)
-        index = plan.indices[position]
-        target = None if self._target is None else self._target(index)
-        self._note(index, target)
-        with guard.commit():
-            self._placed(builder, position, index, there=data is KEPT)
-            if row is not None:
-                row[...] = out
-                builder.put(position, target)
-            else:
-                builder.put(position, sample if self._target is None else (sample, target))
-        if fresh is not None:
-            self._store.put(index, as_bytes(fresh))
-
-    def _make(
-        self, plan: BatchPlan, position: int, data: Any, out: NDArray[Any] | None
-    ) -> tuple[NDArray[Any] | None, Any]:
-        """The sample, in ``out`` or by itself, and what is to be kept of it where that is new."""
-        index, fresh = plan.indices[position], None
-        if data is not KEPT:
-            if out is not None and self._decodes_rows and self._form.direct:
-                self._decoder.decode_into(data, out, None)  # type: ignore[attr-defined]
-                return out, None
-            fresh, layout = self._form.decode(data)
-            self._settle(layout, index)
-            kept = fresh.view()
-            kept.flags.writeable = False
-        else:
-            assert self._store.layout is not None
-            layout = self._store.layout
-            kept = layout.typed(self._store.row(index))
-        if out is not None:
-            self._form.fill(kept, out, self._seed(plan, position) if self._takes_seed else None)
-            return fresh, None
-        return fresh, self._form.sample(kept, layout, lambda: self._generator(self._seed(plan, position)))
-
-    def _note(self, index: int, target: Any) -> None:
-        """A sample has this target; for a store that keeps those too."""
-
-    def _placed(self, builder: BatchBuilder, position: int, index: int, *, there: bool) -> None:
-        """A sample goes to its place in a batch, ``there`` where it was kept before; for who keeps account of them."""
-
-    def _settle(self, layout: Layout, index: int) -> None:
-        if not self._store.settle(layout):
-            raise NotCacheableError(f"the others are each a {self._store.layout}, this one is a {layout}")
-
-    def _named(self, error: BaseException, index: int, *, reading: bool) -> FeedError:
+    def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
+        """The inner fetcher's error, or a ``CacheError``."""
         if isinstance(error, CacheError):
             without_our_frames(error)
             return error
         if isinstance(error, NotCacheableError):
             return CacheError(
-                f"sample {self.key(index)!r} cannot be kept: {error}; let the decoder return one array or tensor, of "
-                f"the same shape and dtype for every sample, or leave cache= out"
+                f"sample {self.key(index)!r} (index {index}) cannot be cached: {error}; {self._codec.advice}, or leave "
+                f"cache= out"
             )
-        return super()._named(error, index, reading=reading)
+        return self._inner.to_feed_error(error, index, reading)
+
+    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
+        """The inner fetcher's chunk size, or one for cached samples."""
+        if self._warm:
+            return self._sizer.chunk_size(samples, limits.decode_threads)
+        return self._inner.chunk_size(samples, limits)
+
+    def max_running(self, threads: int) -> int:
+        """The inner fetcher's number of threads; one for small cached samples."""
+        if self._warm and self._store.layout is not None:
+            return 1 if self._store.layout.nbytes < SMALL_BYTES else threads
+        return self._inner.max_running(threads)
+
+    def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
+        """A builder with rows if the layout is known, or the inner fetcher's."""
+        layout, targets = self._store.layout, self.target is not None
+        if layout is not None and self._store.on_device:
+            return DeviceBatchBuilder(samples, lease, self._codec, self._store, layout, targets=targets)
+        row = None if layout is None else self._codec.row(layout)
+        if layout is None or row is None:
+            return self._inner.new_builder(samples, lease)
+        return RowBatchBuilder(row, samples, lease, targets=targets, torch_dtype=layout.torch_dtype)
+
+    async def prepare(self, decode_pool: ThreadPool) -> None:
+        """Learn the layout from one of the first samples, if the store needs it before the first batch.
+
+        Raises:
+            CacheError: The sample cannot be cached, or not all samples fit.
+        """
+        store = self._store
+        tried = min(PROBES, store.samples) if store.needs_layout else 0
+        for index in range(tried):
+            if store.layout is not None:
+                return
+            [value] = (await self._inner.read([index])).samples
+            stop = StopFlag()
+            deadline = None if self.limit_s is None else JobDeadline(self.limit_s)
+            work = partial(self._get_one, index, value, JobControl(stop, deadline))
+            found: Encoded | NotCacheableError | None = None
+            try:
+                if deadline is None:
+                    found = await asyncio.get_running_loop().run_in_executor(decode_pool, work)
+                else:
+                    with contextlib.suppress(JobStuckError):
+                        found, _ = await run_with_sample_timeout(decode_pool, work, deadline)
+            finally:
+                stop.stopped = True
+            if isinstance(found, NotCacheableError):
+                raise self.to_feed_error(found, index, False)
+            if found is not None:
+                parts, layout = found
+                store.set_layout(layout)
+                if isinstance(layout, ItemLayout):  # a Dataset is asked once for each item
+                    store.put(index, parts)
+                    if store.on_device:
+                        self._probed[index] = build_item(parts, layout)
+        if tried and store.layout is None:
+            log.warning("none of the first %d samples could be decoded: this epoch runs without the cache", tried)
+
+    def _get_one(self, index: int, value: Any, control: JobControl) -> Encoded | NotCacheableError | None:
+        """Encode one sample outside any batch; ``None`` if it fails: it fails again in its batch, with a name.
+
+        Raises:
+            FeedError: Other threads used the dataset for too long.
+        """
+        found: Encoded | NotCacheableError | None = None
+
+        def encode(position: int, value: Any) -> None:
+            nonlocal found
+            if isinstance(value, BaseException):
+                raise value
+            try:
+                parts, layout = self._codec.encode(value, self._store.layout)
+                found = [part.copy() for part in parts], layout  # a Dataset may reuse its memory
+            except NotCacheableError as error:
+                found = error
+
+        builder = DefaultCollateBuilder(1, HostBufferPool(0))
+        chunk = Chunk(self, BatchPlan(0, [index], [0], 0), [0], [value], builder, control)
+        self._inner.decode_with(chunk, encode)
+        for _, error in chunk.outcome.errors:
+            if not isinstance(error, SampleError):  # the Dataset is busy
+                raise error
+        return found
+
+    async def read(self, indices: Sequence[int]) -> ReadResult:
+        """The inner fetcher's values; ``CACHED`` for cached samples."""
+        wanted, store = np.asarray(indices, np.int64), self._store
+        if len(unverified := store.unverified(wanted)):
+            await asyncio.get_running_loop().run_in_executor(None, store.find, unverified)
+        cached = store.has(wanted)
+        self._warm = bool(cached.all())
+        if self._warm:
+            return ReadResult([CACHED] * len(indices), waited=False)
+        missing = np.flatnonzero(~cached).tolist()
+        result = await self._inner.read([indices[at] for at in missing])
+        samples = [CACHED] * len(indices)
+        for at, value in zip(missing, result.samples, strict=True):
+            samples[at] = value
+        result.samples = samples
+        return result
+
+    def decode_chunk(self, chunk: Chunk) -> None:
+        """Put cached samples into the batch, and decode and cache the others."""
+        if self._store.on_device and not isinstance(chunk.builder, DeviceBatchBuilder):
+            # The batch began before a layout was known: the device does not cache it.
+            self._inner.decode_chunk(chunk)
+            return
+        plan, positions, deadline = chunk.plan, chunk.positions, chunk.control.deadline
+        try:
+            if plan.number == 0 and positions[0] == 0 and deadline is None:
+                self._compare(chunk)
+            if all(value is CACHED for value in chunk.values):
+                self._put_cached(chunk)
+            elif not self._store.claims:
+                if self._mark_available(chunk):
+                    self._inner.decode_with(chunk, self._place(chunk))
+                else:
+                    self._put_each(chunk)
+            elif deadline is None:
+                self._decode_shared(chunk, positions)
+            else:
+                # When a job is abandoned, all samples before the current one must be done and none after it.
+                for position in positions:
+                    if not chunk.ended:
+                        self._decode_shared(chunk, [position])
+        except CacheError as error:
+            chunk.add_error(positions[0], error)
+
+    def _mark_available(self, chunk: Chunk) -> list[int]:
+        """Replace the values of cached samples by ``CACHED``. Returns the positions of the others."""
+        missing = []
+        cached = self._store.find(_indices(chunk.plan, chunk.positions)).tolist()
+        for at, position in enumerate(chunk.positions):
+            if cached[at]:
+                chunk.values[at] = CACHED
+            elif (item := self._probed.get(chunk.plan.indices[position])) is not None:
+                chunk.values[at] = item
+            else:
+                missing.append(position)
+        return missing
+
+    def _put_cached(self, chunk: Chunk) -> None:
+        """Put cached samples into the batch; in one call if they are only copied."""
+        plan, builder, target = chunk.plan, chunk.builder, self.target
+        if not isinstance(builder, RowBatchBuilder) or self._codec.random or chunk.control.deadline is not None:
+            self._put_each(chunk)
+            return
+        started = time.perf_counter()
+        count, first = len(chunk.positions), chunk.positions[0]
+        indices = _indices(plan, chunk.positions)
+        if isinstance(builder, DeviceBatchBuilder):
+            builder.mark(slice(first, first + count), indices, cached=True)
+        else:
+            self._store.copy_rows(indices, builder.rows[first : first + count].reshape(count, -1).view(np.uint8))
+        if target is not None:
+            chunk.decode_each(lambda position, _: builder.put(position, target(plan.indices[position])))
+        self._observe(chunk, started, count)
+
+    def _put_each(self, chunk: Chunk) -> None:
+        """Put cached and probed samples into the batch one by one."""
+        started = time.perf_counter()
+        self._observe(chunk, started, chunk.decode_each(self._place(chunk)))
+
+    def _observe(self, chunk: Chunk, started: float, samples: int) -> None:
+        seconds = time.perf_counter() - started
+        chunk.outcome.decode_s += seconds
+        self._sizer.observe(seconds, samples)
+
+    def _decode_shared(self, chunk: Chunk, positions: Sequence[int]) -> None:
+        """Put items into the batch, and wait for those that another process is making."""
+        left, pause_s, since = list(positions), PAUSES_S[0], time.monotonic()
+        while left and not chunk.control.stop.stopped:
+            patience_s = max(PATIENCE_S, PATIENCE_ITEMS * self._slowest_s)
+            impatient = time.monotonic() - since > min(patience_s, self.limit_s or patience_s)
+            before = len(left)
+            left = _before_error(chunk, self._decode_unclaimed(chunk, left, ignore_claims=impatient))
+            if len(left) < before:
+                pause_s, since = PAUSES_S[0], time.monotonic()
+            elif left:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSES_S[1])
+
+    def _decode_unclaimed(self, chunk: Chunk, positions: Sequence[int], *, ignore_claims: bool) -> list[int]:
+        """Put items into the batch. Returns the positions of those that another process is making."""
+        missing = _before_error(chunk, self._put_available(chunk, positions))
+        left: list[int] = []
+        for group in [missing] if self._inner.takes_groups else [[position] for position in missing]:
+            claimed = [position for position in group if self._store.claim(chunk.plan.indices[position])]
+            try:
+                wanted = group if ignore_claims else claimed
+                left += [position for position in group if position not in wanted]
+                # Another process may have finished an item just before it was claimed here.
+                if wanted := self._put_available(chunk, wanted):
+                    started = time.perf_counter()
+                    part = replace(chunk, positions=wanted, values=[UNREAD] * len(wanted))
+                    self._inner.decode_with(part, self._place(part))
+                    self._slowest_s = max(self._slowest_s, time.perf_counter() - started)
+            finally:
+                for position in claimed:
+                    self._store.release(chunk.plan.indices[position])
+            if chunk.ended:
+                break
+        return left
+
+    def _put_available(self, chunk: Chunk, positions: Sequence[int]) -> list[int]:
+        """Put cached items into the batch. Returns the positions of the others."""
+        missing = self._mark_available(replace(chunk, positions=positions, values=[UNREAD] * len(positions)))
+        if available := sorted({*positions} - {*missing}):
+            self._put_each(replace(chunk, positions=available, values=[CACHED] * len(available)))
+        return missing
+
+    def _place(self, chunk: Chunk) -> Place:
+        """A function that puts one sample into the batch, and decodes and caches it unless it is cached."""
+        if isinstance(chunk.builder, RowBatchBuilder):
+            return partial(self._place_row, chunk, chunk.builder)
+        return partial(self._place_sample, chunk)
+
+    def _place_sample(self, chunk: Chunk, position: int, value: Any) -> None:
+        if isinstance(value, BaseException):
+            raise value
+        index, cached = chunk.plan.indices[position], value is CACHED
+        parts, layout = (self._store.parts(index), self._store.layout) if cached else self._encode(value)
+        assert layout is not None
+        sample = self._codec.sample(parts, layout, partial(generator_of, chunk.plan, position))
+        if self.target is not None:
+            sample = sample, self._target(index, cached)
+        if chunk.control.deadline is None:
+            chunk.builder.put(position, sample)
+        else:
+            chunk.commit_sample(position, sample)
+        if not cached:
+            self._store.put(index, parts)
+
+    def _place_row(self, chunk: Chunk, builder: RowBatchBuilder, position: int, value: Any) -> None:
+        if isinstance(value, BaseException):
+            raise value
+        index, cached = chunk.plan.indices[position], value is CACHED
+        out = memory = builder.arrays(position)
+        if chunk.control.deadline is not None:
+            out = [np.empty_like(row) for row in memory]  # an abandoned job must not write into the batch later
+        # A row that the device has stays undefined here.
+        parts: Parts = out
+        if not cached:
+            parts, _ = self._encode(value, out)
+        elif not self._store.on_device:
+            parts = self._store.parts(index)
+        if parts is not out:
+            self._codec.fill(parts, out, seed_of(chunk.plan, position) if self._codec.random else None)
+        target = None if self.target is None else self._target(index, cached)
+        if chunk.control.deadline is None:
+            builder.put(position, target)
+        else:
+            with chunk.commit():
+                for row, made in zip(memory, out, strict=True):
+                    row[...] = made
+                builder.put(position, target)
+        if isinstance(builder, DeviceBatchBuilder):
+            builder.mark(position, index, cached=cached)
+        if not cached:
+            self._store.put(index, parts)
+
+    def _target(self, index: int, cached: bool) -> Any:
+        assert self.target is not None
+        target = self.target(index)
+        if not cached:
+            try:
+                self._store.put_target(index, target)
+            except CacheError as error:
+                raise CacheError(f"sample {self.key(index)!r}: {error}") from None
+        return target
+
+    def _encode(self, value: Any, out: Parts | None = None) -> Encoded:
+        parts, layout = self._codec.encode(value, self._store.layout, out)
+        if layout is not self._store.layout and not self._store.set_layout(layout):
+            # Another thread has set the layout meanwhile.
+            parts, layout = self._codec.encode(value, self._store.layout, out)
+        return parts, layout
+
+    def _compare(self, chunk: Chunk) -> None:
+        """Compare one cached item with the Dataset's, if the store asks for it.
+
+        Raises:
+            CacheError: The item has another layout.
+        """
+        index = self._store.sample_to_compare(_indices(chunk.plan, chunk.positions))
+        if index is None:
+            return
+        found = None
+        with contextlib.suppress(FeedError):  # the item is cached: it is not needed
+            found = self._get_one(index, UNREAD, JobControl(chunk.control.stop))
+        if found is not None:
+            self._store.compare(index, self.key(index), found if isinstance(found, NotCacheableError) else found[0])
 
 
-def cached_assembly(fetcher: Fetcher) -> tuple[Row, str | None] | None:
-    """The row of a batch, and torch's dtype where numpy has none, where a cache knows that all samples are alike."""
-    return fetcher.plain_row if isinstance(fetcher, CachedFetcher) else None
+class DeviceBatchBuilder(RowBatchBuilder):
+    """Builder of a batch that is completed on the device with cached samples.
+
+    Args:
+        samples, lease, targets: As for ``RowBatchBuilder``.
+        codec: Codec of the cached arrays.
+        store: Store on the device.
+        layout: Layout of a sample.
+    """
+
+    def __init__(
+        self, samples: int, lease: BufferLease, codec: SampleCodec, store: SampleStore, layout: Layout, *, targets: bool
+    ) -> None:
+        row = codec.row(layout) or Row(layout.parts[0].shape, layout.parts[0].dtype)
+        super().__init__(row, samples, lease, targets=targets)
+        others = [array(lease, (samples, *part.shape), np.dtype(part.dtype)) for part in layout.parts[1:]]
+        self._leaves = [self._leaf, *[HostTensor(rows, pinned=lease.pinned) for rows in others]]
+        self._columns = [self.rows, *others]
+        self._indices: NDArray[np.int64] = array(lease, (samples,), np.dtype(np.int64))
+        self._cached = np.zeros(samples, np.bool_)
+        self._codec, self._store, self._layout = codec, store, layout
+
+    def arrays(self, position: int) -> list[NDArray[Any]]:
+        """The memory of a sample."""
+        return [column[position, ...] for column in self._columns]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch's memory."""
+        return super().nbytes + sum(column.nbytes for column in self._columns[1:])
+
+    def mark(self, at: int | slice, indices: int | NDArray[np.int64], *, cached: bool) -> None:
+        """Record which samples are at these positions, and whether the device has them."""
+        self._indices[at] = indices
+        self._cached[at] = cached
+
+    def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
+        """The batch, to be completed on the device."""
+        for leaf in self._leaves:
+            leaf.memory = compact(leaf.memory, positions)
+        indices, cached = compact(self._indices, positions), compact(self._cached, positions)
+        columns = self._store.complete(self._leaves, indices, cached, pinned=self._leaf.pinned)
+        batch = self._codec.batch(columns, self._layout)
+        return batch if self._targets is None else [batch, self._targets.finish(keys, positions)]
 
 
-def cached_form(decoder: Callable[..., Any]) -> SampleCodec:
-    """How a decoder is taken apart; ``TypeError`` where it is random as a whole."""
-    return form_of(decoder, rows=decodes_in_place(decoder), random=takes_rng(decoder))
+def new_codec(decode: Callable[..., Any] | None) -> SampleCodec:
+    """The codec of a decoder's output; without a decoder the codec of a ``Dataset``'s items.
+
+    Raises:
+        TypeError: The decoder is random and lacks separate methods for decoding and augmentation.
+    """
+    if decode is None:
+        return ItemCodec()
+    return decoder_codec(decode, rows=decodes_in_place(decode), random=takes_rng(decode))
+
+
+def _indices(plan: BatchPlan, positions: Sequence[int]) -> NDArray[np.int64]:
+    if isinstance(positions, range):
+        return np.asarray(plan.indices[positions.start : positions.stop], np.int64)
+    return np.array([plan.indices[position] for position in positions], np.int64)
+
+
+def _before_error(chunk: Chunk, positions: list[int]) -> list[int]:
+    """The positions left to decode. The first error of a batch is raised, so samples behind an error are not."""
+    if not chunk.outcome.errors or not chunk.fetcher.stop_at_error:
+        return positions
+    first = min(position for position, _ in chunk.outcome.errors)
+    return [position for position in positions if position < first]

@@ -1,7 +1,7 @@
-"""A batch by the rules of torch's ``default_collate``, written row by row into the batch's slot as samples arrive.
+"""Builds a batch by the rules of torch's ``default_collate``, row by row in the batch's memory as samples arrive.
 
-Arrays and tensors go straight into their rows; numbers, strings and whatever does not fit the first sample's shape are
-kept aside and collated at the end.
+Arrays and tensors are copied into their rows at once. Numbers, strings, and arrays of another shape or dtype than the
+first sample's are collated at the end.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping
 from aiofeed.core.types import HostTensor
 from aiofeed.runtime.buffers import BufferLease, array
-from aiofeed.runtime.tensors import as_array, as_tensor
+from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MISSING = object()
-"""In the place of a sample that is not there yet."""
+"""Placeholder for a sample that has not arrived."""
 
-Kept: TypeAlias = Sequence[int] | None
-"""Positions of the samples that make the batch, in order; ``None``: all of them."""
+Positions: TypeAlias = Sequence[int] | None
+"""Positions of the samples that make up the batch, in order; ``None``: all."""
 
 
 class DefaultCollateBuilder:
-    """A batch by the rules of torch's ``default_collate``."""
+    """Builder of a batch by the rules of torch's ``default_collate``."""
+
+    encode: Callable[[Any], Any] | None = None
 
     def __init__(self, samples: int, lease: BufferLease) -> None:
         self._samples = samples
@@ -40,7 +42,7 @@ class DefaultCollateBuilder:
         self._lock = threading.Lock()
 
     def put(self, position: int, sample: Any) -> None:
-        """Store one sample, copying its arrays into their rows."""
+        """Copy a sample's arrays into their rows, and store its other parts."""
         root = self._root
         if root is None:
             with self._lock:
@@ -50,32 +52,34 @@ class DefaultCollateBuilder:
                 root = self._root
         root.put(position, sample)
 
-    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
+    def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
         """The batch: a tuple becomes a list, numbers become tensors, strings stay a list."""
-        assert self._root is not None, "an assembly without samples"
+        assert self._root is not None, "a builder without samples"
         try:
-            return self._root.finish(kept)
+            batch = self._root.finish(positions)
         except _MisfitError as misfit:
-            keys_named = [keys[kept[position] if kept else position] for position in misfit.positions]
-            raise CollateError(misfit.explain(keys_named)) from misfit.__cause__
+            named = [keys[positions[position] if positions else position] for position in misfit.positions]
+            raise CollateError(misfit.explain(named)) from misfit.__cause__
+        return batch if self.encode is None else self.encode(batch)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of slot memory."""
+        """Bytes of the batch's memory."""
         return self._root.nbytes if self._root is not None else 0
 
 
 class _MisfitError(Exception):
+    """Samples do not fit together. The message says how they differ; ``positions`` are those to name."""
+
     def __init__(self, problem: str, positions: Sequence[int]) -> None:
         super().__init__(problem)
         self.positions = positions
 
     def explain(self, keys: Sequence[str]) -> str:
-        named = " and ".join(repr(key) for key in keys)
+        names = f" ({' and '.join(map(repr, keys))})" if keys else ""
         return (
-            f"the samples of a batch do not fit together: {self}"
-            + (f" ({named})" if named else "")
-            + "; make the decoder return the same structure and shape for every sample, or pass collate_fn="
+            f"the samples of a batch do not fit together: {self}{names}; make the decoder return the same structure "
+            f"and shape for every sample, or pass collate_fn="
         )
 
 
@@ -85,26 +89,27 @@ class _Node(Protocol):
 
     def put(self, position: int, value: Any) -> None: ...
 
-    def finish(self, kept: Kept) -> Any: ...
+    def finish(self, positions: Positions) -> Any: ...
 
 
 class _ArrayNode:
-    """Arrays of one shape and dtype in rows of the slot; the odd ones are put aside."""
+    """Arrays of one shape and dtype in their rows; others are stored separately."""
 
     def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
         memory, self._torch_dtype = as_array(first)
         assert memory is not None
-        self._shape, self._dtype, self._type = memory.shape, memory.dtype, type(first)
-        # Types of plain numbers are one object each; where torch says otherwise than numpy, none is plain.
+        self._shape, self._dtype = memory.shape, memory.dtype
+        # numpy has one dtype object per plain number type, so that ``is`` compares them. ``None`` if torch's dtype
+        # differs from numpy's.
         self._plain = memory.dtype if self._torch_dtype is None else None
         self._rows = array(lease, (samples, *memory.shape), memory.dtype)
         self._pinned = lease.pinned
-        self._odd: dict[int, Any] = {}
+        self._others: dict[int, Any] = {}
         self.nbytes = self._rows.nbytes
 
     def put(self, position: int, value: Any) -> None:
         if type(value) is np.ndarray and value.dtype is self._plain and value.shape == self._shape:
-            self._rows[position] = value  # what follows, for what comes nearly always
+            self._rows[position] = value  # the usual case of what follows
             return
         memory, torch_dtype = as_array(value)
         if (
@@ -115,18 +120,18 @@ class _ArrayNode:
         ):
             self._rows[position] = memory
         else:
-            self._odd[position] = value
+            self._others[position] = value
 
-    def finish(self, kept: Kept) -> Any:
-        if not self._odd:
-            return HostTensor(compact(self._rows, kept), torch_dtype=self._torch_dtype, pinned=self._pinned)
+    def finish(self, positions: Positions) -> Any:
+        if not self._others:
+            return HostTensor(compact(self._rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
         rows = as_tensor(HostTensor(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
-        positions = range(len(self._rows)) if kept is None else kept
-        return _default_collate([self._odd.get(position, rows[position]) for position in positions])
+        every = range(len(self._rows)) if positions is None else positions
+        return _default_collate([self._others.get(position, rows[position]) for position in every])
 
 
 class _ListNode:
-    """Numbers, strings and everything else: collated at the end."""
+    """Numbers, strings and all other values, collated at the end."""
 
     def __init__(self, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any]) -> None:
         self._texts = texts
@@ -137,14 +142,14 @@ class _ListNode:
     def put(self, position: int, value: Any) -> None:
         self._values[position] = value
 
-    def finish(self, kept: Kept) -> Any:
-        values, self._values = pick(self._values, kept), []
+    def finish(self, positions: Positions) -> Any:
+        values, self._values = pick(self._values, positions), []
         kinds = set(map(type, values))
         if len(kinds) == 1:
             kind = kinds.pop()
             if kind is str or kind is bytes:
                 return self._texts(values)
-            dtype = _NUMBERS.get(kind)
+            dtype = NUMBER_DTYPES.get(kind)
             if dtype is not None:
                 rows = array(self._lease, (len(values),), dtype)
                 try:
@@ -155,19 +160,12 @@ class _ListNode:
         return _default_collate(values)
 
 
-_NUMBERS: dict[type, np.dtype[Any]] = {
-    int: np.dtype(np.int64),
-    float: np.dtype(np.float64),
-    bool: np.dtype(np.bool_),
-}
-
-
 class _TupleNode:
     def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
         self._make = type(first)._make if is_namedtuple(first) else list
-        # default_collate transposes tuples and lists by zip, and leaves texts in the tuple that zip made.
+        # default_collate transposes tuples and lists with zip, and returns strings in zip's tuples.
         self._children = [_node(item, samples, lease, texts=tuple) for item in first]
-        # A list of the user's own type: the batch is one too, with what the first sample's carries beside its items.
+        # Lists of a subclass: the batch is of the same class, with the first sample's attributes.
         self._models: dict[int, list[Any]] = {}
 
     @property
@@ -183,15 +181,15 @@ class _TupleNode:
         for child, item in zip(self._children, value, strict=True):
             child.put(position, item)
 
-    def finish(self, kept: Kept) -> Any:
-        model = self._models.get(kept[0] if kept else 0, [])
-        return like_list(model, self._make([child.finish(kept) for child in self._children]))
+    def finish(self, positions: Positions) -> Any:
+        model = self._models.get(positions[0] if positions else 0, [])
+        return like_list(model, self._make([child.finish(positions) for child in self._children]))
 
 
 class _DictNode:
     def __init__(self, first: Mapping[Any, Any], samples: int, lease: BufferLease) -> None:
         self._children = {name: _node(item, samples, lease) for name, item in first.items()}
-        # A mapping of the user's own type: as with lists.
+        # Mappings of other classes: as for lists.
         self._models: dict[int, Mapping[Any, Any]] = {}
 
     @property
@@ -210,9 +208,9 @@ class _DictNode:
                 raise _MisfitError(f"one has the key {name!r}, another has only {list(value)}", (position,)) from None
             child.put(position, item)
 
-    def finish(self, kept: Kept) -> Any:
-        model = self._models.get(kept[0] if kept else 0, {})
-        return like_mapping(model, {name: child.finish(kept) for name, child in self._children.items()})
+    def finish(self, positions: Positions) -> Any:
+        model = self._models.get(positions[0] if positions else 0, {})
+        return like_mapping(model, {name: child.finish(positions) for name, child in self._children.items()})
 
 
 def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any] = list) -> _Node:
@@ -226,7 +224,7 @@ def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[An
 
 
 def misfit_error(error: BaseException, key: str) -> CollateError | None:
-    """The error to raise where ``put`` found a sample of another structure than the batch's first."""
+    """The user's error for a sample whose structure differs from the first one's; ``None`` for other errors."""
     return CollateError(error.explain([key])) if isinstance(error, _MisfitError) else None
 
 
@@ -237,8 +235,8 @@ def _default_collate(values: list[Any]) -> Any:
         return default_collate(values)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         for position, value in enumerate(values):
-            if (odd := _unfit(value)) is not None:
-                raise _MisfitError(odd, (position,)) from error
+            if (problem := _common_mistake(value)) is not None:
+                raise _MisfitError(problem, (position,)) from error
         shapes = [tuple(value.shape) if hasattr(value, "shape") else None for value in values]
         for position, shape in enumerate(shapes):
             if shape != shapes[0]:
@@ -249,30 +247,30 @@ def _default_collate(values: list[Any]) -> Any:
         raise _MisfitError(str(error), ()) from error
 
 
-def _unfit(value: Any) -> str | None:
-    """What is wrong with a value by itself, where people often forget it."""
+def _common_mistake(value: Any) -> str | None:
+    """What is wrong with a value of a type that never collates; ``None`` for other values."""
     if value is None:
         return "one is None"
     if inspect.iscoroutine(value):
         return "one is a coroutine: `async def` is for a source's read, not for decoders, datasets and targets"
     if type(value).__module__.startswith("PIL."):
-        return f"one is a {type(value).__name__}, an image of PIL's, and no array: numpy.asarray(image) makes one"
+        return f"one is a {type(value).__name__}, a PIL image: convert it to an array with numpy.asarray(image)"
     return None
 
 
-def compact(rows: NDArray[Any], kept: Kept) -> NDArray[Any]:
-    """The rows that are kept, moved up to the beginning of the same memory."""
-    if kept is None:
+def compact(rows: NDArray[Any], positions: Positions) -> NDArray[Any]:
+    """The rows at ``positions``, moved to the beginning of the same memory."""
+    if positions is None:
         return rows
-    for to, position in enumerate(kept):
+    for to, position in enumerate(positions):
         if to != position:
             rows[to] = rows[position]
-    return rows[: len(kept)]
+    return rows[: len(positions)]
 
 
 ItemT = TypeVar("ItemT")
 
 
-def pick(items: Sequence[ItemT], kept: Kept) -> list[ItemT]:
-    """The items that are kept."""
-    return list(items) if kept is None else [items[position] for position in kept]
+def pick(items: Sequence[ItemT], positions: Positions) -> list[ItemT]:
+    """The items at ``positions``."""
+    return list(items) if positions is None else [items[position] for position in positions]

@@ -1,35 +1,51 @@
-"""From indices to filled places, as the engine asks for it: read a chunk, decode it. Errors travel on as values."""
+"""The base of all fetchers, and what they share: a chunk and the loop over its samples, its outcome, its size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from aiofeed.core.errors import FeedError
+from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder
+from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
 from aiofeed.engine.tuning.threads import JobTiming
-from aiofeed.runtime.time_limits import JobControl
+from aiofeed.runtime.buffers import BufferLease
+from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.time_limits import AbandonedError, JobControl
 
-# Work per executor job. A chunk costs the loop a task, two hops through executors and three wake-ups, which 25 ms of
-# decoding makes small; a batch still splits into a piece for each thread.
+# Decode time per executor job. A chunk costs the loop a task, two executor calls and three wake-ups, little beside
+# 25 ms. A batch still splits into one chunk per thread.
 CHUNK_S = 0.025
 FIRST_CHUNK = 16
-# Encoded bytes of a job, where that is more than one sample: what is read is decoded while it is still in a cache, and
-# the memory that it leaves serves the next one.
+# Most encoded bytes of a job with several samples: they are decoded while a processor cache still has them, and their
+# memory is used again for the next job.
 CHUNK_BYTES = 16 << 20
-# Less than this part of its time on the processor, and a sample waits for something of its own: storage, a network.
-AT_WORK = 0.1
+# Share of its time below which a job mainly waits (for storage, a network) rather than computes.
+CPU_BOUND = 0.1
+
+_NO_DEADLINE = contextlib.nullcontext()
+
+UNREAD: Any = object()
+"""Placeholder for a value that the decode job obtains."""
+
+Place: TypeAlias = Callable[[int, Any], None]
+"""Decodes the value of one sample and puts the sample at its position in the batch."""
 
 
 @dataclass(eq=False)
 class ChunkOutcome:
-    """What came of one chunk. Errors are by position in the batch, in order; ``job`` is there where it was measured."""
+    """Errors, by position in the batch, and measurements of one chunk."""
 
     errors: list[tuple[int, FeedError]] = field(default_factory=list)
+    # Of reads within the decode job.
     read_s: float = 0.0
     nbytes: int = 0
     retries: int = 0
@@ -38,84 +54,178 @@ class ChunkOutcome:
     job: JobTiming | None = None
 
 
-class Fetcher(Protocol):
-    """Two steps per chunk: ``read`` on the loop, ``decode`` in a decode thread."""
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """Samples of a batch that one job decodes. ``fetcher`` names errors, and says whether the first ends the chunk."""
+
+    fetcher: Fetcher
+    plan: BatchPlan
+    positions: Sequence[int]
+    # For each position an encoded sample or an item, an exception, or a placeholder.
+    values: list[Any]
+    builder: BatchBuilder
+    control: JobControl
+    outcome: ChunkOutcome = field(default_factory=ChunkOutcome)
+
+    def __post_init__(self) -> None:
+        if self.control.deadline is not None:
+            self.control.deadline.outcome = self.outcome  # it is all that remains of an abandoned job
+
+    def decode_each(self, place: Place) -> int:
+        """Call ``place`` for each position and value, until stopped. Returns how many samples were reached.
+
+        Under a deadline each call is timed as one sample; for a value that is ``UNREAD``, ``place`` starts the clock.
+        It must change the batch inside ``commit`` only.
+
+        Raises:
+            AbandonedError: The job ran over its time limit.
+        """
+        values, stop, deadline = self.values, self.control.stop, self.control.deadline
+        reached = 0
+        for position in self.positions:
+            if stop.stopped:
+                break
+            value, values[reached] = values[reached], None
+            reached += 1
+            try:
+                if deadline is not None and value is not UNREAD:
+                    deadline.begin(position)
+                place(position, value)
+            except AbandonedError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; it becomes a value with a name
+                self.add_error(position, error, reading=error is value)
+                if self.fetcher.stop_at_error:
+                    break
+        return reached
+
+    def add_error(self, position: int, error: BaseException, *, reading: bool = False) -> None:
+        """Record the error of a sample."""
+        named = self.fetcher.to_feed_error(error, self.plan.indices[position], reading)
+        with self.commit():
+            self.outcome.errors.append((position, named))
+
+    def commit(self) -> AbstractContextManager[None]:
+        """A ``with`` block that may change the batch.
+
+        Raises:
+            AbandonedError: The job ran over its time limit.
+        """
+        return _NO_DEADLINE if self.control.deadline is None else self.control.deadline.commit()
+
+    def commit_sample(self, position: int, sample: Any) -> None:
+        """Put a sample into the batch under the job's deadline."""
+        assert self.control.deadline is not None
+        with self.control.deadline.commit():
+            self.builder.put(position, sample)
 
     @property
-    def has_targets(self) -> bool:
-        """Whether a sample is ``(decoded, target)``."""
-        ...
+    def ended(self) -> bool:
+        """Whether the job is stopped, or an error has ended the chunk."""
+        return self.control.stop.stopped or (self.fetcher.stop_at_error and bool(self.outcome.errors))
 
-    @property
-    def limit_s(self) -> float | None:
-        """Most seconds that ``decode`` may be at one sample."""
-        ...
 
+class Fetcher(ABC):
+    """Turns indices into samples of a batch, a chunk at a time: ``read`` on the loop, ``decode`` in a decode thread.
+
+    Args:
+        policy: Retries, time limits, and whether the first failure ends a chunk.
+    """
+
+    limit_s: float | None = None
+    """Most seconds that ``decode`` may spend on one sample."""
+    target: Callable[[int], Any] | None = None
+    """Returns a sample's target, if samples have targets."""
+
+    def __init__(self, policy: FailurePolicy) -> None:
+        self.policy = policy
+        self.stop_at_error = policy.action == "raise"
+        self._sizer = ChunkSizer()
+
+    async def prepare(self, decode_pool: ThreadPool) -> None:
+        """Do what the first batch depends on; called before each run.
+
+        Raises:
+            CacheError: Samples cannot be cached.
+        """
+        return None
+
+    def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
+        """A builder for a batch of so many samples, in memory of the lease."""
+        return DefaultCollateBuilder(samples, lease)
+
+    @abstractmethod
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """How many samples the next executor job should have."""
-        ...
+        """How many of a batch's samples the next chunk should have."""
 
     def max_running(self, threads: int) -> int:
         """How many of ``threads`` decode threads are worth using now."""
-        ...
+        return threads
 
+    @abstractmethod
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Encoded samples, an exception in the place of one that failed.
-
-        Where ``decode`` is going to read them, nothing is in their places yet.
-        """
-        ...
+        """Encoded samples; exceptions for those that failed, ``UNREAD`` for those that the decode job obtains."""
 
     def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
+        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, control: JobControl
     ) -> ChunkOutcome:
-        """Decode samples ``start``, ``start + 1``, ... of a batch into their places.
+        """Decode samples ``start``, ``start + 1``, ... of a batch and put them into it.
 
         Raises:
-            AbandonedError: the guard's job was.
+            AbandonedError: The job ran over its time limit.
         """
-        ...
+        chunk = Chunk(self, plan, range(start, start + len(encoded)), encoded, builder, control)
+        self.decode_chunk(chunk)
+        return chunk.outcome
 
+    @abstractmethod
+    def decode_chunk(self, chunk: Chunk) -> None:
+        """Decode a chunk and put its samples into the batch; if failures are raised, up to the first."""
+
+    @abstractmethod
+    def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
+        """The error that the user gets for a sample's error; ``reading``: whether reading raised it."""
+
+    @abstractmethod
     def overdue(self, index: int) -> FeedError:
-        """The error of a sample at which ``decode`` was longer than ``limit_s``."""
-        ...
+        """The error of a sample on which ``decode`` spent more than ``limit_s``."""
 
+    @abstractmethod
     def key(self, index: int) -> str:
-        """The sample's name, whatever the source says."""
-        ...
+        """The sample's name for errors; never raises."""
 
 
 class ChunkSizer:
-    """Seconds of decoding and encoded bytes per sample, followed by moving averages; from them the size of a chunk."""
+    """Chooses the size of a chunk from moving averages of decode time and encoded bytes per sample."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._bytes = 0.0
 
-    def weigh(self, nbytes: int, samples: int) -> None:
-        """Take note of how large some samples were together."""
+    def observe_bytes(self, nbytes: int, samples: int) -> None:
+        """Update the average with the encoded bytes of some samples together."""
         per_sample = nbytes / max(samples, 1)
         self._bytes += (per_sample - self._bytes) * (0.2 if self._bytes else 1.0)
 
     def observe(self, seconds: float, samples: int, cpu_s: float = 0.0) -> None:
-        """Take note of what some samples took together, ``cpu_s`` of it on the processor.
+        """Update the average with the seconds that some samples took together, ``cpu_s`` of them on the processor.
 
-        Where that is a good part it counts alone. The rest is waiting for the GIL or for a core, which says nothing of
-        the samples: taken for work, it makes chunks small, which makes threads wait for one another more.
+        If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
+        work, it would make chunks smaller, which makes threads wait for each other even more.
         """
-        if cpu_s > seconds * AT_WORK:
+        if cpu_s > seconds * CPU_BOUND:
             seconds = cpu_s
         per_sample = seconds / max(samples, 1)
         self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
 
     def chunk_size(self, samples: int, threads: int) -> int:
-        """How many of a batch's ``samples`` make a job, for so many threads."""
+        """How many of a batch's ``samples`` make a chunk, given the number of decode threads."""
         even = -(-samples // threads)
         if self.seconds == 0.0:
             return max(1, min(FIRST_CHUNK, even))
         wanted = max(1, int(min(CHUNK_S / self.seconds, CHUNK_BYTES / max(self._bytes, 1.0))))
         if wanted >= samples:
             return samples
-        # As many pieces as threads, or a multiple: an odd piece would leave a thread idle at the end of an epoch.
-        pieces = max(threads, -(-samples // wanted) // threads * threads)
-        return -(-samples // pieces)
+        # A multiple of the threads: an odd chunk would leave a thread idle at the end of an epoch.
+        chunks = max(threads, -(-samples // wanted) // threads * threads)
+        return -(-samples // chunks)

@@ -1,4 +1,4 @@
-"""A ``Source``'s bytes, through a ``Decoder``, into a batch's places. Here errors get their names."""
+"""Fetcher of a ``Source``: reads bytes, on the loop or in the decode job, and decodes them into batches."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from aiofeed.core.errors import FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, RowDecoder, Source
-from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes, unless_overridden
+from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
 from aiofeed.engine.fetch.default_collate import misfit_error
-from aiofeed.engine.fetch.fetcher import ChunkOutcome, ChunkSizer
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
 from aiofeed.engine.fetch.user_errors import decode_error, read_error, untrace
+from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
-from aiofeed.runtime.time_limits import AbandonedError, JobControl, JobDeadline, StopFlag
+from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.sampling.order import sample_seed
 
-# Where a read takes this long, waiting is what costs. What a chunk's reads return is dealt with while those of other
-# chunks are on their way: with an eighth of the reads in each, an eighth of them pause for it and not half.
+# Reads that take this long are dominated by waiting. Chunks then have an eighth of the reads in flight, so that an
+# eighth of them, and not half, pause while the results of a chunk are processed.
 SLOW_READ_S = 0.010
 SLOW_READ_CHUNKS = 8
 SLOW_READ_LEAST = 8
 # Samples that decode faster than this are small: a read takes a few microseconds, most of them under the GIL. Well
-# above what Pillow takes for 64 x 64 pixels (120 us): a pace that falls to either side of it has threads in each
-# other's way half of the time.
+# above what Pillow takes for 64 x 64 pixels (120 us): with a threshold near the average, threads would change between
+# both ways of reading, and interfere half of the time.
 SMALL_DECODE_S = 0.000400
-# Below this nearly all that is left to do is Python's, and a second thread only waits for the GIL: of files of 2 KB one
-# thread gives a third more than two, and the tuner keeps two.
+# Below this nearly all remaining work is Python's, and a second thread only waits for the GIL: for files of 2 KB one
+# thread decodes a third more than two, and the tuner stays at two.
 TINY_DECODE_S = 0.000030
-
-UNREAD: Any = object()
-_UNGUARDED = contextlib.nullcontext()
-
-
-# Seconds that a thread waits for its turn to read. A chunk from the page cache takes a third of a millisecond; storage
-# that has turned slow is not read by one thread alone.
+# Seconds that a thread waits for its turn to read. A chunk from the page cache takes a third of a millisecond; slow
+# storage is read by several threads.
 TURN_S = 0.005
 
+_generators = threading.local()
 
-class SourceFetcher:
-    """Bytes from a ``Source``, through a ``Decoder``.
+
+class SourceFetcher(Fetcher):
+    """Fetches samples from a ``Source`` through a ``Decoder``.
 
     Args:
-        source: where the bytes come from.
-        decoder: what makes samples of them.
-        in_place: whether the decoder writes into the batch's rows (no ``collate_fn`` wants separate samples).
-        length: of the source when the feeder was made; ``None``: what it is now.
-        policy: retries, time limits, and whether a chunk goes on after a sample that fails.
+        source: Source of the bytes.
+        decoder: Decoder of a sample.
+        in_place: Whether the decoder writes into the batch's rows (no ``collate_fn`` needs separate samples).
+        length: Length of the source when the feeder was made; ``None``: its length now.
+        policy: Retries, time limits, and whether the first failure ends a chunk.
     """
+
+    takes_groups = True
 
     def __init__(
         self,
@@ -67,177 +67,166 @@ class SourceFetcher:
         length: int | None = None,
         policy: FailurePolicy | None = None,
     ) -> None:
+        super().__init__(policy or FailurePolicy())
         self._source = source
         self._decoder = decoder
         self._in_place = in_place
         self._length = len(source) if length is None else length
-        self._policy = policy or FailurePolicy()
-        self._traced = self._policy.action == "raise"
-        self._reader = AsyncReader(source, self._policy)
-        self._blocking_reader = blocking_reader(source, self._policy)
-        self._target: Callable[[int], Any] | None = getattr(source, "target", None)
+        self.limit_s = self.policy.decode_timeout_s
+        self.target = getattr(source, "target", None)
+        self._reader = AsyncReader(source, self.policy)
+        self._blocking_reader = blocking_reader(source, self.policy)
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
-            self._decode_many = unless_overridden(decoder, "decode_many_into", ("decode_into",))
+            self._decode_many = getattr(decoder, "decode_many_into", None)
         self._takes_rng = takes_rng(decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
-        self._generators = threading.local()
-        self._pace = ChunkSizer()
         self._read_s = 0.0
 
-    @property
-    def has_targets(self) -> bool:
-        """Whether a sample is ``(decoded, target)``."""
-        return self._target is not None
-
-    @property
-    def limit_s(self) -> float | None:
-        """Most seconds that ``decode`` may be at one sample."""
-        return self._policy.decode_timeout_s
+    def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
+        """A builder with the decoder's rows, or one that collates samples."""
+        if not self._in_place:
+            return super().new_builder(samples, lease)
+        decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+        return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
 
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """As many samples as make a job worth its hops, and no more."""
-        size = self._pace.chunk_size(samples, limits.decode_threads)
+        """How many samples make a chunk; fewer if reads are slow."""
+        size = self._sizer.chunk_size(samples, limits.decode_threads)
         if self._read_s > SLOW_READ_S:
             size = min(size, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
         return size
 
     def key(self, index: int) -> str:
-        """The source's name for a sample; a source that fails to say gets one made up."""
+        """The source's name for a sample; "sample 3" if the source raises."""
         try:
             return str(self._source.key(index))
         except BaseException:  # noqa: BLE001 - the user's method; the error that is being reported matters more
             return f"sample {index}"
 
     def max_running(self, threads: int) -> int:
-        """All of them, but one where samples are so small that they are Python's work more than the decoder's."""
-        return 1 if 0.0 < self._pace.seconds < TINY_DECODE_S and self._reads_inline() else threads
+        """All threads, or one if samples are so small that Python takes longer than the decoder."""
+        return 1 if 0.0 < self._sizer.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """The encoded samples, errors in their places."""
+        """The encoded samples; exceptions for those that failed, ``UNREAD`` if the decode job reads them."""
         if self._reads_inline():
             return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
-        encoded = await self._reader.read(indices)
-        self._pace.weigh(encoded.nbytes, len(indices))
-        if not encoded.retries:  # pauses between attempts say nothing of the storage
+        result = await self._reader.read(indices)
+        self._sizer.observe_bytes(result.nbytes, len(indices))
+        if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
-        return encoded
+        return result
 
     def _reads_inline(self) -> bool:
-        """Whether reading is better left to the decode job.
+        """Whether the decode job should read.
 
-        A thread of its own for reading is a gain where decoding leaves the GIL alone for long. Where samples are
-        small, reader and decoder hand the GIL to and fro instead, and both get less done.
+        A separate reading thread is a gain if decoding releases the GIL for long. With small samples, reader and
+        decoder pass the GIL back and forth instead, and both get less done.
         """
         return (
             self._blocking_reader is not None
-            and 0.0 < self._pace.seconds < SMALL_DECODE_S
+            and 0.0 < self._sizer.seconds < SMALL_DECODE_S
             and bool(getattr(self._source, "answers_at_once", False))
         )
 
-    def decode(
-        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
-    ) -> ChunkOutcome:
-        """Decode a chunk. After a sample that fails the rest is left where that raises."""
-        outcome = ChunkOutcome()
-        guard = watch.deadline
-        if guard is not None:
-            guard.outcome = outcome
-        if encoded and encoded[0] is UNREAD:
-            assert self._blocking_reader is not None
-            indices = plan.indices[start : start + len(encoded)]
-            encoded[:] = self._blocking_reader.read(indices, outcome, watch.stop)
-        started, cpu = time.perf_counter(), time.thread_time()
-        done = 0
-        stop, decode_one = watch.stop, self._decode_into(plan, builder)
-        # A limit on the time of one sample is kept by decoding one at a time.
-        fault: BaseException | None = None
-        faults = None if guard is not None else self._decode_at_once(plan, start, encoded, builder, watch)
-        for position, data in enumerate(encoded, start):
-            if stop.stopped:
-                break
-            encoded[position - start] = None
-            try:
-                if isinstance(data, BaseException):
-                    raise data
-                if faults is not None:
-                    if (fault := faults[position - start]) is not None:
-                        raise fault
-                    self._put_target(plan, position, builder)
-                elif guard is None:
-                    decode_one(position, data)
-                else:
-                    self._decode_guarded(plan, position, data, builder, guard)
-            except AbandonedError:
-                raise
-            except BaseException as error:  # noqa: BLE001 - the user's decoder may raise anything; it becomes a value with a name
-                named = self._named(error, plan.indices[position], reading=error is data)
-                with _UNGUARDED if guard is None else guard.commit():
-                    outcome.errors.append((position, named))
-                del named
-                if self._policy.action == "raise":
-                    break
-            done += 1
-        del fault, faults
-        outcome.decode_s = time.perf_counter() - started
-        if done:
-            self._pace.observe(outcome.decode_s, done, time.thread_time() - cpu)
-        return outcome
+    def decode_chunk(self, chunk: Chunk) -> None:
+        """Decode a chunk into the batch."""
+        if chunk.values[0] is UNREAD:
+            self._read_now(chunk, chunk.positions)
+        clock = time.perf_counter(), time.thread_time()
+        self._run(chunk, self._decode_all(chunk) or self._decode_one(chunk), clock)
 
-    def _decode_into(self, plan: BatchPlan, builder: BatchBuilder) -> Callable[[int, Any], None]:
-        """What decodes one sample into its place. Made once per chunk: tiny samples feel every question asked twice."""
-        target, indices, put = self._target, plan.indices, builder.put
+    def decode_with(self, chunk: Chunk, place: Place) -> None:
+        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``."""
+        unread = [position for position, value in zip(chunk.positions, chunk.values, strict=True) if value is UNREAD]
+        if unread:
+            self._read_now(chunk, unread)
+        self._run(chunk, place, (time.perf_counter(), time.thread_time()))
+
+    def _read_now(self, chunk: Chunk, positions: Sequence[int]) -> None:
+        """Read samples of a chunk in this thread."""
+        assert self._blocking_reader is not None
+        indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
+        encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
+        for position, value in zip(positions, encoded, strict=True):
+            chunk.values[position - first] = value
+
+    def _run(self, chunk: Chunk, place: Place, clock: tuple[float, float]) -> None:
+        reached = chunk.decode_each(place)
+        seconds = time.perf_counter() - clock[0]
+        chunk.outcome.decode_s += seconds
+        if reached:
+            self._sizer.observe(seconds, reached, time.thread_time() - clock[1])
+
+    def _decode_all(self, chunk: Chunk) -> Place | None:
+        """Decode a chunk into its rows in one call, and return what handles each sample's error and target.
+
+        Returns ``None`` if samples have to be decoded one by one: the decoder cannot do it, there is a time limit, or a
+        sample could not be read.
+        """
+        control, builder = chunk.control, chunk.builder
+        if self._decode_many is None or control.deadline is not None or control.stop.stopped:
+            return None
+        if any(isinstance(value, BaseException) for value in chunk.values):
+            return None
+        assert isinstance(builder, RowBatchBuilder)
+        plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
+        seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None
+        try:
+            errors = self._decode_many(list(chunk.values), builder.rows[first : first + count], seeds)
+            if len(errors) != count:
+                raise ValueError(f"decode_many_into returned {len(errors)} errors for {count} samples")
+        except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; one by one, the error gets a name
+            return None
+        for error in errors:
+            if error is not None:
+                untrace(error)
+
+        def place(position: int, value: Any) -> None:
+            if (error := errors[position - first]) is not None:
+                raise error
+            if self.target is not None:
+                builder.put(position, self.target(plan.indices[position]))
+
+        return place
+
+    def _decode_one(self, chunk: Chunk) -> Place:
+        """A function that decodes one sample into the batch: tiny samples gain from tests made once per chunk."""
+        plan, builder, target = chunk.plan, chunk.builder, self.target
+        indices, put = plan.indices, builder.put
+        if chunk.control.deadline is not None:
+            return partial(self._decode_outside, chunk)
         if self._in_place:
             assert isinstance(builder, RowBatchBuilder)
             row_decoder: RowDecoder = self._decoder  # type: ignore[assignment]
             rows = builder.rows
 
-            def fill(position: int, data: Any) -> None:
-                seed = self._seed(plan, position) if self._takes_seed else None
-                row_decoder.decode_into(data, rows[position], seed)
+            def decode_into_row(position: int, value: Any) -> None:
+                if isinstance(value, BaseException):
+                    raise value
+                seed = seed_of(plan, position) if self._takes_seed else None
+                row_decoder.decode_into(value, rows[position], seed)
                 if target is not None:
                     put(position, target(indices[position]))
 
-            return fill
-        decoder = partial(self._sample, plan) if self._takes_rng else None
-        plain = self._decoder
+            return decode_into_row
+        plain = None if self._takes_rng else self._decoder
 
-        def decode(position: int, data: Any) -> None:
-            sample = plain(data) if decoder is None else decoder(position, data)
+        def decode(position: int, value: Any) -> None:
+            if isinstance(value, BaseException):
+                raise value
+            sample = self._sample(plan, position, value) if plain is None else plain(value)
             put(position, sample if target is None else (sample, target(indices[position])))
 
         return decode
 
-    def _decode_at_once(
-        self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, watch: JobControl
-    ) -> Sequence[Exception | None] | None:
-        """Fill a chunk's rows in one call: an error for each that has one; ``None`` where it has to be one by one."""
-        if self._decode_many is None or watch.stop.stopped or any(isinstance(data, BaseException) for data in encoded):
-            return None
-        assert isinstance(builder, RowBatchBuilder)
-        end = start + len(encoded)
-        seeds = [self._seed(plan, position) for position in range(start, end)] if self._takes_seed else None
-        try:
-            faults = self._decode_many(list(encoded), builder.rows[start:end], seeds)
-            if len(faults) != len(encoded):
-                raise ValueError(f"decode_many_into returned {len(faults)} errors for {len(encoded)} samples")
-        except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; asked one by one, it names who failed
-            return None
-        for fault in faults:
-            if fault is not None:
-                untrace(fault)
-        return faults
-
-    def _put_target(self, plan: BatchPlan, position: int, builder: BatchBuilder) -> None:
-        if self._target is not None:
-            builder.put(position, self._target(plan.indices[position]))
-
-    def _decode_guarded(
-        self, plan: BatchPlan, position: int, data: Any, builder: BatchBuilder, guard: JobDeadline
-    ) -> None:
-        """The same under a time limit: what it comes to waits elsewhere for leave to enter the batch."""
-        guard.begin(position)
+    def _decode_outside(self, chunk: Chunk, position: int, value: Any) -> None:
+        """Decode outside the batch, and commit: an abandoned job must not write into the batch later."""
+        if isinstance(value, BaseException):
+            raise value
+        plan, builder = chunk.plan, chunk.builder
         row = out = None
         sample: Any = None
         if self._in_place:
@@ -245,55 +234,58 @@ class SourceFetcher:
             decoder: RowDecoder = self._decoder  # type: ignore[assignment]
             row = builder.rows[position]
             out = np.empty_like(row)
-            decoder.decode_into(data, out, self._seed(plan, position) if self._takes_seed else None)
+            decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
         else:
-            sample = self._sample(plan, position, data)
-        target = None if self._target is None else self._target(plan.indices[position])
-        with guard.commit():
+            sample = self._sample(plan, position, value)
+        target = None if self.target is None else self.target(plan.indices[position])
+        with chunk.commit():
             if row is not None:
                 row[...] = out
                 builder.put(position, target)
             else:
-                builder.put(position, sample if self._target is None else (sample, target))
+                builder.put(position, sample if self.target is None else (sample, target))
 
-    def _sample(self, plan: BatchPlan, position: int, data: Any) -> Any:
-        if self._takes_rng:
-            return self._decoder(data, rng=self._generator(self._seed(plan, position)))
-        return self._decoder(data)
+    def _sample(self, plan: BatchPlan, position: int, value: Any) -> Any:
+        return self._decoder(value, rng=generator_of(plan, position)) if self._takes_rng else self._decoder(value)
 
-    def _seed(self, plan: BatchPlan, position: int) -> int:
-        return sample_seed(plan.epoch_seed, plan.positions[position])
-
-    def _generator(self, seed: int) -> Any:
-        generator = getattr(self._generators, "torch", None)
-        if generator is None:
-            import torch
-
-            generator = self._generators.torch = torch.Generator()
-        return generator.manual_seed(seed)
-
-    def _named(self, error: BaseException, index: int, *, reading: bool) -> FeedError:
+    def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
+        """A ``ReadError``, a ``DecodeError``, or a ``CollateError`` if the sample does not fit into its batch."""
         key = self.key(index)
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return decode_error(error, key, index, traced=self._traced)
+            return decode_error(error, key, index, traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "'await' expression" in str(error):
-            hint = f" ({type(self._source).__name__}.read is no `async def`, which a source's has to be)"
+            hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
         if isinstance(error, IndexError):
             with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
-        return read_error(error, key, index, hint, traced=self._traced)
+        return read_error(error, key, index, hint, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
-        """A ``DecodeError``, by name."""
-        late = TimeoutError(f"not decoded within decode_timeout_s={self._policy.decode_timeout_s:g}")
+        """The ``DecodeError`` of a sample over its time limit."""
+        late = TimeoutError(f"not decoded within decode_timeout_s={self.policy.decode_timeout_s:g}")
         return decode_error(late, self.key(index), index)
 
 
+def seed_of(plan: BatchPlan, position: int) -> int:
+    """The 64-bit seed of the sample at a position of a batch."""
+    return sample_seed(plan.epoch_seed, plan.positions[position])
+
+
+def generator_of(plan: BatchPlan, position: int) -> Any:
+    """The ``torch.Generator`` of the sample at a position of a batch, until this thread calls the function again."""
+    generator = getattr(_generators, "torch", None)
+    if generator is None:
+        import torch
+
+        generator = _generators.torch = torch.Generator()
+    return generator.manual_seed(seed_of(plan, position))
+
+
 def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Whether a decoder has a keyword ``rng``; one whose signature cannot be read has none."""
+    """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
     try:
         parameter = inspect.signature(decoder).parameters.get("rng")
     except (TypeError, ValueError):
@@ -302,19 +294,19 @@ def takes_rng(decoder: Callable[..., Any]) -> bool:
 
 
 def decodes_in_place(decoder: object) -> bool:
-    """Whether a decoder fills rows of the batch's memory itself."""
+    """Whether a decoder writes into rows of the batch's memory."""
     return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
 
 
 class BlockingReader:
-    """A source's ``read_now``, called so that whatever it raises becomes a value; used in decode threads.
+    """Calls a source's ``read_now`` in decode threads, and returns what it raises as values.
 
-    Threads read in turn. A file takes the GIL several times, for a microsecond each: threads that are at it together
-    hand it to and fro, which costs more than the reads.
+    Threads take turns. Reading a file takes the GIL several times, for a microsecond each: threads that read at the
+    same time pass it back and forth, which costs more than the reads.
 
     Args:
-        read_now: of the source.
-        policy: retries.
+        read_now: Method of the source.
+        policy: Retries.
     """
 
     def __init__(self, read_now: Callable[[Sequence[int]], Sequence[Any]], policy: FailurePolicy) -> None:
@@ -323,13 +315,13 @@ class BlockingReader:
         self._turn = threading.Lock()
 
     def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: StopFlag) -> list[Any]:
-        """The encoded samples, errors in their places; ``outcome`` gets the time, the bytes and the retries."""
+        """The encoded samples, exceptions for those that failed; time, bytes and retries are added to ``outcome``."""
         started = time.perf_counter()
         try:
             encoded = self._read_in_turn(indices)
             if len(encoded) != len(indices):
                 raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
-        except Exception:  # noqa: BLE001 - the user's source may raise anything; asked one by one, it names who failed
+        except Exception:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
             encoded = [self._read_one(index) for index in indices]
         if self._policy.retries:
             for at, data in enumerate(encoded):
@@ -337,22 +329,22 @@ class BlockingReader:
                     attempt = partial(self._attempt, indices[at])
                     encoded[at], retries = retry_blocking(self._policy, data, attempt, stop)
                     outcome.retries += retries
-        outcome.read_s = time.perf_counter() - started
-        outcome.nbytes = total_bytes(encoded)
+        outcome.read_s += time.perf_counter() - started
+        outcome.nbytes += total_bytes(encoded)
         return encoded
 
     def _read_in_turn(self, indices: Sequence[int]) -> list[Any]:
-        mine = self._turn.acquire(timeout=TURN_S)
+        acquired = self._turn.acquire(timeout=TURN_S)
         try:
             return list(self._read_now(indices))
         finally:
-            if mine:
+            if acquired:
                 self._turn.release()
 
     def _read_one(self, index: int) -> Any:
         try:
             return self._attempt(index)
-        except Exception as error:  # noqa: BLE001 - as above; it is raised again by name
+        except Exception as error:  # noqa: BLE001 - the user's source may raise anything; it is raised again with a name
             return error
 
     def _attempt(self, index: int) -> Any:
@@ -363,7 +355,6 @@ class BlockingReader:
 
 
 def blocking_reader(source: Source[Any], policy: FailurePolicy) -> BlockingReader | None:
-    """What reads in a decode thread; ``None`` where the source cannot, or nothing could interrupt it in time."""
-    read_now: Callable[[Sequence[int]], Sequence[Any]] | None
-    read_now = unless_overridden(source, "read_now", ("read", "read_many"))
+    """A reader for decode threads; ``None`` if the source has no ``read_now``, or reads have a time limit."""
+    read_now: Callable[[Sequence[int]], Sequence[Any]] | None = getattr(source, "read_now", None)
     return None if read_now is None or policy.read_timeout_s is not None else BlockingReader(read_now, policy)

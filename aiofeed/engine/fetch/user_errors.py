@@ -1,24 +1,24 @@
-"""Whatever the user's code raised, under a name: which sample, and what was being done with it."""
+"""Turns exceptions of the user's code into errors that name the sample and what was done with it."""
 
 from __future__ import annotations
 
 from aiofeed.core.errors import DecodeError, ReadError, SampleError
 
-# The rooms through which the user's code is called. Frames of sources and decoders stay: they are where it failed.
+# Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
 
 
 def read_error(error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True) -> SampleError:
-    """``error`` as that of reading a sample; one of the user's that names this very sample stays as it is.
+    """The ``ReadError`` of a sample. An error of the user's that names this sample already is returned unchanged.
 
-    With ``traced=False`` it comes without tracebacks: they would keep alive what their frames refer to, the bytes of
-    the sample among them, for as long as the error is remembered.
+    ``traced=False`` removes the tracebacks: for as long as the error is remembered, they would keep what their frames
+    refer to alive, such as the bytes of the sample.
     """
     return _named(ReadError, "read", error, key, index, hint, traced)
 
 
 def decode_error(error: BaseException, key: str, index: int, *, traced: bool = True) -> SampleError:
-    """``error`` as that of decoding a sample; see ``read_error``."""
+    """The ``DecodeError`` of a sample; see ``read_error``."""
     return _named(DecodeError, "decode", error, key, index, "", traced)
 
 
@@ -39,7 +39,7 @@ def format_error(error: BaseException) -> str:
     """An error on one line."""
     try:
         text = str(error)
-    except BaseException:  # noqa: BLE001 - the user's own exception; its type is all there is to say
+    except BaseException:  # noqa: BLE001 - the user's own exception may fail to format itself
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -47,8 +47,8 @@ def format_error(error: BaseException) -> str:
 def without_our_frames(error: BaseException) -> BaseException:
     """The error with a traceback that begins in the user's code.
 
-    Beside being shorter it refers to none of our frames. They refer to what came of the chunk, and so to the error:
-    a cycle that would keep alive whatever the traceback comes to refer to, the trainer's own frames in the end.
+    It is shorter, and does not refer to our frames. They refer to the chunk's outcome, and so to the error: a reference
+    cycle, which would keep all frames of the traceback alive, in the end those of the trainer.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
@@ -58,7 +58,7 @@ def without_our_frames(error: BaseException) -> BaseException:
 
 
 def untrace(error: BaseException) -> None:
-    """Take the tracebacks away, of its causes too: their frames refer to the samples and the memory beside it."""
+    """Remove the tracebacks of an error and its causes: their frames refer to samples and their memory."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

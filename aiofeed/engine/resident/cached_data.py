@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.device import DeviceStore
-from aiofeed.cache.item_codec import batch_of
+from aiofeed.cache.item_codec import ItemCodec
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.pytree import leaves, map_leaves
@@ -32,7 +32,7 @@ class CachedData:
     alias = False
 
     def __init__(self, store: ResidentStore, axes: tuple[int, ...] | None, *, targets: bool) -> None:
-        self.samples = store.held
+        self.samples = store.cached_samples
         self._name = f"{len(store):,} samples, each a {store.layout}"
         self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
         self.tensors: tuple[torch.Tensor, ...] = tuple(store.data())
@@ -52,7 +52,7 @@ class CachedData:
     def batch(self, rows: list[torch.Tensor]) -> Any:
         """A batch as it comes from the source, of the rows of each tensor."""
         if self._items is not None:
-            return batch_of(rows, self._items)
+            return ItemCodec().batch(rows, self._items)
         first = rows[0] if self._axes is None else _permuted(rows[0], self._axes)
         if self._structure is None:
             return first

@@ -17,10 +17,8 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder, RowBatchBuilder
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Kept
-from aiofeed.engine.fetch.factory import Kinds, new_builder, new_fetcher
-from aiofeed.engine.fetch.fetcher import Fetcher
+from aiofeed.engine.fetch.collate import BatchBuilder
+from aiofeed.engine.fetch.factory import NewBuilder, builder_factory, new_fetcher
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
@@ -141,7 +139,7 @@ class WorkerEngine(Engine):
             (),
             batch_size=1,
             fetcher=fetcher,
-            new_builder=partial(_new_builder, worker_config, fetcher),
+            new_builder=partial(_new_builder, builder_factory(fetcher, worker_config.collate_fn, staged=False)),
             wrap=_unchanged,
             memory=slots,
             executor=executor,
@@ -222,47 +220,9 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-# --- builders whose batch is encoded in its slot, in the decode thread ---
-
-
-class _RowsInSlot(RowBatchBuilder):
-    slot: Slot
-
-    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        return encode_batch(super().finish(keys, kept), self.slot)
-
-
-class _TreeInSlot(DefaultCollateBuilder):
-    slot: Slot
-
-    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        return encode_batch(super().finish(keys, kept), self.slot)
-
-
-class _CollateInSlot(CollateBatchBuilder):
-    slot: Slot
-
-    def finish(self, keys: Sequence[str], kept: Kept = None) -> Any:
-        node = encode_batch(super().finish(keys, kept), self.slot)
-        self.nbytes = self.slot.used
-        return node
-
-
-_IN_SLOT = Kinds(_RowsInSlot, _TreeInSlot, _CollateInSlot)
-
-
-def _new_builder(worker_config: WorkerConfig, fetcher: Fetcher, samples: int, lease: BufferLease) -> BatchBuilder:
+def _new_builder(new_builder: NewBuilder, samples: int, lease: BufferLease) -> BatchBuilder:
+    """A builder whose finished batch is encoded in its slot."""
     assert isinstance(lease, Slot)
-    builder = new_builder(
-        fetcher,
-        worker_config.decode,
-        worker_config.collate_fn,
-        samples,
-        lease,
-        staged=False,
-        cached=worker_config.cache is not None,
-        kinds=_IN_SLOT,
-    )
-    assert isinstance(builder, _RowsInSlot | _TreeInSlot | _CollateInSlot)
-    builder.slot = lease
+    builder = new_builder(samples, lease)
+    builder.encode = partial(encode_batch, slot=lease)
     return builder

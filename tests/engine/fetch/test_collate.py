@@ -1,4 +1,4 @@
-"""Batches equal those of torch's default_collate, whatever the samples are made of."""
+"""Batch builders: batches equal those of torch's ``default_collate`` for samples of every kind."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ SAMPLES: dict[str, Any] = {
 }
 
 
-def assemble(samples: list[Any], order: list[int] | None = None) -> Any:
-    assembly = DefaultCollateBuilder(len(samples), HostBufferPool(keep=2))
+def built(samples: list[Any], order: list[int] | None = None) -> Any:
+    builder = DefaultCollateBuilder(len(samples), HostBufferPool(keep=2))
     for position in order or range(len(samples)):
-        assembly.put(position, samples[position])
-    return as_tensors(assembly.finish([f"key {i}" for i in range(len(samples))]))
+        builder.put(position, samples[position])
+    return as_tensors(builder.finish([f"key {i}" for i in range(len(samples))]))
 
 
 def same(got: Any, wanted: Any) -> None:
@@ -83,13 +83,13 @@ def same(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("order", [None, [3, 1, 4, 0, 2]], ids=["in order", "out of order"])
 def test_a_batch_is_what_default_collate_gives(kind: str, order: list[int] | None) -> None:
-    """Types, dtypes, shapes and values are default_collate's, in whatever order samples arrive."""
+    """Types, dtypes, shapes and values are those of ``default_collate``, in whatever order samples arrive."""
     samples = [SAMPLES[kind](i) for i in range(5)]
-    same(assemble(samples, order), default_collate(samples))
+    same(built(samples, order), default_collate(samples))
 
 
 @pytest.mark.parametrize(
-    ("samples", "told"),
+    ("samples", "message"),
     [
         ([torch.ones(3), torch.ones(4)], r"shapes \[3\] and \[4\].*'key 0' and 'key 1'"),
         ([torch.ones(3), torch.ones(3), torch.ones(3, 1)], r"shapes \[3\] and \[3, 1\].*'key 0' and 'key 2'"),
@@ -99,49 +99,49 @@ def test_a_batch_is_what_default_collate_gives(kind: str, order: list[int] | Non
         ([None, None], r"one is None \('key 0'\)"),
         ([torch.ones(2), None], r"one is None \('key 1'\)"),
         ([torch.ones(2), "text"], "one is a Tensor, another a str.*'key 0' and 'key 1'"),
-        ([torch.ones(2), Image.new("L", (1, 1))], "an image of PIL's.*numpy.asarray.*'key 1'"),
+        ([torch.ones(2), Image.new("L", (1, 1))], "a PIL image.*numpy.asarray.*'key 1'"),
         ([1, 1 << 70], "int64"),
     ],
 )
-def test_samples_that_do_not_fit_are_told_by_name(samples: list[Any], told: str) -> None:
-    """A CollateError names shapes and keys, and the way out."""
-    assembly = DefaultCollateBuilder(len(samples), HostBufferPool(keep=2))
+def test_samples_that_do_not_fit_together_are_named(samples: list[Any], message: str) -> None:
+    """A ``CollateError`` names shapes, keys and what to change."""
+    builder = DefaultCollateBuilder(len(samples), HostBufferPool(keep=2))
     keys = [f"key {i}" for i in range(len(samples))]
 
     def attempt() -> None:
         for position, sample in enumerate(samples):
             try:
-                assembly.put(position, sample)
+                builder.put(position, sample)
             except Exception as error:
                 raise misfit_error(error, keys[position]) or error from None
-        assembly.finish(keys)
+        builder.finish(keys)
 
-    with pytest.raises(CollateError, match=told) as caught:
+    with pytest.raises(CollateError, match=message) as caught:
         attempt()
     assert "collate_fn=" in str(caught.value)
 
 
-def test_a_coroutine_in_a_batch_is_told() -> None:
-    """Somebody wrote `async def` where a function is called."""
+def test_a_coroutine_in_a_batch_is_an_error_that_says_so() -> None:
+    """A decoder that is an ``async def`` returns coroutines."""
 
     async def sample() -> int:
         return 1
 
-    assembly = DefaultCollateBuilder(1, HostBufferPool(keep=2))
+    builder = DefaultCollateBuilder(1, HostBufferPool(keep=2))
     one = sample()
-    assembly.put(0, one)
+    builder.put(0, one)
     with pytest.raises(CollateError, match=r"one is a coroutine.*'key 0'"):
-        assembly.finish(["key 0"])
+        builder.finish(["key 0"])
     one.close()
 
 
 def test_rows_filled_in_place_become_the_batch() -> None:
-    """A row decoder's memory is the batch's: [N, 3, H, W] in channels_last, with targets beside it."""
-    assembly = RowBatchBuilder(Row((2, 4, 3), "uint8", (2, 0, 1)), 5, HostBufferPool(keep=1), targets=True)
+    """The rows that a decoder fills are the batch: [N, 3, H, W] in channels_last, with targets beside it."""
+    builder = RowBatchBuilder(Row((2, 4, 3), "uint8", (2, 0, 1)), 5, HostBufferPool(keep=1), targets=True)
     for position in range(5):
-        assembly.rows[position] = position
-        assembly.put(position, position * 10)
-    images, labels = as_tensors(assembly.finish([]))
+        builder.rows[position] = position
+        builder.put(position, position * 10)
+    images, labels = as_tensors(builder.finish([]))
     assert images.shape == (5, 3, 2, 4)
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert [int(image.float().mean()) for image in images] == [0, 1, 2, 3, 4]
@@ -149,23 +149,23 @@ def test_rows_filled_in_place_become_the_batch() -> None:
 
 
 def test_collate_fn_gets_the_samples_in_order() -> None:
-    """A user's collate_fn sees a list of samples and makes the batch."""
-    assembly = CollateBatchBuilder(3, tuple, None)
+    """A user's ``collate_fn`` gets a list of samples and makes the batch."""
+    builder = CollateBatchBuilder(3, tuple, None)
     for position in (2, 0, 1):
-        assembly.put(position, f"sample {position}")
-    assert assembly.finish(["a", "b", "c"]) == ("sample 0", "sample 1", "sample 2")
+        builder.put(position, f"sample {position}")
+    assert builder.finish(["a", "b", "c"]) == ("sample 0", "sample 1", "sample 2")
 
 
 def test_a_failing_collate_fn_is_named() -> None:
-    """Its error is chained to a CollateError that names the samples."""
+    """Its error is chained to a ``CollateError`` that names the samples."""
 
     def broken(samples: list[Any]) -> Any:
         raise ZeroDivisionError("oops")
 
-    assembly = CollateBatchBuilder(1, broken, None)
-    assembly.put(0, 1)
+    builder = CollateBatchBuilder(1, broken, None)
+    builder.put(0, 1)
     with pytest.raises(CollateError, match=r"collate_fn raised ZeroDivisionError: oops.*'only\.jpg'") as caught:
-        assembly.finish(["only.jpg"])
+        builder.finish(["only.jpg"])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -181,7 +181,7 @@ def test_a_failing_collate_fn_is_named() -> None:
     ],
 )
 def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> None:
-    """A staged tensor has the values, dtype and (where dense) the memory order of the original."""
+    """A staged tensor has the values, dtype and, if dense, the memory order of the original."""
     staged, nbytes = stage({"t": [tensor, "text"]}, HostBufferPool(keep=1))
     back = as_tensors(staged)["t"]
     same(back[0], tensor)
@@ -192,11 +192,11 @@ def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> Non
         assert back[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_sparse_batches_are_the_collate_functions_own() -> None:
-    """They come out as they are, though torch does not tell their bytes."""
-    assembly = CollateBatchBuilder(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], None)
+def test_sparse_tensors_of_a_collate_fn_stay_unchanged() -> None:
+    """Their bytes, which torch does not report, are not counted."""
+    builder = CollateBatchBuilder(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], None)
     for position in range(2):
-        assembly.put(position, position)
-    batch, _ = assembly.finish(["a", "b"])
+        builder.put(position, position)
+    batch, _ = builder.finish(["a", "b"])
     assert batch.layout is torch.sparse_coo
-    assert assembly.nbytes == 12
+    assert builder.nbytes == 12

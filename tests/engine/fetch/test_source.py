@@ -1,4 +1,4 @@
-"""Reading in decode threads: in turn where that is quick, side by side where it is not."""
+"""``BlockingReader``: decode threads take turns if reads are fast, and read at the same time if they are not."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """What is read is the index; notes how many threads were at it at most, and may hold them up at 0."""
+    """Returns the indices. Records the most threads that read at the same time, and blocks at index 0 until opened."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
         self.open = threading.Event()
-        self.held = threading.Event()
+        self.blocked = threading.Event()
         self._lock = threading.Lock()
 
     def read_now(self, indices: Sequence[int]) -> list[int]:
@@ -31,7 +31,7 @@ class Storage:
             self.now += 1
             self.most = max(self.most, self.now)
         if 0 in indices:
-            self.held.set()
+            self.blocked.set()
             assert self.open.wait(60)
         time.sleep(0.001)
         with self._lock:
@@ -44,7 +44,7 @@ def read(reader: BlockingReader, indices: Sequence[int]) -> list[int]:
 
 
 def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is at it at a time, and each gets what it asked for."""
+    """One thread reads at a time, and each gets what it requested."""
     monkeypatch.setattr(fetch_source, "TURN_S", 60.0)
     storage = Storage()
     reader = BlockingReader(storage.read_now, FailurePolicy())
@@ -62,13 +62,13 @@ def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got == {first: list(range(first, first + 40)) for first in (100, 200, 300, 400)}
 
 
-def test_a_read_that_hangs_holds_up_no_other_thread() -> None:
-    """After a moment the others read without their turn, again and again."""
+def test_a_read_that_hangs_blocks_no_other_thread() -> None:
+    """After ``TURN_S`` the others read without their turn, each time."""
     storage = Storage()
     reader = BlockingReader(storage.read_now, FailurePolicy())
     stuck = threading.Thread(target=read, args=(reader, [0]))
     stuck.start()
-    assert storage.held.wait(60)
+    assert storage.blocked.wait(60)
     assert [read(reader, [number]) for number in (1, 2, 3)] == [[1], [2], [3]]
     assert stuck.is_alive()
     storage.open.set()
@@ -76,7 +76,7 @@ def test_a_read_that_hangs_holds_up_no_other_thread() -> None:
     assert not stuck.is_alive()
 
 
-def test_the_turn_is_given_back_after_an_error() -> None:
+def test_the_turn_ends_after_an_error() -> None:
     """A read that raises ends its turn."""
 
     def read_now(indices: Sequence[int]) -> list[int]:
