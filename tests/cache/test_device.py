@@ -466,9 +466,9 @@ def test_what_was_made_of_a_part_is_used_again(kind: str | None) -> None:
     with feeder:
         list(feeder)
         list(feeder)
-        held = feeder._session.pipeline.source  # type: ignore[union-attr]
+        held = feeder._session.pipeline.data.source  # type: ignore[union-attr]
         list(feeder)
-        assert feeder._session.pipeline.source is held  # type: ignore[union-attr]
+        assert feeder._session.pipeline.data.source is held  # type: ignore[union-attr]
     assert len(asked) == 11
 
 

@@ -205,7 +205,7 @@ class TestCopier:
         torch.cuda._sleep(100_000_000)
         mean = torch.full((3,), 2.0, device=backend.device)
         copier = Copier(backend, lambda batch: batch - mean)
-        copier.follow()
+        copier.wait_for_caller()
         assert copier.deliver(copier.issue(torch.ones(3))).tolist() == [-1.0, -1.0, -1.0]
 
     def test_out_of_memory(self, backend):

@@ -52,7 +52,7 @@ with aiofeed.attach(address, device=None if device == "cpu" else device, wait_s=
                 bad += wrong(kept.pop(0))
         bad += sum(map(wrong, kept))
         print("epoch", seen == list(range(0, 96, 4)), bad, flush=True)
-    blocks = feed._attachment.taker._blocks
+    blocks = feed._subscription.taker._blocks
     print("on device" if blocks is not None and blocks._opened else "on host", flush=True)
 """
 )

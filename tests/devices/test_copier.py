@@ -130,7 +130,7 @@ class HostTensorsDropped(Copier):
 
     def issue(self, batch):
         in_flight = super().issue(batch)
-        self._reading.clear()
+        self._sources.clear()
         return in_flight
 
 
@@ -216,7 +216,7 @@ class TestStreams:
         simulated = SimulatedDevice(latency="late")
         mean = simulated.copy(host := torch.full((3,), 2.0))
         copier = Copier(simulated, lambda batch: batch - mean)
-        copier.follow()
+        copier.wait_for_caller()
         source = torch.ones(3)
         assert fetch(copier, source).tolist() == [-1.0, -1.0, -1.0]
         del host

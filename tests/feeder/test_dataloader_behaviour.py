@@ -246,10 +246,10 @@ def test_torchs_samplers_give_what_they_give(make: MakeFeeder, kind: str, own_ge
         ({"timeout": 3}, TypeError, "timeout"),
         ({"worker_init_fn": print}, TypeError, "no worker processes"),
         ({"multiprocessing_context": "spawn"}, TypeError, "no worker processes"),
-        ({"persistent_workers": True}, TypeError, "as long as the feeder does"),
+        ({"persistent_workers": True}, TypeError, "as long as the feeder"),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
         ({"generator": torch.Generator()}, TypeError, "seed="),
-        ({"pin_memory": True}, TypeError, "pinned wherever"),
+        ({"pin_memory": True}, TypeError, "memory is pinned if"),
     ],
 )
 def test_arguments_that_make_no_sense_name_ours(

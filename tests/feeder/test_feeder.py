@@ -500,7 +500,7 @@ async def coroutine(value: Any) -> Any:
         ({"seed": 1 << 70}, ValueError, "seed must be between"),
         ({"shuffle": 1}, TypeError, "shuffle must be"),
         ({"decode": None}, TypeError, "decode= is needed.*DecodeImage"),
-        ({"decode": DecodeImage}, TypeError, "the class DecodeImage; call it first"),
+        ({"decode": DecodeImage}, TypeError, "the class DecodeImage; pass an instance"),
         ({"decode": 3}, TypeError, "decode must be callable"),
         ({"collate_fn": 3}, TypeError, "collate_fn must be callable"),
         ({"limits": {"decode_threads": 1}}, TypeError, "limits must be"),
@@ -525,7 +525,7 @@ class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         (DataLoader(Squares()), "pass its dataset"),
         (3, "a source has __len__, key and async read"),
         ({"train": Squares()}, r"has the keys \['train'\]: pass one of its values"),
-        (["a.jpg", "b.jpg"], r"a list is taken for a Dataset; for files pass aiofeed.Files"),
+        (["a.jpg", "b.jpg"], r"a list is used as a Dataset; for files pass aiofeed.Files"),
     ],
 )
 def test_what_is_no_source_is_refused(source: Any, told: str) -> None:
@@ -536,7 +536,7 @@ def test_what_is_no_source_is_refused(source: Any, told: str) -> None:
 
 def test_a_dataset_takes_no_decoder() -> None:
     """A Dataset's items come decoded."""
-    with pytest.raises(TypeError, match="come decoded"):
+    with pytest.raises(TypeError, match="are decoded"):
         Feeder(Squares(), decode=number, batch_size=2)
 
 
@@ -590,7 +590,7 @@ def test_an_iterator_says_where_it_stands() -> None:
     feeder = feeder_of(8)
     iterator = iter(feeder)
     assert repr(iterator) == "FeedIterator(open, batches handed out: 0)"
-    with pytest.raises(TypeError, match="take the feeder"):
+    with pytest.raises(TypeError, match="pickle the feeder"):
         copy.copy(iterator)
     list(iterator)
     assert repr(iterator) == "FeedIterator(ended, batches handed out: 2)"
@@ -636,7 +636,7 @@ def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: boo
     assert epochs == [list(range(40))] * 5
     assert len(threads) == 1
     assert feeder.epoch == 4
-    assert feeder._session._in_a_row == 4
+    assert feeder._session._completed_in_a_row == 4
     feeder.close()
 
 

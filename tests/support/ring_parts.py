@@ -99,7 +99,7 @@ def epochs(
                 for batch in kept:
                     bad += wrong(batch)
                 told.send((seen, bad))
-            blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
+            blocks = feed._subscription.taker._blocks  # type: ignore[union-attr]
             told.send((blocks is not None and bool(blocks._opened), lines.lines))
     except Exception as error:
         told.send((type(error).__name__, str(error)))
@@ -178,7 +178,7 @@ def leaves(address: str, told: Connection, count: int) -> None:
                 bad += wrong(batch)
                 if turn % 3 == 1 and at == turn % 7:
                     break
-        blocks = feed._attachment.taker._blocks  # type: ignore[union-attr]
+        blocks = feed._subscription.taker._blocks  # type: ignore[union-attr]
         told.send((blocks is not None and bool(blocks._opened), bad))
 
 
@@ -192,4 +192,4 @@ def opens_no_more(address: str, told: Connection) -> None:
         except Exception as error:
             feed.close()
             good = sum(not wrong(batch) for batch in feed)
-            told.send((type(error).__name__, str(error), good, feed._attachment.taker._blocks is not None))  # type: ignore[union-attr]
+            told.send((type(error).__name__, str(error), good, feed._subscription.taker._blocks is not None))  # type: ignore[union-attr]

@@ -201,7 +201,7 @@ class TestBound:
         device = SimulatedDevice(latency="late")
         with feeder_of(40, device) as feeder:
             batches = iter(feeder)
-            delivery = feeder._session.pipeline.delivery
+            delivery = feeder._session.delivery
             item = delivery.queue.peek()
             for _ in range(5):
                 delivery.take(item)
@@ -294,7 +294,7 @@ def test_a_device_that_is_behind_is_no_stall(monkeypatch):
             return now >= self.at
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(Copier, "used", lambda copier: Step())
+    monkeypatch.setattr(Copier, "last_use_event", lambda copier: Step())
     with feeder_of(60, device) as feeder:
         list(feeder)
     statistics = feeder.statistics()
@@ -369,7 +369,7 @@ def test_a_host_that_is_slower_than_its_device_is_a_stall(monkeypatch):
             time.sleep(0.005)
             return torch.tensor(index)
 
-    monkeypatch.setattr(Copier, "used", lambda copier: Done())
+    monkeypatch.setattr(Copier, "last_use_event", lambda copier: Done())
     with aiofeed.Feeder(Slow(), batch_size=4, device=SimulatedDevice()) as feeder:
         list(feeder)
     statistics = feeder.statistics()

@@ -357,8 +357,8 @@ def test_batches_that_wait_in_the_memory_of_a_server_that_ends_are_saved(address
         with aiofeed.attach(address, device=device) as feed:
             iterator = iter(feed)
             seen = [next(iterator)]
-            assert feed._attachment is not None
-            until(lambda: len(feed._attachment.taker._slots) >= 4)  # type: ignore[union-attr]
+            assert feed._subscription is not None
+            until(lambda: len(feed._subscription.taker._slots) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.hear() == "closed"
             server.process.join()  # its memory is gone with it

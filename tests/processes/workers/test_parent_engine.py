@@ -127,7 +127,7 @@ def test_a_datasets_items_come_as_ever() -> None:
 def test_batches_that_grow_and_shrink() -> None:
     """A batch that is larger than any slot gets new memory; bytes are right throughout."""
     feeder = Feeder(parts.Numbers(300), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
-    for number, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
+    for number, batch in zip(feeder._order.schedule().plans(feeder._checkpoint.next_position()), feeder, strict=True):
         index = number.indices[0]
         assert batch.shape == (1, (1 + index) * 1024)
         assert bool((batch == index % 251).all())
@@ -137,7 +137,7 @@ def test_large_batches_of_many_arrays_are_copied_beside_the_loop() -> None:
     """Beyond what the loop copies itself: the same bytes, and the slot comes back."""
     options = {"collate_fn": parts.collate_apart, "batch_size": 20, "engine": "process", "shuffle": True}
     with Feeder(parts.Numbers(100), decode=parts.large, **options) as feeder:
-        for plan, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
+        for plan, batch in zip(feeder._order.schedule().plans(feeder._checkpoint.next_position()), feeder, strict=True):
             assert sum(array.nbytes for array in batch) > INLINE_BYTES
             assert [int(array[-1]) for array in batch] == plan.indices
             assert all(bool((array == array[0]).all()) for array in batch)
