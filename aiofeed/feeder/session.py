@@ -132,19 +132,14 @@ class FeederSession(Generic[BatchT]):
     def _begin(self) -> FeedIterator[BatchT]:
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
             refuse_within_itself(self.config.source)
-        if not self._finish_complete_epoch():
+        completed = self._finish_complete_epoch()
+        if not completed:
             self._close_iterator("a newer iterator of the same feeder was started")
         plan = self._order.begin(self._checkpoint.next_position())
         start, sampled = plan.start, plan.permutation is not None
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
-        if (
-            stream is not None
-            and self.pipeline is not None
-            and self.pipeline.reusable()
-            and not sampled
-            and _may_read_ahead(self.config, self.pipeline)
-        ):
+        if completed and stream is not None and not sampled and _may_read_ahead(self.config, self.pipeline):
             stats = stream.take_over(plan.schedule, start)
         if stats is None or stream is None:
             stats = EpochStats()
@@ -213,7 +208,7 @@ class FeederSession(Generic[BatchT]):
     def _finish_complete_epoch(self) -> bool:
         """Finish an epoch whose last batch was handed out if its consumer, counting batches, never asked for the end.
 
-        Returns whether the epoch is complete, so that batches read ahead can be used.
+        Returns whether the epoch is complete and its pipeline runs, so that batches read ahead can be used.
         """
         epoch, pipeline, delivery = self._epoch, self.pipeline, self.delivery
         if epoch is None or pipeline is None or delivery is None or not epoch.complete or not pipeline.reusable():

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -227,7 +226,6 @@ class ResidentPipeline:
         self._form_batch = form_batch
         self._pid = os.getpid()
         self._stopped = False
-        self._owner: weakref.ref[object] | None = None
 
     def successor(self) -> ResidentPipeline:
         """Return a new pipeline with the same data, which is not uploaded again."""
@@ -248,8 +246,7 @@ class ResidentPipeline:
         self.queue.start(stream)
 
     def watch(self, owner: object) -> None:
-        """Become unusable when ``owner`` is dropped. Replaces the previously watched owner."""
-        self._owner = weakref.ref(owner)
+        """Do nothing: there are no threads to stop."""
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item; the calling thread's current stream waits for it."""
@@ -259,8 +256,7 @@ class ResidentPipeline:
 
     def reusable(self) -> bool:
         """Return whether it can feed another stream."""
-        dropped = self._owner is not None and self._owner() is None
-        return not self._stopped and not dropped and not self.inherited
+        return not self._stopped and not self.inherited
 
     def stop(self) -> None:
         """Give no more batches. The data stay, for a successor."""
