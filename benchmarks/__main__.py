@@ -39,7 +39,7 @@ def run(name: str, settings: Settings) -> report.Result:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures aiofeed; prints ratios.")
     add_arguments(parser, "benchmark", MODULES)
-    parser.add_argument("--write", action="store_true", help="write README.md, docs/benchmarks.md and its picture")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md, README.md and their pictures")
     given = parser.parse_args(arguments)
     check_arguments(parser, given, "benchmark", MODULES)
     if given.write and (given.names or given.quick or given.rounds < LEAST_ROUNDS):

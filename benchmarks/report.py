@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,41 @@ from pathlib import Path
 from benchmarks.figures import RATIO, Figure, Target
 
 HEADER = ("", "median", "min to max", "target", "")
-README_HEADER = ("", "measured", "target", "")
+PAGE, README, CHART = "docs/benchmarks.md", "README.md", "docs/readme-chart.svg"
+README_HEADER = ("workload", "speed / `DataLoader`", "min to max")
+README_ROWS = (
+    ("Reads of 20 ms, 128 in flight", "Reads of 20 ms, 128 and 512 in flight, batch 64", "/ DataLoader, 2 workers"),
+    ("Samples in memory", "60,000 samples in memory, batch 64, shuffled", "uint8: speed / DataLoader, no workers"),
+    ("Three trainings, one server", "Three trainings on one host", "three attached / three DataLoaders"),
+    (
+        "JPEG 3000x2000, native / Pillow",
+        "JPEGs by faster decoders, batch 64, second epoch",
+        "3000x2000 to 224: speed, native / DataLoader, Pillow",
+    ),
+    (
+        "JPEG 3000x2000, native / simplejpeg",
+        "JPEG 3000x2000 to 224, batch 16, second epoch",
+        "native / DataLoader, persistent, turbo",
+    ),
+    ("Files of 2 KB", "20,000 files of 2 KB, trivial decoder, batch 64", "speed / DataLoader, 2 workers"),
+    (
+        "JPEG 500x400, native / OpenCV",
+        "JPEG 500x400 to 224, each with its fastest decoder, batch 64, second epoch",
+        "/ DataLoader, persistent",
+    ),
+    ("JPEG 500x400, Pillow / Pillow", "JPEG 500x400 to 224, batch 64, second epoch", "speed / DataLoader, 2 workers"),
+    (
+        "JPEG 64x64, simplejpeg / simplejpeg",
+        "20,000 JPEGs of 2 KB, 64x64, simplejpeg, batch 64, second epoch",
+        "process:2 / DataLoader, persistent",
+    ),
+    (
+        "JPEG 64x64, Pillow / Pillow",
+        "20,000 JPEGs of 2 KB, 64x64, Pillow decode, batch 64, second epoch",
+        "process:2 / DataLoader, persistent",
+    ),
+)
+"""The rows of README.md's table: a label, a title in docs/benchmarks.md, and how the figure's name there ends."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +107,35 @@ def markdown(results: Sequence[Result], conditions: str) -> str:
     return "\n\n".join(parts)
 
 
-def readme_table(results: Sequence[Result], conditions: str) -> str:
-    """Of each benchmark the first figure that has a target, and which targets of all are not met."""
+def ratios_of_page(page: str) -> list[tuple[str, Figure]]:
+    """The figures of ``README_ROWS`` in the text of docs/benchmarks.md, by label: lowest, median and highest round.
+
+    A figure that the page lacks is left out: its benchmark may need a library that the machine does not have.
+    """
+    found: list[tuple[str, Figure]] = []
+    title = ""
+    for line in page.splitlines():
+        if line.startswith("### "):
+            title = line.removeprefix("### ")
+        if ratio := re.fullmatch(r"\| (.+? / .+?) \| ([\d.,]+) \| ([\d.,]+) to ([\d.,]+) \|.*", line):
+            low, median, high = (float(ratio[group].replace(",", "")) for group in (3, 2, 4))
+            found.append((f"{title}\n{ratio[1]}", Figure(ratio[1], (low, median, high))))
     rows = []
-    for result in results:
-        held = [figure for figure in result.figures if figure.target is not None]
-        for figure in held[:1]:
-            found = number(figure.median, figure.unit)
-            target = bound(figure.target, figure.unit)
-            rows.append((f"{result.title}: {figure.what}", found, target, figure.verdict))
-    return "\n\n".join([markdown_table(README_HEADER, rows), tally(results), conditions])
+    for label, wanted, ending in README_ROWS:
+        figures = [figure for name, figure in found if name.startswith(f"{wanted}\n") and name.endswith(ending)]
+        rows += [(label, figure) for figure in figures[:1]]
+    return rows
+
+
+def readme_table(page: str) -> str:
+    """The speed of aiofeed divided by that of ``DataLoader``, for each of ``README_ROWS``; then the machine."""
+    rows = [
+        (label, f"**{number(figure.median)}**", f"{number(figure.low)} to {number(figure.high)}")
+        for label, figure in ratios_of_page(page)
+    ]
+    _, _, results = page.partition("<!-- results:begin -->")
+    machine = results.strip().partition("\n")[0]
+    return "\n\n".join([markdown_table(README_HEADER, rows), machine])
 
 
 def tally(results: Sequence[Result]) -> str:
@@ -127,6 +181,38 @@ def picture(results: Sequence[Result], path: Path) -> None:
     pyplot.close(chart)
 
 
+def readme_chart(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
+    """Bars from 1, the speed of ``DataLoader``, on a logarithmic scale; text stays text, so that the file is small."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "aiofeed", "font.family": "sans-serif", "font.size": 9}
+    with pyplot.rc_context(style):
+        chart, axes = pyplot.subplots(figsize=(7.5, 0.6 + 0.27 * len(ratios)), layout="constrained")
+        for position, (_, figure) in enumerate(ratios):
+            colour = "#4878a8" if figure.median >= 1 else "#c8553d"
+            spread = [[figure.median - figure.low], [figure.high - figure.median]]
+            bars = {"color": colour, "xerr": spread, "error_kw": {"ecolor": "0.3", "capsize": 2}}
+            axes.barh(position, figure.median - 1, 0.62, left=1, **bars)
+            at = (max(figure.high, 1), position)
+            axes.annotate(f"{number(figure.median)}x", at, (5, 0), textcoords="offset points", va="center")
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_yticks(range(len(ratios)), [label for label, _ in ratios])
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(0.5, 1.8 * max((figure.high for _, figure in ratios), default=1))
+        ticks = [0.5, 1, 2, 5, 10, 20, 50]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("speed of aiofeed / speed of DataLoader (1)")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        chart.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(chart)
+
+
 def replace_between(text: str, name: str, new: str) -> str:
     """``text`` with ``new`` between its ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -136,20 +222,27 @@ def replace_between(text: str, name: str, new: str) -> str:
 
 
 def write(results: Sequence[Result], conditions: str, project: Path) -> list[Path]:
-    """Put the results into README.md and docs/benchmarks.md, and the picture beside that; what was written."""
-    written = []
-    for path, name, text in (
-        (project / "docs/benchmarks.md", "results", markdown(results, conditions)),
-        (project / "README.md", "bench", readme_table(results, conditions)),
-    ):
-        try:
-            new = replace_between(path.read_text(), name, text)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        path.write_text(new)
-        written.append(path)
-    picture(results, project / "docs/benchmarks.png")
-    return [*written, project / "docs/benchmarks.png"]
+    """Put the results into docs/benchmarks.md, draw them beside it, and update README.md; returns the files."""
+    page, image = project / PAGE, project / "docs/benchmarks.png"
+    _replace_in(page, "results", markdown(results, conditions))
+    picture(results, image)
+    return [page, image, *write_readme(project)]
+
+
+def write_readme(project: Path) -> list[Path]:
+    """Copy the ratios to ``DataLoader`` from docs/benchmarks.md to README.md, and draw its chart; returns the files."""
+    page = (project / PAGE).read_text(encoding="utf-8")
+    _replace_in(project / README, "bench", readme_table(page))
+    readme_chart(ratios_of_page(page), project / CHART)
+    return [project / README, project / CHART]
+
+
+def _replace_in(path: Path, name: str, text: str) -> None:
+    try:
+        new = replace_between(path.read_text(encoding="utf-8"), name, text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    path.write_text(new, encoding="utf-8")
 
 
 def conditions(rounds: int) -> str:
@@ -191,3 +284,8 @@ def pillow() -> str:
     except ImportError:
         return "no Pillow"
     return f"{'Pillow-SIMD' if '.post' in PIL.__version__ else 'Pillow'} {PIL.__version__}"
+
+
+if __name__ == "__main__":
+    for path in write_readme(Path(__file__).parents[1]):
+        print(f"wrote {path}")

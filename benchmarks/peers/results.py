@@ -110,11 +110,11 @@ def draw(panel: Any, found: Found) -> None:
 
 
 def write(results: Sequence[tuple[str, Found]], conditions: str, project: Path) -> list[Path]:
-    """Put the results between the markers of docs/benchmarks.md, and the picture beside it; what was written."""
+    """Put the results into docs/benchmarks.md, draw them beside it, and update README.md; returns the files."""
     page, image = project / PAGE, project / PICTURE
     page.write_text(report.replace_between(page.read_text(), MARKERS, markdown(results, conditions)))
     picture(results, image)
-    return [page, image]
+    return [page, image, *report.write_readme(project)]
 
 
 def conditions(rounds: int) -> str:

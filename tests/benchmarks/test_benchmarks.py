@@ -98,15 +98,40 @@ def test_the_markdown_lists_every_figure_and_names_what_is_short() -> None:
     assert "| rate: other | 31,000/s | 31,000/s to 31,000/s |  |  |" in text
 
 
-def test_the_readme_table_has_the_first_target_of_each_and_says_which_of_all_are_missed() -> None:
-    other = report.Result("idle", "Nothing", [Figure("rate", (1.0,), "/s")])
-    second = report.Result("time", "A wait", [Figure("rest", (1.0,)), Figure("wait", (70.0,), "us", at_most(50))])
-    text = report.readme_table([*RESULTS, other, second], "A machine.")
-    assert "| A race: speed / other | 1.10 | ≥ 1.15 | SHORT |" in text
-    assert "| A wait: wait | 70 us | ≤ 50 us | SHORT |" in text
-    assert "A race: time" not in text
-    assert "rate" not in text
-    assert "1 of 3 targets met; short: speed: speed / other; time: wait." in text
+PAGE = """<!-- results:begin -->
+A machine.
+
+### 60,000 samples in memory, batch 64, shuffled
+
+|  | median | min to max | target |  |
+| --- | --- | --- | --- | --- |
+| uint8: speed / index per batch | 2.83 | 2.29 to 2.89 | ≥ 3.00 | SHORT |
+| uint8: speed / DataLoader, no workers | 17.64 | 11.56 to 18.25 | ≥ 15.00 | met |
+| uint8 epoch: DataLoader | 230 ms | 225 ms to 238 ms |  |  |
+<!-- results:end -->
+
+### 20,000 JPEGs of 2 KB, 64x64, Pillow decode, batch 64, second epoch
+
+| speed: aiofeed, process:2 / DataLoader, persistent | 0.846 | 0.827 to 1.16 | ≥ 1.30 | SHORT |
+"""
+
+
+def test_the_readme_table_has_the_ratios_to_dataloader_and_no_targets() -> None:
+    """Those of README_ROWS that the page has, losses too, and the machine that they were measured on."""
+    text = report.readme_table(PAGE)
+    assert "| Samples in memory | **17.64** | 11.56 to 18.25 |" in text
+    assert "| JPEG 64x64, Pillow / Pillow | **0.846** | 0.827 to 1.16 |" in text
+    assert text.endswith("A machine.")
+    assert len(report.ratios_of_page(PAGE)) == 2
+    assert "SHORT" not in text
+
+
+def test_the_readme_agrees_with_the_page_of_results() -> None:
+    """README.md has every row of README_ROWS, as docs/benchmarks.md has it."""
+    page = (harness.PROJECT / report.PAGE).read_text()
+    readme = (harness.PROJECT / report.README).read_text()
+    assert [label for label, _ in report.ratios_of_page(page)] == [label for label, _, _ in report.README_ROWS]
+    assert report.replace_between(readme, "bench", report.readme_table(page)) == readme
 
 
 def test_a_ratio_short_of_its_target_by_less_than_it_shows_still_reads_short() -> None:
@@ -129,20 +154,31 @@ def test_missing_markers_are_named(text: str) -> None:
 def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the font files open that it has once used."""
     pytest.importorskip("matplotlib")
-    report.picture(RESULTS, tmp_path_factory.mktemp("picture") / "first.png")
+    folder = tmp_path_factory.mktemp("picture")
+    report.picture(RESULTS, folder / "first.png")
+    report.readme_chart(report.ratios_of_page(PAGE), folder / "first.svg")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fonts_open")
-def test_writing_fills_both_documents_and_draws_the_picture(tmp_path: Path) -> None:
+def test_writing_fills_both_documents_and_draws_their_pictures(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/benchmarks.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    (tmp_path / "docs/benchmarks.md").write_text(PAGE)
     (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     written = report.write(RESULTS, "A machine.", tmp_path)
-    assert sorted(path.name for path in written) == ["README.md", "benchmarks.md", "benchmarks.png"]
-    assert "SHORT" in (tmp_path / "docs/benchmarks.md").read_text()
-    assert "SHORT" in (tmp_path / "README.md").read_text()
+    assert sorted(path.name for path in written) == [
+        "README.md",
+        "benchmarks.md",
+        "benchmarks.png",
+        "readme-chart.svg",
+    ]
+    assert "| speed / other | 1.10 |" in (tmp_path / "docs/benchmarks.md").read_text()
+    assert "0.846" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "docs/benchmarks.png").read_bytes().startswith(b"\x89PNG")
+    chart = (tmp_path / "docs/readme-chart.svg").read_text()
+    assert "JPEG 64x64, Pillow / Pillow" in chart
+    report.write_readme(tmp_path)
+    assert (tmp_path / "docs/readme-chart.svg").read_text() == chart
 
 
 def test_the_projects_documents_have_the_markers() -> None:

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: each behaviour has a test, and that test exists."""
+"""docs/compatibility.md: each row names a test that exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = re.compile(r"`([\w/]*test_\w+)::(test_\w+)`")
 
 
 def rows() -> list[str]:
-    """The rows of all tables, without their heads."""
+    """The rows of all tables, without header rows."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     return [
         line
@@ -24,14 +24,14 @@ def rows() -> list[str]:
 
 
 def names_in(module: str) -> set[str]:
-    """The names of a test module's tests."""
+    """The names of the tests of a module."""
     tree = ast.parse((TESTS / f"{module}.py").read_text(encoding="utf-8"))
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     return {node.name for node in tree.body if isinstance(node, kinds) and node.name.startswith("test_")}
 
 
 def test_every_row_names_a_test_that_exists() -> None:
-    """Four cells, the third says how it compares, the last is a test of ours."""
+    """A row has four cells: the third is the comparison, the last the name of a test."""
     assert len(rows()) > 50
     for row in rows():
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
@@ -43,5 +43,5 @@ def test_every_row_names_a_test_that_exists() -> None:
 
 @pytest.mark.parametrize("module", ["feeder/test_stateful_behaviour", "feeder/test_dataloader_behaviour"])
 def test_every_test_of_behaviour_is_in_the_table(module: str) -> None:
-    """What was read from the other projects' tests and shown here is told there."""
+    """Every test of these modules has a row in the table."""
     assert names_in(module) - {name for row in rows() for _, name in NAME.findall(row)} == set()

@@ -1,15 +1,15 @@
-"""The documents: their Python runs, and the API page misses no public name."""
+"""The documents: their Python runs as it stands, their links and file names exist, the API page is complete."""
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import inspect
+import logging
 import re
+import tomllib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -17,16 +17,24 @@ import aiofeed
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from types import CodeType
 
 pytestmark = pytest.mark.usefixtures("accelerator_started")
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 NEEDS = {"docs/training-frameworks.md": ("accelerate", "lightning")}
-"""What a document imports that aiofeed does not."""
+"""Packages that a document imports and aiofeed does not need."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "python no-run": False}
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+FILES = "https://github.com/aiofeed/aiofeed/blob/main/"
+PAGES = "https://aiofeed.readthedocs.io/en/latest/"
+OURS = (FILES, "https://raw.githubusercontent.com/aiofeed/aiofeed/main/", PAGES)
+"""Where the files of this repository are published: as they are, and the documents of docs/ as pages."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,8 @@ class Block:
     runs: bool
 
     def compile(self) -> CodeType:
-        """The code, with the document's own line numbers; ``await`` is allowed outside functions, as in a notebook."""
-        source = "\n" * self.line + self.code
-        code: CodeType = compile(source, self.path, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        return code
+        """The code, with the document's own line numbers."""
+        return compile("\n" * self.line + self.code, self.path, "exec", dont_inherit=True)
 
 
 def python_blocks(path: Path, text: str) -> list[Block]:
@@ -67,53 +73,52 @@ def python_blocks(path: Path, text: str) -> list[Block]:
     return blocks
 
 
-async def run_in_loop(code: CodeType, namespace: dict[str, Any]) -> None:
-    """Run a block that awaits."""
-    await eval(code, namespace)
-
-
 def run_blocks(blocks: list[Block], namespace: dict[str, Any]) -> None:
     """Run the blocks in order in one namespace; those marked ``no-run`` are compiled."""
     for block in blocks:
         code = block.compile()
-        if not block.runs:
-            continue
-        if code.co_flags & inspect.CO_COROUTINE:
-            asyncio.run(run_in_loop(code, namespace))
-        else:
+        if block.runs:
             exec(code, namespace)
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_image_folder: Callable[..., Path]) -> dict[str, Any]:
-    """What the documents assume: ``train/`` and ``val/`` in the current folder, a step to call, asyncio imported."""
-    make_image_folder(tmp_path / "train", per_class=24, seed=0)
-    make_image_folder(tmp_path / "val", per_class=8, seed=1)
-    monkeypatch.chdir(tmp_path)
-    return {"__name__": "__main__", "asyncio": asyncio, "train_step": lambda images, labels: None}
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder, beside the sockets of addresses that are plain names; restores the levels of loggers."""
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield folder
+    for name in ("aiofeed", *(name for name in logging.root.manager.loggerDict if name.startswith("aiofeed."))):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def document(path: Path) -> Any:
-    """A parameter; what needs other packages is marked, and their warnings are theirs."""
+    """The parameter of a document; one that needs other packages is marked, and their warnings are allowed."""
     name = path.relative_to(ROOT).as_posix()
     marks = [pytest.mark.integration, pytest.mark.filterwarnings("default")] if name in NEEDS else []
     return pytest.param(path, id=name, marks=marks)
 
 
+@pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS])
-def test_document_runs(path: Path, reader: dict[str, Any]) -> None:
-    """Every Python block of a document runs, in order, in one namespace; ``python no-run`` ones compile."""
+def test_document_runs(path: Path) -> None:
+    """Every Python block of a document runs as it stands, in order, in one namespace that is empty at first.
+
+    ``python no-run`` blocks are compiled.
+    """
     for package in NEEDS.get(path.relative_to(ROOT).as_posix(), ()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pytest.importorskip(package)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
-        run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), reader)
+        run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), namespace)
     finally:
-        for value in list(reader.values()):
+        for value in list(namespace.values()):
             if isinstance(value, aiofeed.Feeder):
                 value.close()
-        reader.clear()
+        namespace.clear()
 
 
 def test_api_page_is_complete() -> None:
@@ -130,15 +135,63 @@ def test_architecture_names_every_room() -> None:
     assert [room for room in rooms if f"`{room}/`" not in text] == []
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    """A relative link in a document points at a file that exists."""
+def local_links(path: Path, text: str) -> list[tuple[str, Path, str]]:
+    """The links of a document that lead into this repository, relative or absolute: link, file, anchor."""
+    found = []
+    for match in LINK.finditer(re.sub(r"`[^`\n]+`", "", FENCE.sub("", text))):
+        link = unquote(match[1] or match[2])
+        target, _, anchor = link.partition("#")
+        if home := next((home for home in OURS if target.startswith(home)), None):
+            rest = target.removeprefix(home)
+            file = ROOT / "docs" / f"{rest.removesuffix('.html') or 'index'}.md" if home == PAGES else ROOT / rest
+        elif ":" not in target:
+            file = path.parent / target if target else path
+        else:
+            continue
+        found.append((link, file, anchor))
+    return found
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_of_this_repository(path: Path) -> None:
+    """Relative links, and absolute links to places where this repository is published, lead to a file and a heading."""
     broken = [
-        f"{path.name}: {target}"
-        for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
-        if not (path.parent / target).exists()
+        link
+        for link, file, anchor in local_links(path, path.read_text(encoding="utf-8"))
+        if not file.exists() or (anchor and anchor not in anchors(file))
     ]
     assert broken == []
+
+
+def test_the_readme_has_absolute_links_only() -> None:
+    """README.md has no relative link, because PyPI shows it without the other files."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [link for link, _, _ in local_links(ROOT / "README.md", text) if ":" not in link] == []
+
+
+def test_the_urls_of_the_project_agree_with_the_links() -> None:
+    """``[project.urls]`` has the five links of PyPI's side bar, to the same places as the documents."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
+    homes = ("https://github.com/aiofeed/aiofeed", "https://aiofeed.readthedocs.io")
+    assert [url for url in urls.values() if not url.startswith(homes)] == []
+    assert (ROOT / urls["Changelog"].removeprefix(FILES)).is_file()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_that_a_document_names_exist(path: Path) -> None:
+    """`tests/x.py`, `aiofeed/y.c` and `test_z.py` in backticks are files of this repository."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    tests = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    named = re.findall(r"`((?:aiofeed|tests|benchmarks|examples|docs)/[\w/.-]+\.\w+)`", text)
+    assert [name for name in named if "*" not in name and not (ROOT / name).exists()] == []
+    assert [name for name in re.findall(r"`(test_\w+\.py)[`:]", text) if name not in tests] == []
 
 
 # --- the runner itself ------------------------------------------------------------------------------------------------
@@ -153,12 +206,29 @@ def test_runner_reports_the_document_line(tmp_path: Path) -> None:
     assert error.traceback[-1].lineno + 1 == 5
 
 
-def test_runner_keeps_one_namespace_and_awaits() -> None:
-    """Blocks see the names of earlier ones, and one may await at the top level."""
-    text = "```python\nimport asyncio\nx = 1\n```\n\n  ```python\n  await asyncio.sleep(0)\n  x += 1\n  ```\n"
+def test_runner_keeps_one_namespace() -> None:
+    """Blocks see the names of earlier ones, indented blocks too."""
+    text = "```python\nx = 1\n```\n\n  ```python\n  x += 1\n  ```\n"
     namespace: dict[str, Any] = {}
     run_blocks(python_blocks(Path("page.md"), text), namespace)
     assert namespace["x"] == 2
+
+
+def test_links_are_found_in_every_form(tmp_path: Path) -> None:
+    """Relative, to GitHub, to the documentation, to an image; not in code, and not to other places."""
+    text = (
+        "[a](docs/guide.md#install) [b](https://github.com/aiofeed/aiofeed/blob/main/LICENSE) `[x](y)`\n"
+        '[c](https://aiofeed.readthedocs.io/en/latest/api.html) <img src="docs/no.png"> [d](https://pytorch.org/x)\n'
+        "[e](https://aiofeed.readthedocs.io/en/latest/)\n\n```text\n[f](nowhere)\n```\n"
+    )
+    found = [(file, anchor) for _, file, anchor in local_links(ROOT / "README.md", text)]
+    assert found == [
+        (ROOT / "docs/guide.md", "install"),
+        (ROOT / "LICENSE", ""),
+        (ROOT / "docs/api.md", ""),
+        (ROOT / "docs/no.png", ""),
+        (ROOT / "docs/index.md", ""),
+    ]
 
 
 def test_runner_only_compiles_no_run() -> None:
@@ -169,6 +239,6 @@ def test_runner_only_compiles_no_run() -> None:
 
 
 def test_runner_refuses_unknown_info_strings() -> None:
-    """A block does not escape by a misspelt info string."""
+    """A misspelt info string is an error, so that its block cannot be skipped by mistake."""
     with pytest.raises(ValueError, match="python norun"):
         python_blocks(Path("page.md"), "```python norun\nx\n```\n")
