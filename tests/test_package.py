@@ -23,7 +23,6 @@ RARE = (
     "aiofeed.engine.fetch.cached",
     "aiofeed.engine.resident.pipeline",
     "aiofeed.processes",
-    "aiofeed.devices.static_copier",
     "numpy.typing",
     "uvloop",
 )

@@ -1,8 +1,9 @@
-"""The seam to a device: streams, events, copies and page-locked memory. Imports without torch."""
+"""The interface to a device: streams, events, copies and page-locked memory. Does not import torch at import time."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,96 +18,120 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Stream: TypeAlias = Any
-"""A queue of work on a device, first in first out. Only the backend that made it looks inside."""
+"""A first-in first-out queue of work on a device. Its type is private to the backend."""
 
 
-# Streams are for good. A stream made per epoch would leave a pool of device memory behind each time.
+# One side stream per device for the whole process: each stream has its own memory pool, so a new stream per epoch would
+# leak one pool per epoch.
 _side_streams: dict[torch.device, Stream] = {}
 _side_streams_lock = threading.Lock()
 
 
 class Event(Protocol):
-    """A mark in a stream: complete once everything queued before it is."""
+    """A marker in a stream. It is complete when all work queued before it is complete."""
 
     def query(self) -> bool:
-        """Whether it is complete. Does not block."""
+        """Return whether the event is complete. Does not block."""
         ...
 
     def synchronize(self) -> Any:
-        """Block the calling thread until it is complete."""
+        """Block the calling thread until the event is complete."""
         ...
+
+
+def poll_pauses() -> Iterator[float]:
+    """Yield the pauses between polls of an event, in seconds: 20 us, doubled each time up to 1 ms."""
+    pause_s = 20e-6
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, 1e-3)
+
+
+def poll(ready: Callable[[], bool]) -> tuple[float, float] | None:
+    """Block the calling thread until ``ready()`` returns true; pause between calls as ``poll_pauses`` says.
+
+    A signal handler can raise out of it, and ``ready`` may raise. ``Event.synchronize`` allows neither, and the device
+    may have minutes of queued work.
+
+    Returns:
+        When the wait began and ended, in ``time.perf_counter`` seconds; ``None`` if ``ready()`` was true at once.
+    """
+    if ready():
+        return None
+    began = time.perf_counter()
+    for pause_s in poll_pauses():
+        time.sleep(pause_s)
+        if ready():
+            break
+    return began, time.perf_counter()
 
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """What aiofeed asks of a device. ``device=`` takes any object that has these.
+    """The operations of a device that aiofeed uses. ``device=`` accepts any object with these members.
 
-    Optional: ``memory() -> (free, total)``, in bytes, or ``None`` where it is not known; ``interprocess()``, for memory
-    that other processes use (``aiofeed.processes.ipc.cuda_ipc.SharedDevice``).
+    Optional members: ``memory() -> (free, total) | None``, in bytes, ``None`` if unknown; ``interprocess()``, which
+    returns an ``aiofeed.processes.ipc.cuda_ipc.SharedDevice`` for memory shared with other processes.
     """
 
     name: str
-    """How errors and reports name the device: ``"cuda:0"``."""
+    """The device's name in errors and reports: ``"cuda:0"``."""
     device: torch.device
-    """What tensors on it give as their ``device``."""
+    """The ``device`` attribute of tensors on this device."""
 
     def enter_thread(self) -> None:
-        """Make the device current in the calling thread: current device and current stream are thread-local."""
+        """Make the device current in the calling thread. Current device and current stream are thread-local."""
         ...
 
     def side_stream(self) -> Stream:
-        """The stream of copies: one per device for the whole process, because each stream has its own memory pool."""
+        """Return the stream for copies, one per device for the whole process: each stream has its own memory pool."""
         ...
 
     def current_stream(self) -> Stream:
-        """The stream to which the calling thread's work on this device goes."""
+        """Return the calling thread's current stream of this device."""
         ...
 
     def use_stream(self, stream: Stream, /) -> AbstractContextManager[None]:
-        """Make a stream current in the calling thread, and restore what was current at exit. Nests."""
+        """Make a stream current in the calling thread; restore the previous one at exit. Can be nested."""
         ...
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """Queue a copy to the device on the current stream; dtype and, where dense, strides are kept.
+        """Queue a copy to the device on the current stream. Keeps the dtype and, for dense tensors, the strides.
 
-        A tensor that is there already comes back itself. The host's memory is read when the copy runs: it must be
-        kept, and kept unchanged, until an event recorded after the copy is complete.
+        Returns the tensor itself if it is on the device already. The copy reads host memory when it runs: keep that
+        memory alive and unchanged until an event recorded after the copy is complete.
         """
         ...
 
     def record(self, stream: Stream, /) -> Event:
-        """An event after everything queued on a stream so far."""
+        """Return an event after all work queued on a stream so far."""
         ...
 
     def wait(self, stream: Stream, event: Event, /) -> None:
-        """Let later work on a stream wait for an event. The host does not wait."""
+        """Make later work on a stream wait for an event. Does not block the host."""
         ...
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
-        """Keep a tensor's memory, once it is dropped, until the work that is queued on a stream by then is done.
+        """After the tensor is dropped, keep its memory until the work then queued on a stream is complete.
 
-        Nothing happens for tensors that are not on this device.
+        Does nothing for tensors that are not on this device.
         """
         ...
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Page-locked host memory, uint8 [nbytes], contents undefined.
+        """Return page-locked host memory, uint8 [nbytes], contents undefined.
 
         Raises:
-            RuntimeError: memory cannot be pinned here.
+            RuntimeError: Memory cannot be pinned.
         """
-        ...
-
-    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
-        """Whether a host tensor is in page-locked memory."""
         ...
 
 
 class TorchBackend:
-    """An accelerator as torch sees it. Made by ``devices.resolve_device``.
+    """An accelerator that torch supports. Made by ``resolve_device``.
 
     Args:
-        device: with an index, e.g. ``torch.device("cuda", 0)``.
+        device: A device with an index, e.g. ``torch.device("cuda", 0)``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,17 +144,17 @@ class TorchBackend:
         self._current: Callable[[], Any] = lambda: torch.accelerator.current_stream(device)
         self._here: Callable[[], AbstractContextManager[object]] = partial(_device_current, device.index)
         if device.type == "cuda":
-            # torch.Event cannot wait without spinning, which would take a core from the decoders while a copy runs;
-            # CUDA's own can, and it records CUDA's own streams only.
+            # torch.Event.synchronize spins and takes a core from the decoders while a copy runs. CUDA's own event can
+            # block instead, but it records only CUDA's own streams.
             module: Any = torch.cuda  # in part without types
             self._new_stream = lambda: module.Stream(device)
             self._new_event = lambda: module.Event(blocking=True)
             self._current = lambda: module.current_stream(device)
-            # Setting a device starts it and takes half a gigabyte of its memory. Going back to one that is current by
-            # default alone, every rank would do so to the first; this context only remembers it.
+            # Setting a device initialises it and takes half a gigabyte of its memory. Restoring the default device,
+            # cuda:0, with set_device would initialise it on every rank; this context manager does not.
             self._here = lambda: module.device(device)
-            # What else a backend may have: shared memory is page-locked by these, once, and copied from directly.
-            # Without them it is copied to memory from `pin` first.
+            # Optional members: they page-lock shared memory once, so that copies read it directly. Without them,
+            # batches are first copied from shared memory to memory from `pin`.
             self.register: Callable[[NDArray[np.uint8]], None] = partial(cuda.register, device)
             self.unregister: Callable[[NDArray[np.uint8]], None] = partial(cuda.unregister, device)
 
@@ -137,30 +162,30 @@ class TorchBackend:
         return f"{type(self).__name__}({self.name!r})"
 
     def enter_thread(self) -> None:
-        """Make the device current in the calling thread, which is ours: graphs may be captured in others meanwhile."""
+        """Make the device current in the calling thread, a thread of aiofeed; other threads may capture CUDA graphs."""
         _set_device_index(self.device.index)
         if self.device.type == "cuda":
             cuda.set_capture_mode(cuda.THREAD_LOCAL)
 
     def side_stream(self) -> Stream:
-        """The process-wide stream of copies; the current stream where the device has only one."""
+        """Return the process-wide stream for copies; on a device with a single stream, the current stream."""
         with _side_streams_lock:
             if self.device not in _side_streams:
-                # Metal has one stream, and copies and work take turns on it.
+                # Metal has a single stream for copies and other work.
                 one_stream = self.device.type == "mps"
                 _side_streams[self.device] = self._current() if one_stream else self._new_stream()
             return _side_streams[self.device]
 
     def current_stream(self) -> Stream:
-        """The calling thread's current stream of this device."""
+        """Return the calling thread's current stream of this device."""
         return self._current()
 
     @contextmanager
     def use_stream(self, stream: Stream, /) -> Iterator[None]:
-        """Make a stream current. Setting it by hand nests, which torch's own context manager long did not."""
+        """Make a stream current. Can be nested; torch's own context manager could not be in older versions."""
         import torch
 
-        # set_stream also makes the stream's device current, so that one is restored last.
+        # set_stream also makes the stream's device current, so restore the device last.
         with self._here():
             before = self._current()
             torch.accelerator.set_stream(stream)
@@ -174,55 +199,51 @@ class TorchBackend:
         return tensor.to(self.device, non_blocking=True)
 
     def record(self, stream: Stream, /) -> Event:
-        """An event after everything queued on a stream so far."""
+        """Return an event after all work queued on a stream so far."""
         event = self._new_event()
         event.record(stream)
         return cast("Event", event)
 
     def wait(self, stream: Stream, event: Event, /) -> None:
-        """Let later work on a stream wait for an event."""
+        """Make later work on a stream wait for an event."""
         stream.wait_event(event)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
-        """``record_stream``, for every part of a sparse tensor too.
+        """Call ``record_stream`` of the tensor, or of each part of a sparse tensor.
 
         Raises:
-            DeviceCopyError: this kind of device has none, and without it memory would be used again too early.
+            DeviceCopyError: torch has no ``record_stream`` for this device, so memory would be reused too early.
         """
-        if tensor.device != self.device or self.device.type == "mps":  # Metal has one stream, and no record_stream.
+        if tensor.device != self.device or self.device.type == "mps":  # Metal has a single stream and no record_stream.
             return
         try:
             for part in _strided_parts(tensor):
                 part.record_stream(stream)
         except NotImplementedError as error:
             raise DeviceCopyError(
-                f"torch has no record_stream for {self.name}: memory of a batch that is dropped would be used again "
-                f"while work on it is still queued. Use device=None, and batch.to({self.name!r}) in the step"
+                f"torch has no record_stream for {self.name}: the memory of a dropped batch would be reused while work "
+                f"on it is still queued. Use device=None, and batch.to({self.name!r}) in the training step"
             ) from error
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Memory from torch's own pinned allocator, which is the only one whose copies torch knows to be safe."""
+        """Return memory of torch's pinned allocator; torch tracks copies only from that."""
         import torch
 
         with cuda.allocating(self.device) if self.device.type == "cuda" else nullcontext():
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes and not tensor.is_pinned():
-            raise RuntimeError(f"torch gave pageable memory where {nbytes} pinned bytes were asked for")
+            raise RuntimeError(f"torch returned pageable memory for a request of {nbytes} pinned bytes")
         return tensor.numpy()
 
-    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
-        """Whether torch knows the tensor's memory as page-locked."""
-        return tensor.is_pinned()
-
     def memory(self) -> tuple[int, int] | None:
-        """Bytes that can still be had, what torch keeps for later included, and all there are; ``None``: unknown."""
+        """Return the free bytes, including torch's cached blocks, and the total; ``None`` if unknown."""
         import torch
 
         if self.device.type != "cuda":
             ask = getattr(torch.accelerator, "get_memory_info", None)
             try:
                 return None if ask is None else ask(self.device)
-            except RuntimeError:  # allocators that cannot tell: Metal's had no such function for long
+            except RuntimeError:  # not implemented by this allocator; Metal's lacked it in older versions
                 return None
         module: Any = torch.cuda  # in part without types
         free, total = module.mem_get_info(self.device)
@@ -236,7 +257,7 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor._indices(), tensor._values()]
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     if not by_row and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor]  # a jagged one sees to its parts itself
+        return [tensor]  # a jagged tensor's own record_stream handles its parts
     indices = [tensor.crow_indices(), tensor.col_indices()] if by_row else [tensor.ccol_indices(), tensor.row_indices()]
     return [*indices, tensor.values()]
 
@@ -252,10 +273,10 @@ def _device_current(index: int) -> Iterator[None]:
 
 
 def current_device_index() -> int:
-    """Of the accelerator that is current in the calling thread."""
+    """Return the index of the calling thread's current accelerator."""
     from torch import accelerator
 
-    # torch 2.6 has only the older names, which later versions deprecate.
+    # torch 2.6 has only the older name; later versions deprecate it.
     get = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
     return int(get())
 
@@ -267,18 +288,18 @@ def _set_device_index(index: int) -> None:
 
 
 class _CompletedEvent:
-    """An event that is complete: nothing is ever queued on the host."""
+    """An event that is always complete: no work is ever queued on the host."""
 
     def query(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class CpuBackend:
-    """A device backend of the host: copies are made at once, there are no streams, and nothing is page-locked."""
+    """The host as a device: copies run at once, there are no streams, and memory is pageable."""
 
     name = "cpu"
 
@@ -291,41 +312,37 @@ class CpuBackend:
         return f"{type(self).__name__}()"
 
     def enter_thread(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def side_stream(self) -> None:
-        """``None``, as every stream here."""
+        """Return ``None``, which stands for every stream of the host."""
         return None
 
     def current_stream(self) -> None:
-        """``None``."""
+        """Return ``None``."""
         return None
 
     @contextmanager
     def use_stream(self, stream: object, /) -> Iterator[None]:
-        """Nothing changes."""
+        """Do nothing."""
         yield
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """A copy, always: the memory it is read from is used again. Strides are kept where dense."""
+        """Return a copy, always, because the source memory is reused. Keeps the strides of dense tensors."""
         return tensor.clone()
 
     def record(self, stream: object, /) -> _CompletedEvent:
-        """An event that is complete."""
+        """Return a completed event."""
         return _CompletedEvent()
 
     def wait(self, stream: object, event: object, /) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no queued work."""
 
     def record_stream(self, tensor: torch.Tensor, stream: object, /) -> None:
-        """Nothing to do: the host frees memory when nobody uses it."""
+        """Do nothing: reference counting frees host memory."""
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Pageable memory, which is as good where nothing is copied by itself."""
+        """Return pageable memory: no copy runs asynchronously, so pinned memory would not be faster."""
         import numpy as np
 
         return np.empty(nbytes, np.uint8)
-
-    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
-        """False."""
-        return False

@@ -1,26 +1,30 @@
-"""Copies to a device, on a stream of their own, and how they are handed to the consumer's stream.
+"""Copies batches to one or several devices on side streams and hands them to the consumer's streams.
 
-What keeps the bytes right, in order:
+Three rules keep the data correct:
 
-1. Copies run on the side stream, so ``copied`` is recorded there, after the last: only once it is complete may the
-   host memory be written again or freed.
-2. The consumer's *current* stream, read at each ``deliver``, waits for ``ready``.
-3. The batch was allocated on the side stream and is used on the consumer's. Dropping it would give its memory back to
-   the side stream at once, while the consumer's kernels are still queued: ``hold`` (record_stream) defers that.
+1. Copies run on the side stream. The event ``copied`` is recorded there after the last copy. The host memory may be
+   written again or freed only after ``copied`` is complete.
+2. Each ``deliver`` makes the consumer's *current* stream wait for ``ready``.
+3. A batch is allocated on the side stream and used on the consumer's stream. When it is dropped, the allocator would
+   give its memory back to the side stream at once, while the consumer's kernels are still queued. ``record_stream``
+   delays that until those kernels have run.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.core.types import DeferredTensor, HostTensor
+from aiofeed.core.types import DeferredTensor, HostTensor, Transform
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.devices.split import split
+from aiofeed.runtime.tensors import is_tensor, restore_layout
 
 if TYPE_CHECKING:
     import torch
@@ -29,18 +33,18 @@ if TYPE_CHECKING:
 
 _Sources = deque[tuple["Event", list["torch.Tensor"]]]
 
-# What copiers that are gone were still copying from. Freed with the next batch of any copier, once it is copied.
+# Host tensors of copies that outlive their copier. The next `release` of any copier drops the ones that are copied.
 _orphans: deque[_Sources] = deque()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCopy:
-    """A batch on its way to the device.
+    """A batch whose copies to the device are queued.
 
     Args:
-        batch: the batch with its tensors on the device; not to be used before ``Copier.deliver``.
-        copied: complete once the host memory is no longer read.
-        ready: complete once the batch may be read, ``transform`` included.
+        batch: The batch with its tensors on the device. Do not use it before ``Copier.deliver``.
+        copied: Complete when the host memory is no longer read.
+        ready: Complete when the batch may be read, that is, after ``transform``.
     """
 
     batch: Any
@@ -49,24 +53,31 @@ class PendingCopy:
 
 
 class Copier:
-    """Issues a device's copies and hands batches over to the consumer's stream. No threads, no queues.
+    """Queues the copies of one device and hands batches to the consumer's stream. Has no thread and no queue.
 
     Args:
-        backend: the device.
-        transform: called with each batch on the device, on the side stream: normalising, say.
+        backend: The device.
+        transform: Called with each batch on the device, on the side stream, e.g. to normalise images.
+        output: Called by ``deliver`` with the batch and the consumer's stream; ``deliver`` returns its result.
     """
 
-    def __init__(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        transform: Transform | None = None,
+        output: Callable[[Any, Stream], Any] | None = None,
+    ) -> None:
         self.backend = backend
         self.transform = transform
+        self._output = output
         self._side: Stream = backend.side_stream()
-        self._used_on: Stream = None
-        self._reading: _Sources = deque()
-        # Copies may outlive the copier; a C function, because the collector may call it in any thread.
-        weakref.finalize(self, _orphans.append, self._reading).atexit = False
+        self._consumer_stream: Stream = None
+        self._sources: _Sources = deque()
+        # Copies may outlive the copier. The callback is a C function, because the collector may call it in any thread.
+        weakref.finalize(self, _orphans.append, self._sources).atexit = False
 
-    def follow(self) -> None:
-        """Let the side stream wait for what the calling thread has queued: constants that ``transform`` uses, say."""
+    def wait_for_caller(self) -> None:
+        """Make the side stream wait for the calling thread's queued work, e.g. constants of ``transform``."""
         backend = self.backend
         backend.wait(self._side, backend.record(backend.current_stream()))
 
@@ -74,87 +85,91 @@ class Copier:
         """Queue the copies of a batch, then ``transform``, on the side stream.
 
         Args:
-            batch: nested; ``HostTensor`` and host tensors are copied, and everything else stays as it is. A tensor
-                that is already on the device does too.
+            batch: A pytree. ``HostTensor`` and host tensors are copied; other leaves, also tensors that are on the
+                device already, stay as they are.
 
         Raises:
-            DeviceCopyError: a copy failed, or ``transform`` raised. Host memory is no longer read by then.
+            DeviceCopyError: A copy failed or ``transform`` raised. The host memory is then no longer read.
         """
         self.release()
         backend = self.backend
         caller = backend.current_stream()
-        reading: list[torch.Tensor] = []
-        there_before = False
+        sources: list[torch.Tensor] = []
+        on_device_already = False
 
         def move(leaf: Any) -> Any:
-            nonlocal there_before
+            nonlocal on_device_already
             if type(leaf) is HostTensor:
-                return self._copy_leaf(leaf, reading)
+                return self._copy_leaf(leaf, sources)
             if isinstance(leaf, DeferredTensor):
-                return leaf.arrive(partial(self._copy_leaf, reading=reading))
+                return leaf.arrive(partial(self._copy_leaf, sources=sources))
             if not is_tensor(leaf):
                 return leaf
-            moved = self._copy(leaf, reading)
-            there_before = there_before or moved is leaf
+            moved = self._copy(leaf, sources)
+            on_device_already = on_device_already or moved is leaf
             return moved
 
         with backend.use_stream(self._side):
             try:
                 moved = map_leaves(move, batch)
                 copied = backend.record(self._side)
-                self._reading.append((copied, reading))
+                self._sources.append((copied, sources))
                 if self.transform is None:
                     return PendingCopy(moved, copied, copied)
-                if there_before:
-                    # Whoever made that tensor queued it elsewhere; the calling thread's stream is the best guess.
+                if on_device_already:
+                    # Another stream computes that tensor; the calling thread's stream is the best guess.
                     backend.wait(self._side, backend.record(caller))
                 moved = self._transformed(moved)
                 return PendingCopy(moved, copied, backend.record(self._side))
             except Exception:
-                self.settle()
+                self.wait_for_copies()
                 raise
 
-    def deliver(self, in_flight: PendingCopy) -> Any:
-        """The batch, for work on the calling thread's current stream. Never blocks."""
+    def deliver(self, pending: PendingCopy) -> Any:
+        """Return the batch for work on the calling thread's current stream. Never blocks."""
         backend = self.backend
         stream = backend.current_stream()
-        backend.wait(stream, in_flight.ready)
-        for leaf in leaves(in_flight.batch):
+        backend.wait(stream, pending.ready)
+        for leaf in leaves(pending.batch):
             if is_tensor(leaf):
                 backend.record_stream(leaf, stream)
-        self._used_on = stream
-        return in_flight.batch
+        self._consumer_stream = stream
+        return pending.batch if self._output is None else self._output(pending.batch, stream)
 
-    def used(self) -> Event:
-        """An event after what has been queued by now on the stream of the last ``deliver``, where its batch is used.
+    def last_use_event(self) -> Event:
+        """Return an event after all work queued so far on the stream of the last ``deliver``, which uses its batch.
 
-        That need not be the stream which is current now; before the first ``deliver`` it is.
+        That stream need not be the current one. Before the first ``deliver`` the current stream is used.
         """
         backend = self.backend
-        return backend.record(backend.current_stream() if self._used_on is None else self._used_on)
+        return backend.record(backend.current_stream() if self._consumer_stream is None else self._consumer_stream)
 
     def release(self) -> None:
-        """Let go of host memory whose copies are complete; ``issue`` does it too. Not for two threads at once."""
+        """Drop the host tensors whose copies are complete. ``issue`` calls it, too. Not thread-safe."""
         for _ in range(len(_orphans)):
             try:
                 sources = _orphans.popleft()
-            except IndexError:  # another copier's thread took it
+            except IndexError:  # another copier's thread has removed it
                 break
             if not _drop_copied(sources):
                 _orphans.append(sources)
-        _drop_copied(self._reading)
+        _drop_copied(self._sources)
 
-    def _copy_leaf(self, leaf: HostTensor, reading: list[torch.Tensor]) -> torch.Tensor:
-        # Flat, as it lies: a permuted or converted copy would go through a temporary, and not by itself.
+    def wait_for_copies(self) -> None:
+        """Block until the copies queued so far are complete, so that their host memory may be reused."""
+        try:
+            self.backend.record(self._side).synchronize()
+        except Exception:  # noqa: BLE001 - the device is broken; the caller raises the error that reports it
+            pass
+
+    def _copy_leaf(self, leaf: HostTensor, sources: list[torch.Tensor]) -> torch.Tensor:
+        # Copy the contiguous memory: torch copies a permuted or converted tensor synchronously, through a temporary.
         import torch
 
-        copy = self._copy(torch.from_numpy(leaf.memory), reading)
-        if leaf.torch_dtype is not None:
-            copy = copy.view(getattr(torch, leaf.torch_dtype))
-        return copy if leaf.axes is None else copy.permute(leaf.axes)
+        return restore_layout(self._copy(torch.from_numpy(leaf.memory), sources), leaf)
 
-    def _copy(self, tensor: torch.Tensor, reading: list[torch.Tensor]) -> torch.Tensor:
-        reading.append(tensor)
+    def _copy(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
+        sources.append(tensor)
         try:
             return self.backend.copy(tensor)
         except Exception as error:
@@ -167,23 +182,16 @@ class Copier:
         assert self.transform is not None
         try:
             return self.transform(batch)
-        except KeyboardInterrupt:  # not the transform's: the consumer's thread makes windows of resident data here
-            self.settle()
+        except KeyboardInterrupt:  # not an error of transform: for resident data this runs in the consumer's thread
+            self.wait_for_copies()
             raise
         except BaseException as error:
-            self.settle()
-            found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if is_tensor(leaf))
+            self.wait_for_copies()
+            given = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in leaves(batch) if is_tensor(leaf))
             raise DeviceCopyError(
-                f"transform raised {type(error).__name__} on {self.backend.name}, given {found or 'no tensors'}: "
+                f"transform raised {type(error).__name__} on {self.backend.name}, given {given or 'no tensors'}: "
                 f"{error}"
             ) from error
-
-    def settle(self) -> None:
-        """Wait for the copies queued so far, so that their host memory is free when the error is seen."""
-        try:
-            self.backend.record(self._side).synchronize()
-        except Exception:  # noqa: BLE001 - the device is beyond use, and the error that led here says so
-            pass
 
 
 def _drop_copied(sources: _Sources) -> bool:
@@ -192,11 +200,175 @@ def _drop_copied(sources: _Sources) -> bool:
     return not sources
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether a leaf is a tensor; without importing torch for what is not."""
-    # Cheaper than an import for what is no tensor; arrays and scalars have no such attribute.
-    if not hasattr(value, "__torch_function__") or isinstance(value, type):
-        return False
-    import torch
+class StaticOutput:
+    """An ``output`` of a ``Copier`` that copies every batch into the same tensors, for CUDA graphs.
 
-    return isinstance(value, torch.Tensor)
+    A captured graph reads from fixed addresses. Batches are copied to the device ahead, into memory of their own;
+    ``next`` then copies the batch into the fixed tensors, on the consumer's stream. That costs one copy within device
+    memory per batch. A ring of buffers would save that copy but need one captured graph per buffer.
+
+    The tensors are written on the stream of this ``deliver``, after all work queued so far on the stream of the
+    previous ``deliver``, which uses the previous batch.
+
+    Args:
+        backend: The device. The tensors are created with the first batch and kept as long as this object.
+    """
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self._backend = backend
+        self._tensors: list[torch.Tensor] | None = None
+        self._layout = ""
+        self._stream: Stream = None
+
+    def __call__(self, batch: Any, stream: Stream) -> Any:
+        """Return the batch in the fixed tensors; it is valid until the next call. Never blocks.
+
+        Raises:
+            DeviceCopyError: Its structure, a shape or a dtype differs from the first batch.
+        """
+        import torch
+
+        found = [leaf for leaf in leaves(batch) if is_tensor(leaf)]
+        # The tensors must not be inference tensors, because later batches may be written outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = self._tensors_for(batch, found)
+            if self._stream is not None:
+                self._wait_for_last_use(stream)
+            for tensor, leaf in zip(tensors, found, strict=True):
+                tensor.copy_(leaf)
+                self._backend.record_stream(tensor, stream)
+        self._tensors, self._stream = tensors, stream
+        remaining: Iterator[Any] = iter(tensors)
+        return map_leaves(lambda leaf: next(remaining) if is_tensor(leaf) else leaf, batch)
+
+    def _wait_for_last_use(self, stream: Stream) -> None:
+        """Make a stream wait for the work that uses the previous batch."""
+        self._backend.wait(stream, self._backend.record(self._stream))
+
+    def _tensors_for(self, batch: Any, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        import torch
+
+        layout = repr(map_leaves(_LeafFormat, batch))
+        if self._tensors is None:
+            if any(leaf.layout is not torch.strided for leaf in found):
+                raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self._backend.name}: {layout}")
+            self._layout = layout
+            return [torch.empty_like(leaf, requires_grad=False) for leaf in found]
+        # Compare shapes and dtypes, too: a container may have its own repr, and copy_ would broadcast.
+        alike = [(leaf.shape, leaf.dtype) for leaf in found] == [(each.shape, each.dtype) for each in self._tensors]
+        if layout != self._layout or not alike:
+            raise DeviceCopyError(
+                f"static_batches=True needs batches that are all alike; the first on {self._backend.name} was "
+                f"{self._layout}, this one is {layout}"
+            )
+        return self._tensors
+
+
+class _LeafFormat:
+    """Formats a leaf for an error message: dtype and shape of a tensor."""
+
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    def __repr__(self) -> str:
+        leaf = self._leaf
+        return f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "..."
+
+
+class _AllEvents:
+    """An event that is complete when several events are."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        """Return whether all events are complete."""
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        """Block until all events are complete."""
+        for event in self._events:
+            event.synchronize()
+
+
+class MultiDeviceCopier:
+    """A ``Copier`` for several devices: returns each batch as a tuple with one part per device.
+
+    It splits the batch on the host. A copy from one device to another would put a barrier on the streams of both.
+
+    Args:
+        group: The devices.
+        copiers: One per device.
+    """
+
+    def __init__(self, group: DeviceGroup, copiers: Sequence[Copier]) -> None:
+        self.backend = group
+        self._copiers = tuple(copiers)
+
+    def wait_for_caller(self) -> None:
+        """Make each side stream wait for the work that the calling thread has queued on its device."""
+        for copier in self._copiers:
+            copier.wait_for_caller()
+
+    def issue(self, batch: Any) -> PendingCopy:
+        """Split a batch and queue the copies of its parts, each on its device's side stream.
+
+        Raises:
+            DeviceCopyError: The batch cannot be split, or a copy failed; the message names the device. The host memory
+                is then no longer read.
+        """
+        try:
+            parts = split(batch, len(self._copiers))
+        except Exception as error:
+            raise DeviceCopyError(f"a batch for {self.backend.name} cannot be split: {error}") from error
+        issued: list[PendingCopy] = []
+        try:
+            for copier, part in zip(self._copiers, parts, strict=True):
+                issued.append(copier.issue(part))
+        except BaseException:
+            # The copier that failed has waited for its own copies.
+            for copier in self._copiers[: len(issued)]:
+                copier.wait_for_copies()
+            raise
+        return PendingCopy(
+            tuple(issued), _AllEvents([part.copied for part in issued]), _AllEvents([part.ready for part in issued])
+        )
+
+    def deliver(self, pending: PendingCopy) -> tuple[Any, ...]:
+        """Return the parts, each for work on the calling thread's current stream of its device. Never blocks."""
+        return tuple([copier.deliver(part) for copier, part in zip(self._copiers, pending.batch, strict=True)])
+
+    def last_use_event(self) -> Event:
+        """Return an event after all work queued so far on each device's stream of the last ``deliver``."""
+        return _AllEvents([copier.last_use_event() for copier in self._copiers])
+
+    def release(self) -> None:
+        """Drop the host tensors whose copies are complete. Not thread-safe."""
+        for copier in self._copiers:
+            copier.release()
+
+
+AnyCopier: TypeAlias = Copier | MultiDeviceCopier
+
+
+def copier_for(
+    backend: DeviceBackend | DeviceGroup,
+    transform: Transform | None = None,
+    static_outputs: Sequence[StaticOutput] = (),
+) -> AnyCopier:
+    """Return the copier of a device or of several devices.
+
+    Args:
+        backend: A result of ``resolve_devices``.
+        transform: Called with each batch, or each part of it, on the side stream of its device.
+        static_outputs: One per device; empty: each batch gets its own tensors.
+    """
+    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
+    outputs: Sequence[StaticOutput | None] = static_outputs or [None] * len(backends)
+    copiers = [Copier(each, transform, output) for each, output in zip(backends, outputs, strict=True)]
+    return MultiDeviceCopier(backend, copiers) if isinstance(backend, DeviceGroup) else copiers[0]
+
+
+def static_outputs_for(backend: DeviceBackend | DeviceGroup) -> tuple[StaticOutput, ...]:
+    """Return one ``StaticOutput`` per device; nothing is allocated yet."""
+    return tuple(StaticOutput(each) for each in (backend.backends if isinstance(backend, DeviceGroup) else (backend,)))

@@ -1,17 +1,21 @@
-"""The thread that issues copies: a batch goes to the device as soon as it is finished and there is room there.
+"""The thread that copies batches to the device. It alone decides when the next copy is issued.
 
-It is a thread, and not the consumer's ``next``: where load and step are balanced, batch n + 1 is finished during
-step n, and a copy that waits for ``next`` is a copy that nothing hides. It is not the engine's loop either, because
-an allocation on the device or a ``transform`` can block.
+It issues a copy as soon as a batch is finished and two limits allow it:
 
-A batch that was handed out is on the device until the work on it is done, and a consumer that never waits for its
-device may be hundreds of steps ahead of it. So each take leaves an event behind, and a device that has too many batches
-before it gets no other one: the consumer then finds none at its ``next``, and waits there.
+- ``room``: batches on the device that the consumer has not taken yet.
+- ``QUEUED_BATCHES``: batches that the consumer has taken and that queued work on the device still uses. A consumer that
+  never synchronises may be hundreds of steps ahead of its device. Each take therefore records an event after the
+  consumer's work; while too many of these events are incomplete, no batch is copied and the consumer waits in ``next``.
+
+Copies are not issued by the consumer's ``next``: if load and step take equally long, batch n + 1 is finished during
+step n, and a copy issued by ``next`` would not overlap with any step. They are not issued by the engine's event loop
+either, because a device allocation or a ``transform`` can block.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -21,60 +25,63 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
+from aiofeed.devices.backend import poll
+from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.threads import DaemonThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
-    from aiofeed.devices.copier import Copier
-    from aiofeed.devices.group_copier import MultiDeviceCopier
+    from aiofeed.devices.copier import AnyCopier
 
 log = logging.getLogger("aiofeed.devices")
 
 T = TypeVar("T")
 
-# Copies that may be queued on the side stream before the oldest is waited for: one runs, one follows without a gap.
+# Copies queued on the side stream before the thread waits for the oldest: one runs, the next follows without a gap.
 _OUTSTANDING = 2
-# Batches that were handed out, and whose work the device still has before it, when one more is copied there. So many
-# steps ahead, and those of ``room`` beside, a host keeps its device busy through a copy, a collection of garbage or a
-# line of a log; each one more is a batch of the device's memory.
+# Taken batches with incomplete work on the device at which no further batch is copied. With `room` beside them, this is
+# the number of steps for which the host keeps its device busy through a copy, a garbage collection or a log line. Each
+# one more costs the device memory of a batch.
 QUEUED_BATCHES = 4
-# How soon, and then how seldom, a device that is behind is looked at again.
-_FIRST_LOOK_S = 20e-6
-_LOOK_S = 1e-3
+# While no batch is finished, the thread checks this often whether its owner was dropped.
+_OWNER_POLL_S = 0.1
 
 
 class CopyThread:
-    """Moves items from one handoff to another, copying batches to the device on the way.
+    """Moves items from one queue to another and copies batches to the device on the way.
 
     Args:
-        copier: issues the copies.
-        incoming: finished batches in host memory.
-        outgoing: batches on the device, or on their way.
-        room: how many may be on the device before the consumer takes one.
-        issued: called with each batch that has left the host's queue.
+        copier: Issues the copies.
+        incoming: Finished batches in host memory.
+        outgoing: Batches whose copies are queued.
+        room: Batches that may be on the device before the consumer takes one.
+        issued: Called with each batch that has left ``incoming``. It must not refer to the object that ``watch`` is
+            given, because the running thread keeps it alive.
     """
 
     def __init__(
         self,
-        copier: Copier | MultiDeviceCopier,
+        copier: AnyCopier,
         incoming: BatchQueue[QueueItem],
         outgoing: BatchQueue[QueueItem],
         *,
         room: int,
-        issued: Callable[[ReadyBatch], None],
+        issued: Callable[[ReadyBatch], object],
     ) -> None:
+        self.pid = os.getpid()
         self._copier = copier
         self._incoming = incoming
         self._outgoing = outgoing
         self._issued = issued
         self._stopped = False
-        self._watched: weakref.ref[object] | None = None
-        # Of each take, until it is complete: what was queued on the device before that. The consumer appends.
+        self._owner: weakref.ref[object] | None = None
+        # One event per taken batch, recorded after the work queued before the take; until it is complete. The consumer
+        # appends.
         self._queued: deque[Event] = deque()
-        self._behind: tuple[float, float] | None = None
-        # Anything but True ends the thread; the collector's weak references do, say.
+        self._device_wait: tuple[float, float] | None = None
+        # One True per batch that may be copied. Any other item ends the thread.
         self._room: SimpleQueue[object] = SimpleQueue()
         for _ in range(room):
             self._room.put(True)
@@ -82,30 +89,33 @@ class CopyThread:
         self._thread = DaemonThread(self._main, "aiofeed-copy")
 
     def launch(self) -> None:
-        """Start the thread."""
+        """Start the thread. It is stopped at interpreter exit."""
+        threads.register(self)
         self._thread.start()
 
     def take(self, item: ReadyBatch) -> Any:
-        """The batch on the device, the caller's current stream made to wait for its copy. Never blocks.
+        """Return the batch and make the caller's current stream wait for its copy. Never blocks.
 
-        There is room for one more then; an interrupted take that is repeated makes no more.
+        Allows one more batch to be copied, once per batch even if an interrupted take is repeated.
         """
-        used = self._copier.used()
+        last_use = self._copier.last_use_event()
         batch = self._copier.deliver(item.batch)
         if not item.taken:
-            # Interrupted right behind this and repeated, it is there twice: the thread waits one batch sooner, once.
-            self._queued.append(used)
-            # One stretch: the interpreter looks for signals after a call, not between these two.
+            # If a take is interrupted after this line and repeated, the event is there twice: the thread then waits one
+            # batch earlier, once.
+            self._queued.append(last_use)
+            # The interpreter runs signal handlers after a call, so not between these two lines.
             item.taken = True
             self._room.put(True)
         return batch
 
     def watch(self, owner: object) -> None:
-        """End, when the room is used up or the device is behind, if ``owner`` is dropped."""
-        self._watched = weakref.ref(owner, self._room.put)
+        """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
+        # The callback is a C function: the collector runs no Python code.
+        self._owner = weakref.ref(owner, self._room.put)
 
     def stop(self) -> None:
-        """Signal the thread to end. Never blocks."""
+        """Tell the thread to end. Never blocks."""
         self._stopped = True
         self._room.put(False)
         self._incoming.put(Stopped())
@@ -113,7 +123,7 @@ class CopyThread:
             drop_batches(self._outgoing)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end, up to ``timeout_s``; whether it has."""
+        """Wait up to ``timeout_s`` for the thread to end; return whether it has ended."""
         return self._thread.join(timeout_s)
 
     def _main(self) -> None:
@@ -121,21 +131,21 @@ class CopyThread:
             self._copier.backend.enter_thread()
             while self._wait_for_room() and self._wait_for_device() and self._copy_next():
                 pass
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it rather than wait
+        except BaseException as error:  # noqa: BLE001 - the consumer raises it; otherwise it would wait forever
             self._outgoing.put(FeedFailure(_as_copy_error(error)))
         finally:
-            self._settle()
+            self._finish_copies()
             if self._unwanted:
-                # Nobody takes them, and a feeder that was left may keep this handoff for long.
+                # A feeder may keep these queues for long after an iteration was left.
                 drop_batches(self._incoming)
                 drop_batches(self._outgoing)
 
-    def _settle(self) -> None:
+    def _finish_copies(self) -> None:
         try:
             while self._copying:
                 self._give_back_oldest()
             self._copier.release()
-        except Exception:  # noqa: BLE001 - the device is beyond use: nothing reads host memory, and whoever uses it hears
+        except Exception:  # noqa: BLE001 - the device is broken: it reads no host memory, and its next use raises the error
             self._copying.clear()
 
     def _wait_for_room(self) -> bool:
@@ -143,32 +153,27 @@ class CopyThread:
 
     @property
     def _unwanted(self) -> bool:
-        """Whether the consumer is gone."""
-        return self._stopped or (self._watched is not None and self._watched() is None)
+        """Whether the thread was stopped or its owner was dropped."""
+        return self._stopped or (self._owner is not None and self._owner() is None)
 
     def _wait_for_device(self) -> bool:
-        """Wait while too many batches are before it; whether a batch is still wanted then.
+        """Wait until few enough taken batches are in use on the device; return False if no batch is wanted any more."""
+        self._device_wait = poll(self._may_copy)
+        return not self._unwanted
 
-        Events are looked at rather than waited for, which nothing could interrupt: a step may take minutes.
-        """
-        since, pause_s = 0.0, _FIRST_LOOK_S
-        # What there is room for beside this batch is not on the device yet.
-        while len(self._queued) - self._room.qsize() >= QUEUED_BATCHES and not self._ends():
-            if self._oldest_complete():
-                pause_s = _FIRST_LOOK_S
-                continue
-            if self._unwanted:
+    def _may_copy(self) -> bool:
+        # Slots still free in `_room` belong to batches not copied yet; do not count them.
+        while len(self._queued) - self._room.qsize() >= QUEUED_BATCHES:
+            if self._unwanted or self._end_is_next():
+                return True
+            if not self._oldest_complete():
+                if self._copying and self._copying[0][0].query():
+                    self._give_back_oldest()
                 return False
-            since = since or time.perf_counter()
-            if self._copying and self._copying[0][0].query():
-                self._give_back_oldest()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S)
-        self._behind = (since, time.perf_counter()) if since else None
         return True
 
     def _oldest_complete(self) -> bool:
-        """Whether the device has come to the oldest take, which is then forgotten."""
+        """Remove the event of the oldest take if it is complete; return whether it is."""
         try:
             complete = self._queued[0].query()
         except Exception as error:
@@ -179,18 +184,18 @@ class CopyThread:
             self._queued.popleft()
         return complete
 
-    def _ends(self) -> bool:
-        """Whether what comes next is no batch, and needs no memory of the device."""
+    def _end_is_next(self) -> bool:
+        """Return whether the next item is not a batch and so needs no device memory."""
         try:
             return not isinstance(self._incoming.items[0], ReadyBatch)
         except IndexError:
             return False
 
     def _copy_next(self) -> bool:
-        there = len(self._incoming) > 0
-        item = self._get(self._incoming.get_nowait, self._incoming.get)
+        was_ready = len(self._incoming) > 0
+        item = self._get(self._incoming.get_nowait, self._wait_for_item)
         if isinstance(item, EndOfEpoch):
-            # Epochs may follow one another; the end of one takes no room.
+            # The next epoch may follow; the end of an epoch takes no room.
             self._room.put(True)
             self._outgoing.put(item)
             return True
@@ -198,26 +203,34 @@ class CopyThread:
             if not isinstance(item, Stopped):
                 self._outgoing.put(item)
             return False
-        started = time.perf_counter()
-        in_flight = self._copier.issue(item.batch)
-        self._copying.append((in_flight.copied, item.lease))
+        began = time.perf_counter()
+        pending = self._copier.issue(item.batch)
+        self._copying.append((pending.copied, item.lease))
         ended = time.perf_counter()
-        item.counters.copy_s += ended - started
+        item.counters.copy_s += ended - began
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("batch %d: issued its copies in %.1f ms", item.number, (ended - started) * 1e3)
-        behind = self._behind
-        if behind is not None and there:
-            # It was finished long since: the consumer waited for nothing else.
-            behind = behind[0], ended
-        self._outgoing.put(replace(item, batch=in_flight, lease=None, device_backlog=behind))
-        item.batch = item.lease = None  # word of it may be heard later than the copy is complete
+            log.debug("batch %d: issued its copies in %.1f ms", item.number, (ended - began) * 1e3)
+        device_wait = self._device_wait
+        if device_wait is not None and was_ready:
+            # The batch was finished before the wait ended, so the consumer waited for the device alone.
+            device_wait = device_wait[0], ended
+        self._outgoing.put(replace(item, batch=pending, lease=None, device_backlog=device_wait))
+        item.batch = item.lease = None  # `issued` may keep the item for longer than the copy takes
         self._issued(item)
         while len(self._copying) > _OUTSTANDING:
             self._give_back_oldest()
         return True
 
+    def _wait_for_item(self) -> QueueItem:
+        while not self._unwanted:
+            try:
+                return self._incoming.get(_OWNER_POLL_S)
+            except Empty:
+                continue
+        return Stopped()
+
     def _get(self, get_nowait: Callable[[], T], get: Callable[[], T]) -> T:
-        """The next of a queue; while there is none, slots whose copies complete are given back."""
+        """Return the next item of a queue; while it is empty, wait for copies and give back their host memory."""
         while self._copying:
             try:
                 return get_nowait()

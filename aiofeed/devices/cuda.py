@@ -1,6 +1,6 @@
-"""CUDA's own, which torch does not see to: memory that is page-locked late, and threads that go on beside captures.
+"""CUDA calls that torch does not wrap: page-locking existing memory, and use of CUDA beside graph captures.
 
-Imports without torch. All of it is for devices of type "cuda" alone.
+Does not import torch at import time. Only for devices of type "cuda".
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures that other threads have under way are no concern of this one's.
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: graph captures in other threads do not restrict this thread.
 THREAD_LOCAL = 1
 
 
 @cache
 def _exchange_mode() -> Callable[[Any], int] | None:
-    """The driver's ``cuThreadExchangeStreamCaptureMode``, which torch does not pass on; ``None``: no such driver."""
+    """Return the driver's ``cuThreadExchangeStreamCaptureMode``, which torch does not expose; ``None`` without one."""
     import ctypes
 
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         exchange: Callable[[Any], int] = driver.cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # ROCm's, or none
+    except (OSError, AttributeError):  # ROCm's driver, or none
         return None
     return exchange
 
 
 def set_capture_mode(mode: int) -> int | None:
-    """Set the calling thread's capture mode; the one before, or ``None`` where it cannot be set.
+    """Set the calling thread's capture mode; return the previous one, or ``None`` if it cannot be set.
 
-    By default a thread may neither allocate nor ask after events while any thread captures a graph in the mode
-    "global", which is torch's default: both its call and the capture fail.
+    While any thread captures a graph in mode "global", torch's default, a thread in the default mode must not allocate
+    or query events: both its call and the capture fail.
     """
     exchange = _exchange_mode()
     if exchange is None:
@@ -46,8 +46,8 @@ def set_capture_mode(mode: int) -> int | None:
 
     import torch
 
-    # The driver wants a context in the calling thread. Any call of the runtime's puts it there, and this one is allowed
-    # beside captures.
+    # The driver needs a context in the calling thread. Any call of the CUDA runtime creates it; this one is allowed
+    # during captures.
     torch.cuda.is_current_stream_capturing()
     value = ctypes.c_int(mode)
     return value.value if exchange(ctypes.byref(value)) == 0 else None
@@ -55,10 +55,10 @@ def set_capture_mode(mode: int) -> int | None:
 
 @contextmanager
 def allocating(device: torch.device) -> Iterator[None]:
-    """Let the calling thread, whichever it is, allocate page-locked memory: on that device, and beside captures."""
+    """Allow the calling thread to allocate page-locked memory for a device, also during graph captures."""
     import torch
 
-    # The thread's own device may be one that nobody has started, and should not be for this.
+    # The calling thread's current device may not be initialised; do not initialise it for this.
     module: Any = torch.cuda  # in part without types
     with module.device(device):
         before = set_capture_mode(THREAD_LOCAL)
@@ -70,7 +70,7 @@ def allocating(device: torch.device) -> Iterator[None]:
 
 
 def register(device: torch.device, memory: NDArray[np.uint8]) -> None:
-    """Page-lock memory that is there already. torch does not track its copies: whoever reuses it waits for an event."""
+    """Page-lock existing memory. torch does not track copies from it: wait for an event before reusing it."""
     import torch
 
     module: Any = torch.cuda
@@ -78,7 +78,7 @@ def register(device: torch.device, memory: NDArray[np.uint8]) -> None:
         cudart = module.cudart()
         status = cudart.cudaHostRegister(memory.__array_interface__["data"][0], memory.nbytes, 0)
         if status != cudart.cudaError.success:
-            _forget_error(device)
+            _clear_error(device)
         module.check_error(status)
 
 
@@ -91,8 +91,8 @@ def unregister(device: torch.device, memory: NDArray[np.uint8]) -> None:
         module.check_error(module.cudart().cudaHostUnregister(memory.__array_interface__["data"][0]))
 
 
-def _forget_error(device: torch.device) -> None:
-    """Take the calling thread's last error out of CUDA, which would else raise it at the user's next kernel."""
+def _clear_error(device: torch.device) -> None:
+    """Clear the calling thread's last CUDA error; otherwise CUDA would raise it at the user's next kernel."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""What a user hands over, checked and adopted: every refusal says what was given and what to write instead."""
+"""Checks of the arguments of ``Feeder``. Each error says what was given and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Source
 from aiofeed.core.validation import check_callable, is_async_function
@@ -25,30 +26,30 @@ if TYPE_CHECKING:
 
 
 _DATALOADER_ARGUMENTS: Mapping[str, str] = {
-    "num_workers": "reading and decoding run in threads here, bounded by Limits(decode_threads=...); "
-    'engine="process:{value}" has them run in so many processes, and a Dataset that is thread-safe goes in as '
+    "num_workers": "reading and decoding run in threads, limited by Limits(decode_threads=...); "
+    'engine="process:{value}" uses that many worker processes; pass a thread-safe Dataset as '
     "FromDataset(dataset, threads={value})",
-    "pin_memory": "memory is pinned wherever device= is an accelerator",
+    "pin_memory": "memory is pinned if device= is an accelerator",
     "pin_memory_device": "pass device=",
     "prefetch_factor": "pass limits=Limits(prefetch_batches={value})",
-    "persistent_workers": "threads live as long as the feeder does",
-    "worker_init_fn": "there are no worker processes; random numbers come per sample through the decoder's `rng`",
+    "persistent_workers": "threads live as long as the feeder",
+    "worker_init_fn": "there are no worker processes; the decoder's `rng` gives each sample its own random numbers",
     "multiprocessing_context": "there are no worker processes",
     "batch_sampler": "pass sampler= and batch_size=",
     "timeout": "pass on_error=FailurePolicy(read_timeout_s={value})",
     "generator": "pass seed=",
     "dataset": "it is the first argument",
 }
-# What is not worth a word of what to write instead: without workers, or without a limit, is what a feeder is.
+# Values that request no workers or no limit, which is what a feeder does anyway.
 _LEAVE_OUT: Mapping[str, object] = {"num_workers": 0, "timeout": 0, "prefetch_factor": None}
 
 
 def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
-    """The source itself, or a torch ``Dataset`` wrapped as one."""
+    """Return the source itself, or ``FromDataset`` of a torch ``Dataset``."""
     if isinstance(source, FromDataset | Tensors):
         return source
     if is_iterable_dataset(source):
-        FromDataset(source)  # raises, and says what to do
+        FromDataset(source)  # raises an error that says what to do
     if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
         missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
         if missing:
@@ -60,12 +61,12 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
         )
     if isinstance(source, Mapping) and _has_names(source):
         raise TypeError(
-            f"a source is asked for samples 0, 1, ..., and this {type(source).__name__} has the keys "
-            f"{list(source)[:8]}: pass one of its values, or of a dict of tensors aiofeed.Tensors(*tensors.values())"
+            f"a feeder asks a source for samples 0, 1, ..., and this {type(source).__name__} has the keys "
+            f"{list(source)[:8]}: pass one of its values, or for a dict of tensors aiofeed.Tensors(*tensors.values())"
         )
-    if hasattr(type(source), "iloc"):  # not of a Dataset that hands on what it lacks to a frame of its own
+    if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
         raise TypeError(
-            f"a {type(source).__name__} of pandas is asked by its index, not by position: pass "
+            f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
             f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
         )
     if is_map_dataset(source):
@@ -73,7 +74,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(
-            "a DataLoader gives batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
+            "a DataLoader yields batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
         )
     raise TypeError(
         f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
@@ -81,42 +82,42 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
 
 
 def _has_names(mapping: Mapping[Any, Any]) -> bool:
-    """Whether it has no samples 0, 1, ...; others than dicts (a TensorDict) may be asked for rows that are no keys."""
+    """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
     return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
 
 
 def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
-    """The decoder, where the source needs one."""
+    """Return the decoder, or ``None`` if the source returns decoded samples."""
     if isinstance(source, Tensors):
         if decode is not None:
-            raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= is given each batch")
+            raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= gets each batch")
         return None
     if isinstance(source, FromDataset):
         if decode is not None:
-            raise TypeError("a Dataset's items come decoded, so decode= makes no sense: " + _decoded_where(source))
+            raise TypeError("a Dataset's items are decoded, so decode= makes no sense: " + _where_to_decode(source))
         return None
     if decode is None:
         raise TypeError(
-            f"{type(source).__name__} gives bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
-            f"or any callable bytes -> tensor (decode=lambda data: data passes on what read() gave)"
+            f"{type(source).__name__} returns bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
+            f"or any callable bytes -> tensor (decode=lambda data: data keeps the result of read())"
         )
     if not callable(decode):
         raise TypeError(f"decode must be callable, got {decode!r}")
     if isinstance(decode, type):
-        raise TypeError(f"decode must be an object that decodes, got the class {decode.__name__}; call it first")
+        raise TypeError(f"decode must be a decoder, got the class {decode.__name__}; pass an instance")
     if is_async_function(decode):
         raise TypeError(
-            f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: what is to be waited "
-            f"for belongs into the source's `async read`"
+            f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: await in the "
+            f"source's `async read` instead"
         )
     return decode  # type: ignore[no-any-return]
 
 
-def _decoded_where(source: FromDataset) -> str:
+def _where_to_decode(source: FromDataset) -> str:
     items = source.dataset
     if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
-        return f"a {type(items).__name__} is taken for a Dataset; for files pass aiofeed.Files(paths)"
-    return "do it in the dataset"
+        return f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)"
+    return "decode in the dataset"
 
 
 def _is_path(text: str) -> bool:
@@ -124,12 +125,12 @@ def _is_path(text: str) -> bool:
 
 
 def an_engine(value: object) -> int:
-    """How many processes ``engine=`` asks for; 0 for threads.
+    """Return the number of worker processes that ``engine=`` requests; 0 for threads.
 
     Raises:
-        TypeError, ValueError: it is none of "thread", "process" and "process:4".
+        TypeError, ValueError: The value is not "thread", "process" or of the form "process:4".
     """
-    expected = 'expected "thread", "process", or "process:4" for so many processes'
+    expected = 'expected "thread", "process", or "process:4" for four processes'
     if not isinstance(value, str):
         raise TypeError(f"engine must be a str, got {value!r}; {expected}")
     kind, colon, number = value.partition(":")
@@ -138,16 +139,16 @@ def an_engine(value: object) -> int:
     if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
         raise ValueError(f"engine={value!r}: {expected}")
     if not hasattr(socket, "send_fds"):
-        raise ValueError(f'engine={value!r} needs Unix sockets, which this system lacks; use engine="thread"')
+        raise ValueError(f'engine={value!r} needs Unix sockets, which this system does not have; use engine="thread"')
     return int(number) if colon else 1
 
 
 def adopt_collate(source: Source[Any] | FromDataset | Tensors, collate_fn: Any) -> Callable[..., Any] | None:
-    """What makes a batch of samples, where there are samples to make it of."""
+    """Return ``collate_fn``."""
     if isinstance(source, Tensors) and collate_fn is not None:
         raise TypeError(
-            "batches of Tensors are views and are not put together from samples, so collate_fn= makes no sense: pass "
-            "transform=, which is given each batch, or torch.utils.data.TensorDataset(...) as the source"
+            "batches of Tensors are views, not collated from samples, so collate_fn= makes no sense: pass transform=, "
+            "which gets each batch, or torch.utils.data.TensorDataset(...) as the source"
         )
     return check_callable("collate_fn", collate_fn)  # type: ignore[no-any-return]
 
@@ -164,10 +165,10 @@ def adopt_cache(
     collate_fn: Callable[..., Any] | None = None,
     static_batches: bool = False,
 ) -> SampleStore | None:
-    """What keeps decoded samples, nothing in it yet.
+    """Return an empty store for decoded samples, or ``None`` without a cache.
 
     Raises:
-        TypeError, ValueError: it is no cache, or the source or the decoder is none for a cache.
+        TypeError, ValueError: ``cache`` is not a cache, or the source or another argument excludes it.
     """
     if cache is None:
         return None
@@ -186,7 +187,7 @@ def adopt_cache(
             + (f"; did you mean aiofeed.DiskCache({cache!r})?" if isinstance(cache, str) and _is_path(cache) else "")
         )
     if isinstance(source, Tensors):
-        raise TypeError("cache= keeps samples in memory, and those of Tensors are in memory already: leave it out")
+        raise TypeError("cache= keeps samples in memory, and the data of Tensors are in memory already: leave it out")
     codec = new_codec(decode)
     if cache == "device":
         _check_cache_on_device(codec, decode, engines, backend, collate_fn, static_batches)
@@ -202,35 +203,35 @@ def adopt_cache(
         return DiskStore(len(source), cache, fingerprint(), identity(decode))
     if engines:
         raise ValueError(
-            'cache="host" is memory of this process, and engine="process" decodes in others: pass '
+            'cache="host" is memory of this process, and engine="process" decodes in other processes: pass '
             'cache=DiskCache(path), which they share, or engine="thread"'
         )
     return HostStore(len(source), cache, machine.free_memory)
 
 
 def a_shuffle(value: object) -> Shuffle:
-    """``value`` where it is a way to shuffle."""
+    """Return ``value`` if it is a valid ``shuffle``."""
     if value is True or value is False or value == "keyed":
         return value
     raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
 
 
 def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
-    """What may be used, with every number settled for this machine and this source.
+    """Return all limits as numbers for this machine and source.
 
     Raises:
-        TypeError: no ``Limits``.
-        ValueError: a limit that processes share does not reach for all of them.
+        TypeError: ``limits`` is not a ``Limits``.
+        ValueError: A limit that processes share is smaller than their number.
     """
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
-    if limits is not None and not isinstance(source, FromDataset):  # of which each process has a copy
+    if limits is not None and not isinstance(source, FromDataset):  # each process has its own copy of a Dataset
         for name in ("read_concurrency", "decode_threads"):
             given = getattr(limits, name)
             if given is not None and given < engines:
                 raise ValueError(
-                    f'Limits({name}={given}) with engine="process:{engines}": the processes share it, and each needs '
-                    f'one; give it at least {engines}, or fewer processes, as engine="process:{given}"'
+                    f'Limits({name}={given}) with engine="process:{engines}": the processes share the limit, and each '
+                    f'needs 1; use at least {engines}, or fewer processes, as engine="process:{given}"'
                 )
     return resolve_limits(
         limits or Limits(),
@@ -250,40 +251,40 @@ def _check_cache_on_device(
     collate_fn: object,
     static_batches: bool,
 ) -> None:
-    """``ValueError`` where batches cannot be views of permuted rows."""
+    """Raise ``ValueError`` if batches cannot be views of permuted rows."""
     if codec.random:
         raise ValueError(
-            f'cache="device" with decode={decode!r}: its random augmentation runs on the CPU, sample by sample, and '
-            f'samples that are on the device do not come by there. Use cache="host", or augment batches in transform='
+            f'cache="device" with decode={decode!r}: its random augmentation runs on the CPU, sample by sample, which '
+            f'is not possible for samples on the device. Use cache="host", or augment batches in transform='
         )
     if collate_fn is not None:
         raise ValueError(
             'cache="device" hands out views of permuted rows, which collate_fn= cannot make: leave it out and pass '
-            'transform=, which is given each batch, or use cache="host"'
+            'transform=, which gets each batch, or use cache="host"'
         )
     if engines:
         raise ValueError(
-            'cache="device" is memory of this process, and engine="process" decodes in others: pass engine="thread", '
-            "or cache=DiskCache(path), which they share"
+            'cache="device" is memory of this process, and engine="process" decodes in other processes: pass '
+            'engine="thread", or cache=DiskCache(path), which they share'
         )
     if isinstance(backend, DeviceGroup):
         raise ValueError(
-            'cache="device" keeps samples on one device: for several make a feeder for each, with '
+            'cache="device" keeps samples on one device: for several devices create a feeder for each, with '
             'shard=(rank, world_size), or use cache="host"'
         )
     if static_batches:
         raise ValueError(
-            'static_batches=True copies every batch, and with cache="device" batches are views that cost nothing: '
-            'copy_ them into tensors of your own where addresses have to stay, or use cache="host"'
+            'static_batches=True copies every batch, and with cache="device" batches are views that need no copy: use '
+            'copy_ to copy them into tensors of your own if addresses must not change, or use cache="host"'
         )
 
 
 def refuse_foreign_arguments(unknown: Mapping[str, object], *, known: Iterable[str]) -> None:
-    """``TypeError`` for an argument that ``Feeder`` does not have, naming what stands in its place.
+    """Raise ``TypeError`` for an argument that ``Feeder`` does not have; the message names the alternative.
 
     Args:
-        unknown: what was given, by name.
-        known: names of the arguments there are.
+        unknown: The unknown arguments by name.
+        known: Names of the arguments of ``Feeder``.
     """
     for name, value in unknown.items():
         if name in _LEAVE_OUT and value == _LEAVE_OUT[name]:
@@ -295,3 +296,25 @@ def refuse_foreign_arguments(unknown: Mapping[str, object], *, known: Iterable[s
             raise TypeError(f"Feeder has no argument {name!r} ({name}={value!r}): {instead}")
         near = difflib.get_close_matches(name, [*known, "batch_size"], n=1)
         raise TypeError(f"Feeder has no argument {name!r}" + (f"; did you mean {near[0]}=?" if near else ""))
+
+
+def check_static(*, drop_last: bool, length: int | None, batch_size: int, policy: FailurePolicy) -> None:
+    """Raise ``ValueError`` if ``static_batches=True`` is impossible because batches may differ in size.
+
+    Args:
+        drop_last: The argument of ``Feeder``.
+        length: Length of the source; ``None`` with a sampler.
+        batch_size: Samples per batch.
+        policy: What happens to samples that fail.
+    """
+    if not drop_last and (length is None or length % batch_size):
+        samples = "a sampler's samples" if length is None else f"{length} samples"
+        raise ValueError(
+            f"static_batches=True needs batches of one size, and the last of {samples} by {batch_size} may be smaller: "
+            f"pass drop_last=True"
+        )
+    if policy.action == "skip":
+        raise ValueError(
+            "static_batches=True needs batches of one size, and on_error='skip' makes them smaller: pass "
+            "on_error='replace', or 'raise'"
+        )

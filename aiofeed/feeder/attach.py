@@ -1,4 +1,4 @@
-"""One feeder for several training processes of a host: the end of each of these. The mechanism is in ``share``."""
+"""``attach``: the batches of a feeder that another process serves. The protocol is in ``processes/serving``."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable
 from aiofeed.devices.resolve import resolve_device
-from aiofeed.feeder.iterator import FeedIterator
+from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
 from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.event_loop import EventLoopThread
-from aiofeed.runtime.queue import FeedFailure, ReadyBatch
-from aiofeed.runtime.tensors import as_tensors
+from aiofeed.runtime.queue import ReadyBatch
+from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.runtime.threads import JOIN_S
 
 if TYPE_CHECKING:
     import torch
 
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.feeder.attached_passes import DevicePass, HostPass
     from aiofeed.processes.serving.subscription import Subscription
 
 
 log = logging.getLogger("aiofeed.feeder")
 
-_NO_STATE = "the server's feeder has the state: save and load it there, beside the server"
+_NO_STATE = "the server's feeder has the state: save and load it in the server's process"
 
 
 @public
@@ -44,25 +43,24 @@ def attach(
     transform: Transform | None = None,
     wait_s: float = 10.0,
 ) -> AttachedFeed:
-    """The batches of a feeder that another process of this host serves; see ``aiofeed.serve``.
+    """Connect to a feeder that another process of this host serves with ``aiofeed.serve``.
+
+    If the server's feeder is on the same GPU, batches are copied within device memory; otherwise they come through host
+    memory. The call blocks while it connects, usually for milliseconds; in async code use
+    ``await asyncio.to_thread(attach, address)``.
 
     Args:
-        address: as the server has it.
-        device: where batches go, as ``Feeder``'s; ``None`` for host tensors, which are this process's own.
-        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread).
-        wait_s: how long to wait, blocking, for a server that is not there yet.
-
-    Where the server's feeder has the same GPU, batches are copied from its memory, on the device; in all other cases
-    they come through host memory.
-
-    It blocks while it connects, if only for milliseconds; in async code: ``await asyncio.to_thread(attach, address)``.
+        address: The server's address.
+        device: The device for batches, as for ``Feeder``; ``None`` for host tensors in this process's memory.
+        transform: Called with each batch on the device, on the side stream; without a device in the consumer's thread.
+        wait_s: Maximum time to wait for a server that has not started yet.
 
     Returns:
-        What is used like a ``Feeder``: each ``iter()`` is one epoch of the server's.
+        An object to iterate like a ``Feeder``. Each ``iter()`` is one epoch of the server's feeder.
 
     Raises:
-        FeedError: there is no server, it is another user's, or it refuses.
-        TypeError, ValueError: an argument of the wrong kind or out of range.
+        FeedError: There is no server, it belongs to another user, or it refuses the connection.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
     from aiofeed.processes.ipc.address import SERVER, resolve
 
@@ -74,11 +72,10 @@ def attach(
 
 
 class AttachedFeed:
-    """What ``attach`` returns: the batches of a served feeder, with ``for`` or ``async for``.
+    """The result of ``attach``: the batches of a served feeder, for ``for`` or ``async for``.
 
-    Each ``iter()`` is one epoch, which the server begins; one that is left early, by ``break``, leaves the server until
-    the next ``iter()``. Errors of the feeder are raised at the ``for`` line, with the types and words that they have
-    there; a server that dies is a ``WorkerDiedError``.
+    Each ``iter()`` is one epoch, which the server starts. After a ``break`` the server sends nothing until the next
+    ``iter()``. Errors of the feeder are raised with their types and messages; if the server dies, ``WorkerDiedError``.
     """
 
     def __init__(self, path: Path, backend: DeviceBackend | None, transform: Transform | None) -> None:
@@ -87,131 +84,130 @@ class AttachedFeed:
         self._transform = transform
         self._pid = os.getpid()
         self._loop_thread: EventLoopThread | None = None
-        self._attachment: Subscription | None = None
+        self._subscription: Subscription | None = None
         self._iterator: weakref.ref[FeedIterator[Any]] | None = None
-        self._delivery: HostPass | DevicePass | None = None
-        self._past, self._counters = EpochStats(), EpochStats()
-        self._said = _Said()
+        self._epoch: _ServedEpoch | None = None
+        self._delivery: Delivery | None = None
+        self._earlier_stats, self._stats = EpochStats(), EpochStats()
+        self._server = _ServerStatus()
 
     def _connect(self, wait_s: float) -> None:
         from aiofeed.processes.serving.connect import subscribe
 
-        backend, said = self._backend, _Said()
+        backend, server = self._backend, _ServerStatus()
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
-        host_only = self._attachment is not None and self._attachment.host_only
-        attachment, said.batches = subscribe(
+        host_only = self._subscription is not None and self._subscription.host_only
+        subscription, server.batches = subscribe(
             self._path,
             wait_s,
             backend,
             memory=memory,
-            wrap=as_tensors if backend is None else _unchanged,
+            wrap=as_tensors if backend is None else unchanged,
             executor=loop_thread.decode_pool,
-            on_epoch=said.begun,
+            on_epoch=server.epoch_began,
             host_only=host_only,
         )
-        attachment.host_only = host_only
-        self._said = said
+        subscription.host_only = host_only
+        self._server = server
         self._pid = os.getpid()
-        self._attachment, self._loop_thread = attachment, loop_thread
-        loop_thread.at_exit(attachment.close_unused)
+        self._subscription, self._loop_thread = subscription, loop_thread
+        loop_thread.at_exit(subscription.close_unused)
         loop_thread.at_exit(memory.close)
         loop_thread.watch(self)
         try:
             loop_thread.launch()
-            loop_thread.start(attachment.run)
+            loop_thread.start(subscription.run)
         except BaseException:
             loop_thread.stop()
-            attachment.close_unused()
+            subscription.close_unused()
             raise
 
     def __len__(self) -> int:
-        """Batches per epoch: of this consumer, where they are shared out (about, until an epoch has begun)."""
-        return self._said.batches
+        """Return the batches per epoch for this consumer; in mode "shard" an estimate until an epoch has started."""
+        return self._server.batches
 
     @property
     def epoch(self) -> int:
-        """The number, at the server, of the epoch that is being iterated or was last; -1 before the first."""
-        return self._said.epoch
+        """The server's number of the current or last epoch; -1 before the first."""
+        return self._server.epoch
 
     def __iter__(self) -> FeedIterator[Any]:
-        """Take part in the next epoch; an iterator that is still open is closed."""
+        """Take part in the next epoch; close the open iterator."""
         if self._loop_thread is None or self._loop_thread.inherited or self._loop_thread.stopping:
-            # Closed before, or in a fork, which has none of the threads.
-            self._iterator = self._delivery = None
+            # Closed, or forked: a child process has none of the threads.
+            self._iterator = self._epoch = self._delivery = None
             self._connect(0.0)
-        loop_thread, attachment = self._loop_thread, self._attachment
+        loop_thread, subscription = self._loop_thread, self._subscription
         assert loop_thread is not None
-        assert attachment is not None
+        assert subscription is not None
         self._close_iterator("a newer iterator of the same consumer was started", superseded=True)
-        delivery = self._deliver(loop_thread, attachment)
-        self._past.add(self._counters)
-        self._counters = delivery.pass_.counters
-        iterator: FeedIterator[Any] = FeedIterator(delivery, self._counters, observer=_Keeper(self))
-        self._iterator, self._delivery = weakref.ref(iterator), delivery
+        epoch = _ServedEpoch(loop_thread, subscription)
+        backend, transform, copier = self._backend, self._transform, None
+        if backend is not None:
+            copier, transform = subscription.receiver.copier(backend, transform), None
+        delivery = Delivery(epoch, copier, transform)
+        self._earlier_stats.add(self._stats)
+        self._stats = epoch.feed.counters
+        iterator: FeedIterator[Any] = FeedIterator(delivery, self._stats, _ServedObserver(self, delivery, epoch))
+        self._iterator, self._epoch, self._delivery = weakref.ref(iterator), epoch, delivery
         try:
             delivery.watch(iterator)
-            delivery.launch()
-            loop_thread.call(attachment.begin, delivery.pass_)
+            delivery.start()
         except BaseException:  # Ctrl-C, or no more threads
             delivery.stop()
             raise
         return iterator
 
     def __aiter__(self) -> FeedIterator[Any]:
-        """Take part in the next epoch; an iterator that is still open is closed."""
+        """Take part in the next epoch; close the open iterator."""
         return iter(self)
 
-    def _deliver(self, loop_thread: EventLoopThread, attachment: Subscription) -> HostPass | DevicePass:
-        from aiofeed.feeder.attached_passes import deliver
-
-        return deliver(loop_thread, attachment, self._backend, self._transform)
-
     def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
-        if self._delivery is not None:
-            self._delivery.pass_.superseded = superseded
+        if self._epoch is not None and self._delivery is not None:
+            self._epoch.feed.superseded = superseded
             iterator = self._iterator() if self._iterator is not None else None
             if iterator is not None and iterator.live:
                 iterator.close(reason)
             else:
                 self._delivery.stop()
-        self._iterator = self._delivery = None
+        self._iterator = self._epoch = self._delivery = None
 
     def statistics(self, total: bool = False) -> FeedStatistics:
-        """Where this consumer's time went: its own counts, waits and copies; what the feeder did, the server knows."""
-        counters = EpochStats()
+        """Return this consumer's counts, waits and copies; the server's process has the feeder's statistics."""
+        stats = EpochStats()
         if total:
-            counters.add(self._past)
-        counters.add(self._counters)
+            stats.add(self._earlier_stats)
+        stats.add(self._stats)
         depth = 0 if self._delivery is None else len(self._delivery.queue)
-        return FeedStatistics(**counters.totals(), queue_depth=depth)  # type: ignore[arg-type]
+        return FeedStatistics(**stats.totals(), queue_depth=depth)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused.
+        """Not supported.
 
         Raises:
-            StateError: always; the server's feeder has the state.
+            StateError: Always; the server's feeder has the state.
         """
-        raise StateError(f"what attach() gives has no state_dict: {_NO_STATE}")
+        raise StateError(f"the result of attach() has no state_dict: {_NO_STATE}")
 
     def load_state_dict(self, state_dict: object) -> None:
-        """Refused.
+        """Not supported.
 
         Raises:
-            StateError: always; the server's feeder has the state.
+            StateError: Always; the server's feeder has the state.
         """
-        raise StateError(f"what attach() gives has no load_state_dict: {_NO_STATE}")
+        raise StateError(f"the result of attach() has no load_state_dict: {_NO_STATE}")
 
     def set_epoch(self, epoch: int) -> None:
-        """Refused.
+        """Not supported.
 
         Raises:
-            StateError: always; the server counts the epochs.
+            StateError: Always; the server counts the epochs.
         """
-        raise StateError("the server counts the epochs, for all its consumers: there is no set_epoch here")
+        raise StateError("the result of attach() has no set_epoch: the server counts the epochs for all its consumers")
 
     def close(self) -> None:
-        """Leave the server and stop the threads, 5 s at most. Idempotent; the next ``iter()`` attaches anew."""
+        """Disconnect and stop the threads; waits up to 5 s. Idempotent; the next ``iter()`` connects again."""
         delivery = self._delivery
         if (loop_thread := self._stop()) is None:
             return
@@ -222,7 +218,7 @@ class AttachedFeed:
             threads.unregister(loop_thread)
 
     async def aclose(self) -> None:
-        """``close`` for async code: never blocks the caller's event loop."""
+        """Like ``close``, without blocking the caller's event loop."""
         delivery = self._delivery
         if (loop_thread := self._stop()) is not None:
             await asyncio.wait([asyncio.wrap_future(loop_thread.finished)], timeout=JOIN_S)
@@ -254,44 +250,71 @@ class AttachedFeed:
         return f"Attached({str(self._path)!r})"
 
 
-class _Said:
-    """What the server has said last. The attachment refers to it, and not to what the user holds."""
+class _ServedEpoch(LoopProducer):
+    """A producer of one epoch of the server's feeder, for one iterator. Its threads are those of the subscription.
 
-    def __init__(self, batches: int = 0) -> None:
-        self.batches = batches
+    Args:
+        loop_thread: Runs the subscription.
+        subscription: The connection to the server.
+    """
+
+    def __init__(self, loop_thread: EventLoopThread, subscription: Subscription) -> None:
+        from aiofeed.processes.serving.epoch_feed import EpochFeed
+
+        self.feed = EpochFeed(room=PREFETCH_BATCHES)
+        super().__init__(loop_thread, self.feed.queue)
+        self._subscription = subscription
+
+    def start(self) -> None:
+        """Subscribe to the epoch."""
+        self.loop_thread.call(self._subscription.begin, self.feed)
+
+    def handing_out(self) -> None:
+        """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
+        if not self.feed.started:
+            self.loop_thread.call(self._subscription.mark_started, self.feed)
+
+    def watch(self, owner: object) -> None:
+        """End the subscription to the epoch when ``owner`` is dropped."""
+        self._subscription.iterators.watch(owner, self.feed)
+
+    def stop(self) -> None:
+        """End the subscription to the epoch. Never blocks."""
+        self.loop_thread.call(self._subscription.end, self.feed)
+
+    def join(self, timeout_s: float) -> bool:
+        """Return True: the epoch has no threads of its own."""
+        return True
+
+    async def stopped(self) -> None:
+        """Return at once: the epoch has no threads of its own."""
+
+
+class _ServerStatus:
+    """The server's last status. The subscription refers to it, so that it need not refer to the ``AttachedFeed``."""
+
+    def __init__(self) -> None:
+        self.batches = 0
         self.epoch = -1
 
-    def begun(self, epoch: int, batches: int) -> None:
+    def epoch_began(self, epoch: int, batches: int) -> None:
         self.epoch, self.batches = epoch, batches
 
 
-class _Keeper:
-    """Keeps what is attached alive while one iterates it."""
+class _ServedObserver(EpochObserver):
+    """Keeps the ``AttachedFeed`` alive while it is iterated."""
 
-    def __init__(self, attached: AttachedFeed) -> None:
+    def __init__(self, attached: AttachedFeed, delivery: Delivery, epoch: _ServedEpoch) -> None:
+        super().__init__(delivery)
         self._attached = attached
+        self._epoch = epoch
 
     def handing_out(self, item: ReadyBatch) -> None:
-        pass
-
-    def handed_out(self, item: ReadyBatch) -> None:
-        pass
-
-    def failed(self, item: FeedFailure) -> None:
-        pass
-
-    def ended(self) -> None:
-        if self._attached._delivery is not None:
-            self._attached._delivery.ended()
+        self._epoch.handing_out()
 
 
 def _release_unused() -> None:
-    """Let the device forget shared memory whose last copy has ended just now."""
+    """Unregister shared memory whose last copy to the device has just ended."""
     from aiofeed.processes.ipc.ring import release_unused
 
     release_unused()
-
-
-def _unchanged(batch: Any) -> Any:
-    """The copier takes a batch as it lies in its slot."""
-    return batch

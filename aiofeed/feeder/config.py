@@ -1,4 +1,4 @@
-"""What a feeder is made of: its arguments, checked against each other and settled once."""
+"""The configuration of a feeder: its arguments, checked against each other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from aiofeed.feeder.arguments import (
     adopt_collate,
     adopt_decoder,
     an_engine,
+    check_static,
     limits_for,
 )
 from aiofeed.sampling.schedule import fingerprint
@@ -29,13 +30,20 @@ if TYPE_CHECKING:
     from aiofeed.cache.host import HostCache
     from aiofeed.cache.store import SampleStore as Cache
     from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.devices.copier import StaticOutput
     from aiofeed.devices.resolve import Device
-    from aiofeed.devices.static_copier import StaticBatch
 
 
 @dataclass(frozen=True, eq=False)
 class FeederConfig:
-    """What a feeder is made of; it does not change."""
+    """The checked arguments of a feeder.
+
+    Args:
+        engines: Number of worker processes; 0: threads of this process.
+        static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        user_limits: The limits that the user specified; ``None``: none of ``limits`` is tuned.
+        passable: Shares the memory of worker processes with a server's consumers.
+    """
 
     source: Source[Any] | FromDataset | Tensors
     decode: Callable[..., Any] | None
@@ -48,9 +56,9 @@ class FeederConfig:
     length: int = 0
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     engines: int = 0
-    statics: tuple[StaticBatch, ...] = ()
+    static_outputs: tuple[StaticOutput, ...] = ()
     cache: Cache | None = None
-    said: Limits | None = None
+    user_limits: Limits | None = None
 
 
 def new_config(
@@ -71,10 +79,10 @@ def new_config(
     engine: str,
     static_batches: bool,
 ) -> FeederConfig:
-    """A recipe of what a user hands over; arguments as of ``Feeder``, of which ``source`` is adopted.
+    """Check the arguments of ``Feeder`` and return its configuration. ``source`` is a result of ``adopt_source``.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range, or two do not go together.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or two exclude each other.
     """
     static_batches = check_bool("static_batches", static_batches)
     config = FeederConfig(
@@ -89,10 +97,10 @@ def new_config(
         length=length,
         policy=as_policy(on_error),
         engines=an_engine(engine),
-        said=limits or Limits(),
+        user_limits=limits or Limits(),
     )
-    check_travels(config)
-    kept = adopt_cache(
+    _check_picklable(config)
+    store = adopt_cache(
         cache,
         source,
         config.decode,
@@ -103,57 +111,43 @@ def new_config(
         static_batches=static_batches,
         fingerprint=partial(fingerprint_of, source, length),
     )
-    config = replace(config, cache=kept)
+    config = replace(config, cache=store)
     if static_batches:
-        config = with_statics(config, drop_last=drop_last, sampled=sampled)
-    check_resident(config)
+        known_length = None if sampled else length
+        check_static(drop_last=drop_last, length=known_length, batch_size=batch_size, policy=config.policy)
+        config = with_static_outputs(config)
+    _check_resident(config)
     return config
 
 
-def with_statics(config: FeederConfig, *, drop_last: bool, sampled: bool) -> FeederConfig:
-    """The recipe, with the tensors that every batch is to be handed out in.
-
-    Raises:
-        ValueError: its batches are not all alike.
-    """
-    from aiofeed.devices.static_copier import check_static
-
-    check_static(
-        drop_last=drop_last,
-        length=None if sampled else config.length,
-        batch_size=config.batch_size,
-        policy=config.policy,
-    )
-    return renew_statics(config)
-
-
-def renew_statics(config: FeederConfig) -> FeederConfig:
-    """The same with no tensors made yet, in another process, say."""
-    from aiofeed.devices.static_copier import statics_for
+def with_static_outputs(config: FeederConfig) -> FeederConfig:
+    """Return the configuration with new static outputs; their tensors are created with the first batch."""
+    from aiofeed.devices.copier import static_outputs_for
 
     backend = config.backend or CpuBackend()
-    return replace(config, backend=backend, statics=statics_for(backend))
+    return replace(config, backend=backend, static_outputs=static_outputs_for(backend))
 
 
-def check_resident(config: FeederConfig) -> None:
-    """``ValueError`` where data that stay in memory are asked for what only batches on their way can have."""
+def _check_resident(config: FeederConfig) -> None:
+    """Raise ``ValueError`` if an option excludes ``Tensors``."""
     if not isinstance(config.source, Tensors):
         return
     if isinstance(config.backend, DeviceGroup):
         raise ValueError(
-            "the data of Tensors stay on one device: for several make a feeder for each, with shard=(rank, world_size)"
+            "the data of Tensors are on one device: for several devices create one feeder for each, with "
+            "shard=(rank, world_size)"
         )
-    if config.statics:
+    if config.static_outputs:
         raise ValueError(
-            "static_batches=True copies every batch, and those of Tensors are views that cost nothing: copy_ them into "
-            "tensors of your own where addresses have to stay"
+            "static_batches=True copies every batch, and batches of Tensors are views that need no copy: use copy_ to "
+            "copy them into tensors of your own if addresses must not change"
         )
     if config.engines:
-        raise ValueError('the data of Tensors are read and decoded already: engine="process" has nothing to do')
+        raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
 
 
-def check_travels(config: FeederConfig) -> None:
-    """See to it that what has to be sent to a process can be; ``TypeError`` where it cannot."""
+def _check_picklable(config: FeederConfig) -> None:
+    """Raise ``TypeError`` if the configuration cannot be sent to worker processes."""
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -161,9 +155,9 @@ def check_travels(config: FeederConfig) -> None:
 
 
 def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
-    """What tells a source from another: its own ``fingerprint()``, or one of its type, length and keys."""
+    """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
     own = getattr(source, "fingerprint", None)
-    if own is not None and (said := own()) is not None:
-        return str(said)
+    if own is not None and (found := own()) is not None:
+        return str(found)
     kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
     return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))

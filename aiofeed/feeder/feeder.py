@@ -1,4 +1,4 @@
-"""The face: ``Feeder``. Iteration, epochs and what a user may ask; the mechanism is on the floors below."""
+"""``Feeder``, the public class: arguments, epochs, state and statistics. ``session.py`` runs the epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_bool, check_int, check_positive_int, check_seed
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.arguments import a_shuffle, adopt_source, refuse_foreign_arguments
-from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, renew_statics
+from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, with_static_outputs
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.resolve import Device
     from aiofeed.sources.dataset import MapDataset
 
-    # Without its default `feeder = Feeder(...)` would need an annotation wherever no collate_fn says what a batch is.
+    # Without the default, `feeder = Feeder(...)` would need an annotation if there is no collate_fn.
     BatchT = typing_extensions.TypeVar("BatchT", default=Any)
 else:
     BatchT = TypeVar("BatchT")
@@ -42,54 +42,56 @@ else:
 
 @public
 class Feeder(Generic[BatchT]):
-    """Reads, decodes and collates the next batches, and copies them to the device, while the present one is used.
+    """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
-    Iterate it with ``for`` or ``async for``; each ``iter()`` is one epoch. Reading, decoding and copying run in
-    threads of their own, never in the caller's event loop.
+    Iterate it with ``for`` or ``async for``; each ``iter()`` is one epoch. Reading, decoding and copying run in threads
+    of their own, never in the caller's event loop.
 
     Args:
-        source: a ``Source`` (``ImageFolder``, ``Files``, your own), a torch map-style ``Dataset``, or ``Tensors``.
-        decode: a ``Decoder``, ``DecodeImage(size=224)`` say; none for a ``Dataset``, whose items come decoded.
-        batch_size: samples per batch.
-        shuffle: another order each epoch: ``True`` for that of ``torch.randperm`` seeded with ``seed + epoch``,
-            "keyed" for one that is computed per position and stores nothing.
-        sampler: indices in an order of your own, listed once per epoch and not sharded again; excludes ``shuffle``.
-        seed: of the order and of every sample's own random numbers.
-        drop_last: leave out a last batch that is not full, and what does not fill one on every rank.
-        pad: make ranks even by repeating the head of the epoch's list (by cutting, with ``drop_last``). ``False``
-            gives each sample once; ranks may then differ by a batch.
-        collate_fn: makes a batch of a list of samples; default: what torch's ``default_collate`` gives.
-        device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device. A list of
-            devices: each batch is a tuple with one part per device, split as ``scatter`` does it.
-        transform: applied to each batch on the device, on the side stream (on the host: in the consumer's thread);
-            with several devices, to each part on its own.
-        on_error: what a sample that cannot be read or decoded does: "raise" at the ``for`` line, "skip", "replace",
-            or a ``FailurePolicy``, which also has retries and time limits.
-        cache: keep decoded samples: "host" in memory, ``HostCache(max_bytes)`` within a limit, ``DiskCache(path)`` in a
-            file, "device" all of them where batches are wanted: once an epoch's samples are there, its batches are
-            views of a permuted buffer, as those of ``Tensors``. Samples are kept as they are met; random augmentation
-            comes after, in the first epoch too ("device" has none but ``transform``). Of a ``Dataset`` the items
-            are kept: what it drew for one the first time is seen in all epochs.
-        limits: what may be used at most; chosen at run time by default.
-        shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when it is first needed, and
-            keeps the answer; (rank, world_size) says it; ``None`` feeds everything to everybody.
-        in_order: ``False`` hands out whichever batch is finished, so that a slow file holds up its own batch only.
-        engine: "thread" reads and decodes in threads of this process; "process", or "process:4" for four of them, in
-            processes of their own, which leave the GIL to the training loop. They share ``read_concurrency`` and
-            ``decode_threads``, and each one beyond the first adds a batch to ``prefetch_batches``; a ``Dataset`` has
-            a copy, with ``threads`` of its own, in each. Source, decoder and ``collate_fn`` are sent there by pickle,
-            as they are at ``iter()``.
-        static_batches: hand every batch out in the same tensors, for CUDA graphs: valid until the next ``next``, at
-            fixed addresses for the feeder's life. Costs a copy within the device per batch. Needs ``drop_last=True``
-            (or a length that ``batch_size`` divides) and batches that are all alike; refuses ``on_error="skip"``.
+        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, or ``Tensors``.
+        decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
+            items.
+        batch_size: Samples per batch.
+        shuffle: ``True`` shuffles each epoch as ``torch.randperm`` with seed ``seed + epoch``. "keyed" uses a
+            pseudo-random permutation that is computed per position and stores no list.
+        sampler: An iterable of indices, listed once per epoch and not sharded again. Excludes ``shuffle``.
+        seed: Seeds shuffling and each sample's random generator.
+        drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank.
+        pad: Make all ranks equally long by repeating the head of the epoch's list (with ``drop_last`` by cutting).
+            With ``False`` each sample comes once, and ranks may differ by one batch.
+        collate_fn: Makes a batch of a list of samples. By default batches are those of torch's ``default_collate``.
+        device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device. With a list of
+            devices each batch is a tuple with one part per device, split as by ``scatter``.
+        transform: Called with each batch on the device, on the side stream; without a device in the consumer's thread.
+            With several devices it is called with each part.
+        on_error: If a sample cannot be read or decoded, "raise" the error at the ``for`` line, "skip" or "replace" the
+            sample; or a ``FailurePolicy``, which also sets retries and time limits.
+        cache: Cache decoded samples: "host" in memory, ``HostCache(max_bytes)`` in limited memory, ``DiskCache(path)``
+            in a file, "device" where batches are wanted, on the device or on the host. With "device", once all samples
+            of an epoch are cached, batches are views of a permuted buffer, as with ``Tensors``. Samples are cached as
+            they are first used. Random augmentation runs after the cache, in the first epoch too; with "device" only
+            ``transform`` can augment. For a ``Dataset`` its items are cached, including their random augmentation.
+        limits: Upper limits for resources. By default they are chosen at run time.
+        shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
+            answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
+        in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
+        engine: "thread" reads and decodes in threads of this process. "process", or "process:4" for four, uses worker
+            processes, which do not hold the GIL of the training loop. They share ``read_concurrency`` and
+            ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``. Each process has its own
+            copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and ``collate_fn`` are pickled at
+            ``iter()``.
+        static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
+            until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
+            length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
 
-    A batch is what ``DataLoader`` would give. With ``DecodeImage`` and no ``collate_fn`` the images are uint8
-    [N, 3, H, W] in channels_last memory. A batch that is kept is never overwritten, ``static_batches`` excepted.
+    Batches are those that ``DataLoader`` would give. With ``DecodeImage`` and without ``collate_fn``, images are uint8
+    [N, 3, H, W] in channels_last memory. A batch that the user keeps is never overwritten, except with
+    ``static_batches``.
 
     Raises:
-        TypeError: an argument of the wrong kind, one of ``DataLoader``'s that makes no sense here, or one that cannot
-            be sent to a process.
-        ValueError: a value out of range, or a device that does not exist.
+        TypeError: An argument has the wrong type, is an argument of ``DataLoader`` that does not apply here, or cannot
+            be pickled for a worker process.
+        ValueError: A value is out of range, or a device does not exist.
     """
 
     def __init__(
@@ -147,15 +149,19 @@ class Feeder(Generic[BatchT]):
             static_batches=static_batches,
         )
         self._device = device
-        self._progress = Checkpoint()
+        self._checkpoint = Checkpoint()
         self._failures = FailureLog(config.policy)
-        self._past = EpochStats()
+        self._earlier_stats = EpochStats()
         self._fingerprint: str | None = None
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
         return FeederSession(
-            config, order=self._order, progress=self._progress, failures=self._failures, past=self._past
+            config,
+            order=self._order,
+            checkpoint=self._checkpoint,
+            failures=self._failures,
+            earlier_stats=self._earlier_stats,
         )
 
     @property
@@ -163,30 +169,30 @@ class Feeder(Generic[BatchT]):
         return self._session.config
 
     def __getstate__(self) -> dict[str, Any]:
-        """A feeder travels to other processes without its threads; there it begins where this one stands."""
-        kept = self.__dict__.copy()
-        config = kept.pop("_session").config
-        return kept | {
-            "config": replace(config, backend=None, statics=()),
-            "static": bool(config.statics),
+        """Pickle the feeder without its threads; the copy starts at this feeder's position."""
+        state = self.__dict__.copy()
+        config = state.pop("_session").config
+        return state | {
+            "config": replace(config, backend=None, static_outputs=()),
+            "static": bool(config.static_outputs),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         config, static = state.pop("config"), state.pop("static")
         self.__dict__.update(state)
         config = replace(config, backend=resolve_devices(self._device))
-        self._session = self._new_session(renew_statics(config) if static else config)
+        self._session = self._new_session(with_static_outputs(config) if static else config)
 
     def __len__(self) -> int:
-        """Batches per epoch of this rank; it does not change after a resume."""
+        """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it."""
         return self._order.schedule().shard().batches
 
     def __iter__(self) -> FeedIterator[BatchT]:
-        """Begin an epoch; an iterator that is still open is closed."""
+        """Start an epoch; close the open iterator."""
         return self._session.begin()
 
     def __aiter__(self) -> FeedIterator[BatchT]:
-        """Begin an epoch; an iterator that is still open is closed."""
+        """Start an epoch; close the open iterator."""
         return iter(self)
 
     def __repr__(self) -> str:
@@ -194,96 +200,96 @@ class Feeder(Generic[BatchT]):
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch; for another, make another feeder, which may load this one's state."""
+        """Samples per batch. For another batch size create a new feeder; it can load this feeder's state."""
         return self._config.batch_size
 
     @property
     def dataset(self) -> Any:
-        """The ``Dataset`` or ``Source`` that samples come from; ``len(feeder.dataset)`` is how many there are."""
+        """The ``Dataset`` or ``Source``; ``len(feeder.dataset)`` is the number of samples."""
         return getattr(self._source, "dataset", self._source)
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated, or was last; before the first ``iter()``, the one it begins."""
-        return self._progress.current_epoch
+        """The current or last epoch; before the first ``iter()`` the epoch that it starts."""
+        return self._checkpoint.current_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter()`` begins; without it they advance by themselves.
+        """Choose the epoch of the next ``iter()``. Without this call, epochs advance by themselves.
 
-        A loaded position in the same epoch stays, in any other it is discarded.
+        A position loaded by ``load_state_dict`` is kept if it is in this epoch, and otherwise discarded.
         """
-        self._progress.set_epoch(check_int("epoch", epoch), live=self._session.live)
+        self._checkpoint.set_epoch(check_int("epoch", epoch), live=self._session.live)
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of ``n``, the loaded one first: iterate the feeder in each.
+        """Yield the numbers of the remaining epochs up to ``n - 1``; iterate the feeder once for each.
 
-        From the end of one to the first batch of the next takes no longer than from batch to batch: the next is
-        begun while the last batches are consumed. Nothing is read beyond the last epoch.
+        Each next epoch is read while the last batches of the one before are consumed, so there is no pause between
+        epochs. Nothing is read beyond the last epoch.
 
         Raises:
-            TypeError, ValueError: ``n`` is no positive int.
+            TypeError, ValueError: ``n`` is not a positive int.
         """
         return self._session.epochs(check_positive_int("n", n) - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the user stands: batches handed out count, those read ahead do not.
+        """Return the position: it counts the batches handed out, not those read ahead.
 
-        Plain numbers, strings and lists: it survives JSON and ``torch.load(weights_only=True)``. Every rank's is the
-        same, with ``in_order=True``. Saved once the last batch of an epoch was handed out, it is the start of the next.
+        It contains plain numbers, strings and lists and survives JSON and ``torch.load(weights_only=True)``. With
+        ``in_order=True`` it is the same on all ranks. After the last batch of an epoch it is the start of the next one.
         """
         return self._state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on where ``state_dict`` stood, whatever the concurrency.
+        """Make the next ``iter()`` go on from a state.
 
-        World size and batch size may be others than they were: what all ranks had been handed is not seen again in
-        that epoch, what they had not is.
+        World size and batch size may differ from those of the state: samples that any rank had handed out do not come
+        again in that epoch, all others do.
 
         Raises:
-            StateError: it is no state of such a feeder; the message says what differs.
+            StateError: The state does not belong to such a feeder; the message says what differs.
         """
         saved = SavedState.from_dict(state_dict)
         saved.check_compatible(self._state())
         if saved.sampler:
             self._order.load_sampler_state(saved.sampler)
-        self._progress.load(saved.position)
+        self._checkpoint.load(saved.position)
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
-        position = self._progress.position
+        position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position.epoch)
         return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:
-        """Where the time went: of the current or last epoch, or of the feeder's life with ``total=True``."""
+        """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""
         return self._session.statistics(total)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The samples that failed so far, as their batches were handed out: key, index, stage, error and epoch.
+        """The failed samples of the batches handed out so far: key, index, stage, error and epoch.
 
-        At most the first 10,000; ``statistics(total=True).failures`` counts them all.
+        At most the first 10,000; ``statistics(total=True).failures`` counts all.
         """
         return self._failures.failures
 
     def close(self) -> None:
-        """Stop the threads and wait for them, 5 s at most. Idempotent; the next ``iter()`` starts anew.
+        """Stop the threads and wait up to 5 s for them to end. Idempotent; the next ``iter()`` starts new threads.
 
-        A thread that is inside a read or a decode it cannot leave is left behind, with a log line; it holds up
-        neither this call beyond that time nor the interpreter's exit.
+        A thread that is stuck in a read or decode is left behind, with a log line. It delays neither this call beyond
+        that time nor the interpreter's exit.
         """
         self._session.close(JOIN_S)
 
     async def aclose(self) -> None:
-        """``close`` for async code: never blocks the caller's event loop."""
+        """Like ``close``, without blocking the caller's event loop."""
         await self._session.aclose(JOIN_S)
 
     def __enter__(self) -> Feeder[BatchT]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Ctrl-C or sys.exit: the process is about to end, and waits no longer than it would without `with`.
+        # On Ctrl-C or sys.exit the process is about to end; wait no longer than an exit without `with` would.
         leaving = kind is not None and not issubclass(kind, Exception)
         self._session.close(threads.EXIT_S if leaving else JOIN_S)
 

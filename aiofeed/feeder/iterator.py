@@ -1,97 +1,252 @@
-"""The consumer's end: one epoch, as an iterator and as an asynchronous iterator."""
+"""The consumer's end of a feed: an iterator over one epoch, and the way of a batch from its producer to the iterator.
+
+A ``Producer`` puts finished batches into a queue. A ``Delivery`` hands them to the consumer, on a device by way of a
+``CopyThread`` and a second queue. ``FeedIterator.__next__`` takes them from the last queue.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from queue import Empty
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiofeed.core.errors import IteratorClosedError
+from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
-from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
+from aiofeed.core.types import Transform
+from aiofeed.devices.copy_thread import CopyThread
+from aiofeed.runtime import threads
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
+from aiofeed.runtime.threads import JOIN_S
+
+if TYPE_CHECKING:
+    from aiofeed.devices.copier import AnyCopier
 
 log = logging.getLogger("aiofeed.feeder")
 
-# The end of an epoch follows its last batch within the time that a thread takes to be scheduled.
+# Time limit for the end of an epoch to arrive after its last batch. It arrives as soon as its thread is scheduled.
 END_S = 1.0
 
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
-class Delivery(Protocol):
-    """What stands behind an iterator: finished batches, and ways to answer."""
+class Producer(Protocol):
+    """Puts finished batches into a queue, in threads of its own or when the queue is read."""
 
-    queue: BatchQueue[QueueItem]
+    @property
+    def queue(self) -> BatchQueue[QueueItem]:
+        """The finished batches and the ends of epochs."""
+        ...
+
+    def start(self) -> None:
+        """Start the threads that do not run yet. Called in the consumer's thread before each iteration."""
+        ...
 
     def take(self, item: ReadyBatch) -> Any:
-        """The batch as the user gets it, and word to the producer that there is room; in the consumer's thread.
+        """Return the batch of an item that leaves the queue, and allow one more to be produced.
 
-        The word comes last: it wakes a thread that then wants the GIL.
+        An interrupted call may be repeated with the same item. A copy thread calls it, too, and so keeps the producer
+        alive while it runs.
         """
         ...
 
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
+        ...
+
     def stop(self) -> None:
-        """Nobody wants more; never blocks."""
+        """Tell the threads to end. Never blocks."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
         ...
 
     async def stopped(self) -> None:
-        """Wait, without blocking the caller's loop, until the threads are gone."""
+        """Wait for the threads to end without blocking the caller's event loop."""
         ...
 
 
-class Observer(Protocol):
-    """Who keeps account of what an iterator has handed out."""
+class LoopProducer:
+    """A producer whose batches come from an event loop thread.
 
-    def handing_out(self, item: ReadyBatch) -> None:
-        """The user is about to get this batch. An interrupted ``next`` is repeated, so that it may be said twice."""
-        ...
+    Args:
+        loop_thread: The event loop thread.
+        queue: Receives the batches.
+    """
 
-    def handed_out(self, item: ReadyBatch) -> None:
-        """The user gets this batch. It takes note and calls no C function: nothing can interrupt it half-way."""
-        ...
+    def __init__(self, loop_thread: EventLoopThread, queue: BatchQueue[QueueItem]) -> None:
+        self.loop_thread = loop_thread
+        self.queue = queue
 
-    def failed(self, item: FeedFailure) -> None:
-        """The user is about to get this error."""
-        ...
+    def start(self) -> None:
+        """Start the thread if it does not run yet."""
+        self.loop_thread.launch()
 
-    def ended(self) -> None:
-        """The end was reached."""
-        ...
+    def take(self, item: ReadyBatch) -> Any:
+        """Return the batch of an item; call the item's ``release`` on the loop."""
+        batch = item.batch
+        item.taken_at = time.perf_counter()
+        if item.release is not None and (item.on_taken is None or not item.on_taken(item)):
+            self.loop_thread.call(release, item)
+        return batch
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
+        self.loop_thread.watch(owner)
+
+    def stop(self) -> None:
+        """Tell the threads to end. Never blocks."""
+        self.loop_thread.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
+        if self.loop_thread.join(timeout_s):
+            return True
+        threads.unregister(self.loop_thread)
+        return False
+
+    async def stopped(self) -> None:
+        """Wait for the threads to end without blocking the caller's event loop."""
+        if not self.loop_thread.inherited:
+            await asyncio.wait([asyncio.wrap_future(self.loop_thread.finished)])
 
 
-class FeedIterator(Generic[BatchT_co]):
-    """One pass over the batches. Either ``next`` or ``anext`` may be used, from one thread at a time.
+class Delivery:
+    """Hands a producer's batches to the consumer: from host memory, or through a copy thread and a device.
 
-    It ends with ``StopIteration`` (``StopAsyncIteration``); after an error it is finished. Once it was closed, by
-    ``close``, by a newer iterator or in a forked child, it raises ``IteratorClosedError``.
+    Args:
+        producer: Puts finished batches into its queue.
+        copier: Copies batches to the device, in a thread of its own; ``None``: they stay where the producer puts them.
+        transform: Called with each batch in the consumer's thread. A copier has its own transform.
+        device_batches: Batches that may be on the device before the consumer takes one.
     """
 
     def __init__(
         self,
-        delivery: Delivery,
-        counters: EpochStats,
-        *,
-        observer: Observer,
+        producer: Producer,
+        copier: AnyCopier | None = None,
+        transform: Transform | None = None,
+        device_batches: int = DEVICE_BATCHES,
     ) -> None:
+        self.queue = producer.queue
+        self._producer = producer
+        self._copier = copier
+        self._transform = transform
+        self._copy_thread: CopyThread | None = None
+        self._launched = False
+        if copier is not None:
+            self.queue = BatchQueue()
+            self._copy_thread = CopyThread(
+                copier, producer.queue, self.queue, room=device_batches, issued=producer.take
+            )
+
+    def start(self) -> None:
+        """Start the threads that do not run yet. Call it in the consumer's thread before each iteration.
+
+        Later copies wait for the work that the calling thread has queued on the device, e.g. constants of a transform.
+        """
+        if self._copier is not None:
+            self._copier.wait_for_caller()
+        if self._copy_thread is not None and not self._launched:
+            self._launched = True
+            self._copy_thread.launch()
+        self._producer.start()
+
+    def take(self, item: ReadyBatch) -> Any:
+        """Return the batch of an item as the user gets it. The caller's current stream waits for its copy."""
+        if self._copy_thread is not None:
+            return self._copy_thread.take(item)
+        batch = self._producer.take(item)
+        if self._transform is None:
+            return batch
+        try:
+            return self._transform(batch)
+        except Exception as error:
+            error.add_note(f"in transform= of batch {item.number}")
+            raise
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
+        self._producer.watch(owner)
+        if self._copy_thread is not None:
+            self._copy_thread.watch(owner)
+
+    def stop(self) -> None:
+        """Tell the threads to end. Never blocks."""
+        if self._copy_thread is not None:
+            self._copy_thread.stop()
+        self._producer.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
+        deadline = time.monotonic() + timeout_s
+        ended = self._producer.join(timeout_s)
+        if self._copy_thread is None or self._copy_thread.join(max(0.0, deadline - time.monotonic())):
+            return ended
+        threads.unregister(self._copy_thread)
+        return False
+
+    async def stopped(self) -> None:
+        """Wait for the threads to end without blocking the caller's event loop."""
+        await self._producer.stopped()
+        if self._copy_thread is not None:
+            await asyncio.to_thread(self._copy_thread.join, JOIN_S)
+
+
+class EpochObserver:
+    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch.
+
+    Args:
+        delivery: The iterator's.
+    """
+
+    def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
-        self._counters = counters
+
+    def handing_out(self, item: ReadyBatch) -> None:
+        """Called before a batch is handed out; twice for the same batch if ``next`` is interrupted and repeated."""
+
+    def handed_out(self, item: ReadyBatch) -> None:
+        """Called when a batch is handed out. It must not call any function, so that no signal handler runs in it."""
+
+    def failed(self, item: FeedFailure) -> None:
+        """Called before an error is raised."""
+
+    def ended(self) -> None:
+        """Called at the end of the epoch."""
+        self._delivery.stop()
+
+
+class FeedIterator(Generic[BatchT_co]):
+    """An iterator over the batches of one epoch. Use either ``next`` or ``anext``, from one thread at a time.
+
+    It ends with ``StopIteration`` or ``StopAsyncIteration``; after an error it is finished. After ``close``, after a
+    newer iterator was started, and in a forked child it raises ``IteratorClosedError``.
+    """
+
+    def __init__(self, delivery: Delivery, stats: EpochStats, observer: EpochObserver | None = None) -> None:
+        self._delivery = delivery
+        self._stats = stats
         self._queue = delivery.queue
-        self._observer = observer
+        self._observer = observer or EpochObserver(delivery)
         self._pid = os.getpid()
-        self._started = counters.asked_at = time.perf_counter()
+        self._started = stats.asked_at = time.perf_counter()
         self._finished = False
         self._closed: str | None = None
 
     def __repr__(self) -> str:
-        stands = "ended" if self._finished else "closed" if self._closed is not None else "open"
-        return f"FeedIterator({stands}, batches handed out: {self._counters.batches})"
+        status = "ended" if self._finished else "closed" if self._closed is not None else "open"
+        return f"FeedIterator({status}, batches handed out: {self._stats.batches})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an iterator cannot be pickled or copied, since its threads cannot: take the feeder, which goes on where "
-            "this iterator stands, or its state_dict()"
+            "an iterator cannot be pickled or copied, because its threads cannot: pickle the feeder, which goes on "
+            "from the position of this iterator, or its state_dict()"
         )
 
     def __iter__(self) -> FeedIterator[BatchT_co]:
@@ -101,46 +256,46 @@ class FeedIterator(Generic[BatchT_co]):
         return self
 
     def __next__(self) -> BatchT_co:
-        """The next batch; blocks until it is there. Ctrl-C breaks the wait, and loses no batch."""
+        """Return the next batch; block until it is ready. Ctrl-C interrupts the wait and loses no batch."""
         if self._finished or self._closed is not None or self._pid != os.getpid():
-            self._refuse()
+            self._raise_if_closed()
             raise StopIteration
         asked = time.perf_counter()
         item = self._queue.peek()
         if type(item) is not ReadyBatch:
             try:
-                self._settle(item, asked)
+                self._end(item, asked)
             finally:
                 del item  # an error's traceback refers to this frame
             raise StopIteration
         batch: BatchT_co = self._take(item, asked)
-        # From here to the caller's line the interpreter does not look for signals (see handoff.py).
+        # From here to the caller's line the interpreter runs no signal handler (see runtime/queue.py).
         self._observer.handed_out(item)
-        item.batch = None  # word of it may still be on its way
+        item.batch = None  # the engine's loop may still refer to the item
         del self._queue.items[0]
         return batch
 
     async def __anext__(self) -> BatchT_co:
-        """The next batch; suspends the calling task until it is there. Cancelling loses no batch."""
+        """Return the next batch; suspend the calling task until it is ready. Cancelling the task loses no batch."""
         if self._finished or self._closed is not None or self._pid != os.getpid():
-            self._refuse()
+            self._raise_if_closed()
             raise StopAsyncIteration
         asked = time.perf_counter()
         item = await self._queue.peek_async()
         if type(item) is not ReadyBatch:
             try:
-                self._settle(item, asked)
+                self._end(item, asked)
             finally:
                 del item  # an error's traceback refers to this frame
             raise StopAsyncIteration
         batch: BatchT_co = self._take(item, asked)
         self._observer.handed_out(item)
-        item.batch = None  # word of it may still be on its way
+        item.batch = None  # the engine's loop may still refer to the item
         del self._queue.items[0]
         return batch
 
-    def _refuse(self) -> None:
-        """Raise where it was closed or belongs to another process; otherwise it has come to its end."""
+    def _raise_if_closed(self) -> None:
+        """Raise ``IteratorClosedError`` if the iterator is closed or belongs to another process."""
         if self._closed is not None:
             raise IteratorClosedError(self._closed)
         if self._pid != os.getpid():
@@ -161,22 +316,21 @@ class FeedIterator(Generic[BatchT_co]):
         stall_s = now - asked - _overlap_s(item.device_backlog, asked, now)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
-        counters = self._counters
-        counters.stall_s += stall_s
-        counters.batches += 1
-        counters.samples += item.samples
-        counters.wall_s = now - self._started
-        if counters.batches == 1:
-            counters.first_batch_s = now - self._started
+        stats = self._stats
+        stats.stall_s += stall_s
+        stats.batches += 1
+        stats.samples += item.samples
+        stats.wall_s = now - self._started
+        if stats.batches == 1:
+            stats.first_batch_s = now - self._started
         return batch
 
-    def _settle(self, item: QueueItem, asked: float) -> None:
-        """Take note of the end, or raise what came instead of a batch."""
-        counters = self._counters
+    def _end(self, item: QueueItem, asked: float) -> None:
+        """Handle an item that is not a batch: return at the end of the epoch, otherwise raise the error."""
         if isinstance(item, EndOfEpoch):
             now = time.perf_counter()
-            counters.stall_s += now - asked
-            counters.wall_s = now - self._started
+            self._stats.stall_s += now - asked
+            self._stats.wall_s = now - self._started
             self._observer.ended()
             self._finished = True
             del self._queue.items[0]
@@ -187,49 +341,49 @@ class FeedIterator(Generic[BatchT_co]):
             try:
                 raise item.error
             finally:
-                # The traceback refers to this frame, which must not refer to the error: dropped, it is to be gone.
-                # Nor may the queue, while the iterator is kept.
+                # The traceback refers to this frame. If this frame or the queue referred to the error, a dropped error
+                # would not be freed.
                 self._queue.items.clear()
                 del item
         assert isinstance(item, Stopped)
         raise IteratorClosedError(self._closed or "this iterator was closed")
 
     def _finish(self) -> None:
-        # The last of it counts: what was interrupted before is done again.
         self._delivery.stop()
+        # Last: if Ctrl-C comes before this line, the next call does all of it again.
         self._finished = True
 
     @property
     def live(self) -> bool:
-        """Whether there may be more to come: neither closed, nor ended, nor failed."""
+        """Whether the iterator is neither closed nor finished."""
         return self._closed is None and not self._finished
 
-    def conclude(self) -> bool:
-        """See the end without being asked for it; whether it stood right there."""
-        self._finished = self.live and see_end(self._queue)
+    def finish_if_ended(self) -> bool:
+        """Finish if the end of the epoch is the next item; return whether it is."""
+        self._finished = self.live and take_end(self._queue)
         return self._finished
 
     def close(self, reason: str = "this iterator was closed") -> None:
-        """Stop the threads behind it; never blocks. A thread that waits at it gets ``IteratorClosedError``."""
+        """Stop the threads that feed it. Never blocks. A thread that waits in ``next`` gets ``IteratorClosedError``."""
         if not self._finished:
-            # Also where it was closed before: that may have been interrupted half-way.
+            # Repeat it if it is closed already: the earlier call may have been interrupted.
             self._closed = self._closed or reason
             self._queue.put(Stopped())
             self._delivery.stop()
 
     async def aclose(self) -> None:
-        """``close``, and wait until the threads are gone without blocking the caller's loop."""
+        """Close it and wait for the threads to end, without blocking the caller's event loop."""
         self.close()
         await self._delivery.stopped()
 
 
 def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> float:
-    """How much of a span lies between two points in time."""
+    """Return the seconds of a time span that lie between two points in time."""
     return 0.0 if span is None else max(min(span[1], end) - max(span[0], start), 0.0)
 
 
-def see_end(queue: BatchQueue[QueueItem]) -> bool:
-    """Take the end of an epoch whose last batch was handed out; whether it stood right behind that."""
+def take_end(queue: BatchQueue[QueueItem]) -> bool:
+    """Remove the next item; return whether it is the end of the epoch. Call it after the last batch."""
     try:
         return isinstance(queue.get(END_S), EndOfEpoch)
     except Empty:

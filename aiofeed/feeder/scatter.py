@@ -1,4 +1,4 @@
-"""``scatter``: a batch that exists already, in parts on several devices."""
+"""``scatter``: splits an existing batch over several devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from aiofeed.core.types import public
-from aiofeed.devices.group_copier import copier_for
+from aiofeed.devices.copier import copier_for
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 
 if TYPE_CHECKING:
@@ -19,31 +19,31 @@ BatchT = TypeVar("BatchT")
 
 @public
 def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | DeviceBackend]) -> tuple[BatchT, ...]:
-    """A batch in parts, one per device, as ``Feeder(..., device=[...])`` gives them.
+    """Split a batch into one part per device, as ``Feeder(..., device=[...])`` does.
 
-    What comes back may be used on each device's current stream, and the batch's host memory may be written again.
-    Copies to the devices run at the same time where that memory is pinned.
+    When it returns, the batch's host memory may be overwritten, and each part may be used on its device's current
+    stream. If that memory is pinned, the copies to the devices run in parallel.
 
     Args:
-        batch: tensors on the host or on a device, nested in tuple, list, dict, namedtuple or dataclass. They are split
-            along dimension 0 as ``torch.tensor_split`` does it; lists with one entry per sample are split alike, and
-            what has no samples is in every part.
-        devices: in the order of the parts.
+        batch: Tensors on the host or on a device, nested in tuple, list, dict, namedtuple or dataclass. They are split
+            along dimension 0 as ``torch.tensor_split`` does. Lists with one entry per sample are split alike; other
+            leaves are repeated in every part.
+        devices: The devices, in the order of the parts.
 
     Returns:
-        One part per device, of the batch's structure. A part may be empty: where there are fewer samples than devices.
+        One part per device, of the batch's structure. The last parts are empty if there are fewer samples than devices.
 
     Raises:
-        TypeError, ValueError: no list of devices that can share a batch.
-        DeviceCopyError: tensors differ along dimension 0, or a copy failed; it names the device.
+        TypeError, ValueError: ``devices`` is not a list of devices that can share a batch.
+        DeviceCopyError: Tensors differ in size along dimension 0, or a copy failed; the message names the device.
     """
     if not isinstance(devices, list | tuple):
         raise TypeError(f"scatter takes a list of devices, got {devices!r}")
     group = cast("DeviceGroup", resolve_devices(devices))
     copier: Any = copier_for(group)
-    copier.follow()
-    in_flight = copier.issue(batch)
-    parts: tuple[BatchT, ...] = copier.deliver(in_flight)
-    in_flight.copied.synchronize()
+    copier.wait_for_caller()
+    pending = copier.issue(batch)
+    parts: tuple[BatchT, ...] = copier.deliver(pending)
+    pending.copied.synchronize()
     copier.release()
     return parts

@@ -1,4 +1,4 @@
-"""One feeder for several training processes of a host: its end. The mechanism is in ``share``."""
+"""``serve``: one feeder for several training processes of a host. The protocol is in ``processes/serving``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed.feeder")
 
-# More epochs than anybody feeds.
+# An upper limit that is never reached.
 _ENDLESS = 1 << 30
 
 
@@ -37,9 +37,9 @@ class ServedConsumer:
     """A process that is attached to a server.
 
     Args:
-        pid: its number.
-        fed: whether it is fed in this epoch, or waits for the next.
-        batches: how many it was sent so far.
+        pid: Its process id.
+        fed: Whether it takes part in the current epoch; otherwise it waits for the next one.
+        batches: Number of batches sent to it so far.
     """
 
     pid: int
@@ -58,39 +58,39 @@ def serve(
     slow: Slow = "wait",
     join: When = "epoch",
 ) -> Server:
-    """Feed several training processes of this host from one feeder: everything is read and decoded once.
+    """Feed several training processes of this host from one feeder; each sample is read and decoded once.
 
-    Training processes ``aiofeed.attach(address)`` and iterate what they get. Nothing is served before the server is
-    entered (``with``), started or run:
+    Training processes call ``aiofeed.attach(address)`` and iterate the result. The server starts with ``with``,
+    ``start`` or ``run``:
 
-        with aiofeed.serve(feeder, "imagenet"): ...             # in threads of this process, until the block is left
-        aiofeed.serve(feeder, "imagenet").run(epochs=90)        # here, until it is done
+        with aiofeed.serve(feeder, "imagenet"): ...             # in threads of this process, until the block ends
+        aiofeed.serve(feeder, "imagenet").run(epochs=90)        # in the calling thread, until all epochs are fed
 
     Args:
-        feeder: of batches on the host, where each consumer chooses its device and transform for itself; or with a CUDA
-            device, where those who attach with the same GPU read batches in its memory, transformed already, and the
-            others get them through the host's.
-        address: a name, for a socket in this user's private folder, or the path of a Unix socket. Processes of other
+        feeder: A feeder of host batches; each consumer then chooses its own device and transform. Or a feeder with a
+            CUDA device; consumers on the same GPU then read the transformed batches from device memory, others get
+            them through host memory.
+        address: A name, for a socket in this user's private folder, or the path of a Unix socket. Processes of other
             users are refused.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
-        min_consumers: so many want to be fed before the first epoch begins.
-        lag: batches in shared memory, which is how far one consumer may fall behind another. On a GPU they take the
-            memory of one more.
-        slow: "wait": a consumer that is so far behind holds up the others. "drop": it is let go, with an error on its
-            side, when another one has nothing left to read.
-        join: a consumer that comes in mid-epoch is fed from the next "epoch" on, or from the next "batch".
+        min_consumers: Number of consumers that the first epoch waits for.
+        lag: Number of batches in shared memory, that is, how far one consumer may be behind another. On a GPU they use
+            memory for one batch more.
+        slow: What happens if a consumer is ``lag`` batches behind. "wait": the others wait for it. "drop": it is
+            disconnected with an error when another consumer has no batch left to read.
+        join: A consumer that connects in mid-epoch takes part from the next "epoch" or the next "batch".
 
-    A consumer takes part from its first ``iter()`` on, until it leaves an epoch early, closes or ends.
+    A consumer takes part from its first ``iter()`` until it leaves an epoch early, closes or ends.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or out of range; a feeder that cannot be served.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or the feeder cannot be served.
     """
     if not isinstance(feeder, Feeder):
         raise TypeError(f"serve takes a Feeder, got {feeder!r}")
     backend = feeder._config.backend
     if backend is None and feeder._config.transform is not None:
         raise ValueError(
-            "a feeder with transform= and no device= cannot be served: leave it out, and give it to each attach()"
+            "a feeder with transform= and without device= cannot be served: pass transform= to each attach() instead"
         )
     if backend is not None:
         _shared(backend)
@@ -104,63 +104,63 @@ def serve(
     from aiofeed.processes.ipc.address import SERVER, resolve
     from aiofeed.processes.serving.hub import ServeOptions
 
-    terms = ServeOptions(
+    options = ServeOptions(
         mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
     )
-    return Server(feeder, resolve(address, SERVER), terms)
+    return Server(feeder, resolve(address, SERVER), options)
 
 
 class Server:
-    """What ``serve`` returns. It can be entered, started or run once it is closed, again."""
+    """The result of ``serve``. After ``close`` it can be started again."""
 
-    def __init__(self, feeder: Feeder[Any], path: Path, terms: ServeOptions) -> None:
+    def __init__(self, feeder: Feeder[Any], path: Path, options: ServeOptions) -> None:
         self._feeder = feeder
         self._path = path
-        self._terms = terms
+        self._options = options
         self._loop_thread: EventLoopThread | None = None
         self._hub: Hub | None = None
         self._done: Future[None] = Future()
 
     @property
     def address(self) -> str:
-        """The path of its socket."""
+        """The path of the socket."""
         return str(self._path)
 
     @property
     def consumers(self) -> tuple[ServedConsumer, ...]:
-        """Those who are attached now."""
+        """The processes that are attached now."""
         if self._hub is None:
             return ()
         return tuple(ServedConsumer(each.pid, each.fed, each.batches) for each in self._hub.consumers)
 
     def start(self, epochs: int | None = None) -> Server:
-        """Serve in threads of this process, up to epoch ``epochs`` or until ``close``; returns itself.
+        """Serve in threads of this process, up to epoch ``epochs`` or until ``close``; return the server itself.
 
-        A failure of the feeder is raised at the consumers' ``for`` lines, and ends that epoch.
+        An error of the feeder is raised in the consumers and ends the epoch.
 
         Raises:
-            FeedError: another server has the address, or it cannot be had.
-            RuntimeError: it serves already.
+            FeedError: Another server uses the address, or it cannot be opened.
+            RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=True)
         return self
 
     def run(self, epochs: int | None = None) -> None:
-        """Serve, and return when ``epochs`` are fed; without a number, until Ctrl-C. Then close.
+        """Serve in the calling thread until ``epochs`` epochs are fed, or without a number until Ctrl-C; then close.
 
-        Epochs count as in ``Feeder.epochs``: those that a resumed feeder has behind it are not fed again.
+        Epochs count as in ``Feeder.epochs``: a resumed feeder does not feed completed epochs again.
 
         Raises:
-            FeedError: another server has the address, or it cannot be had.
-            Exception: what the feeder raised; the consumers have got it, too.
-            RuntimeError: it serves already.
+            FeedError: Another server uses the address, or it cannot be opened.
+            Exception: The error of the feeder, which is raised in the consumers, too.
+            RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=False)
         done = self._done
         try:
             while True:
                 try:
-                    # A signal that arrives just before the main thread blocks does not wake it.
+                    # A signal that arrives just before the main thread blocks does not wake it, so poll.
                     done.result(threads.POLL_INTERVAL_S)
                     return
                 except FutureTimeout:
@@ -171,7 +171,7 @@ class Server:
 
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
         if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
-            raise RuntimeError(f"it serves already, at {self._path}")
+            raise RuntimeError(f"the server at {self._path} is running already")
         number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
         if not len(self._feeder):
             raise ValueError("the feeder has no batches to serve")
@@ -180,12 +180,12 @@ class Server:
         from aiofeed.processes.serving.hub import Hub
 
         check_free(self._path, SERVER)
-        # Before anybody can connect, who would not wait for long: a process's first use of a GPU takes seconds.
+        # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
         ring = self._ring()
         listener = Listener(self._path, SERVER)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
-            hub = Hub(self._feeder, listener, self._terms, loop_thread.decode_pool, ring)
+            hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
             self._hub = hub
             done: Future[None] = Future()
             self._done = done
@@ -207,12 +207,12 @@ class Server:
             return None
         from aiofeed.processes.serving.device_ring import DeviceRing
 
-        return DeviceRing(*_shared(backend), self._terms.lag + 1)
+        return DeviceRing(*_shared(backend), self._options.lag + 1)
 
     def close(self) -> None:
-        """Let the consumers go, take the socket away and wait for the threads, 5 s at most. Idempotent.
+        """Disconnect the consumers, remove the socket and wait up to 5 s for the threads. Idempotent.
 
-        Consumers still get what they were sent, then an error that says so. The feeder stays open.
+        Consumers still get the batches that were sent to them, then an error. The feeder stays open.
         """
         loop_thread, self._loop_thread = self._loop_thread, None
         if loop_thread is None or loop_thread.inherited:
@@ -230,20 +230,20 @@ class Server:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Server({self._feeder!r}, {str(self._path)!r}, mode={self._terms.mode!r})"
+        return f"Server({self._feeder!r}, {str(self._path)!r}, mode={self._options.mode!r})"
 
 
 def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, SharedDevice]:
-    """The device of a served feeder, and what other processes can use of it."""
+    """Return the device of a served feeder, and its interface for sharing memory with other processes."""
     from aiofeed.devices.resolve import DeviceGroup
     from aiofeed.processes.ipc.cuda_ipc import shared_device
 
     shared = None if isinstance(backend, DeviceGroup) else shared_device(backend)
     if isinstance(backend, DeviceGroup) or shared is None:
-        what = "several devices" if isinstance(backend, DeviceGroup) else "memory of its process's own"
+        reason = "there are several devices" if isinstance(backend, DeviceGroup) else "its memory cannot be shared"
         raise ValueError(
-            f"a feeder with device={backend.name!r} cannot be served, because that is {what}: leave device= out, and "
-            f"give each attach() its device="
+            f"a feeder with device={backend.name!r} cannot be served, because {reason}: leave device= out, and pass "
+            f"device= to each attach()"
         )
     return backend, shared
 
@@ -255,7 +255,7 @@ async def _serve(hub: Hub, epochs: int, go_on: bool, done: Future[None], stop: A
     except Exception as error:
         _finish(done, as_exception(error))
         if go_on:
-            log.exception("the server has ended")
+            log.exception("the server has ended with an error")
     finally:
         stop()
 

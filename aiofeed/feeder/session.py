@@ -1,24 +1,36 @@
-"""One pass after another over a feeder's batches: the open iterator, and the threads that go on between them."""
+"""Runs the epochs of one feeder: where each epoch starts, and the effect of its end, of a ``break`` and of an error."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.feeder.backing import BatchPipeline, goes_on, new_pipeline, serves, tie_memory
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.engine.fetch.source import decodes_in_place
 from aiofeed.feeder.config import FeederConfig
-from aiofeed.feeder.iterator import FeedIterator, see_end
+from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
+from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import refuse_nested_iteration
+from aiofeed.sources.tensors import Tensors
+
+if TYPE_CHECKING:
+    from aiofeed.cache.resident import ResidentStore
+    from aiofeed.core.types import Row
+    from aiofeed.engine.resident.cached_data import CachedData
+    from aiofeed.engine.resident.pipeline import ResidentPipeline
+
+    BatchPipeline: TypeAlias = StreamingPipeline | ResidentPipeline
 
 BatchT = TypeVar("BatchT")
 
@@ -26,35 +38,52 @@ log = logging.getLogger("aiofeed.feeder")
 
 
 class FeederSession(Generic[BatchT]):
-    """The passes of one feeder. What stands behind them is begun at the first, and used again while it can be.
+    """Runs the epochs of one feeder, one iterator at a time, on a pipeline that is reused while possible.
 
-    It is kept alive by its feeder and by the open iterator; once both are gone, the threads end.
+    - *Start*: ``begin`` asks the checkpoint for the position (a loaded state, a chosen epoch or the next epoch) and the
+      order for the batches from there on. ``EpochProgress`` counts the batches handed out; ``state_dict`` is computed
+      from it.
+    - *End*: the pipeline keeps running for the next epoch. After a complete epoch, and inside ``epochs``, the next
+      epoch is read while this one is consumed.
+    - *Break*: the delivery watches the iterator. When the last reference to it is dropped, the threads end, and the
+      next ``begin`` creates a new pipeline. The same happens after ``close`` and after an error.
+
+    The feeder and the open iterator keep the session alive. The pipeline ends when the session is dropped.
 
     Args:
-        config: what to run.
-        order: the feeder's.
-        progress: where its user stands; advanced as batches are handed out.
-        failures: the samples that failed.
-        past: the counters of passes that are over.
+        config: The feeder's configuration.
+        order: Gives the batches of an epoch.
+        checkpoint: The user's position; updated as batches are handed out.
+        failures: Receives the samples that failed.
+        earlier_stats: Receives the statistics of ended epochs.
     """
 
     def __init__(
-        self, config: FeederConfig, *, order: FeedOrder, progress: Checkpoint, failures: FailureLog, past: EpochStats
+        self,
+        config: FeederConfig,
+        *,
+        order: FeedOrder,
+        checkpoint: Checkpoint,
+        failures: FailureLog,
+        earlier_stats: EpochStats,
     ) -> None:
         self.config = config
         self._order = order
-        self._progress = progress
+        self._checkpoint = checkpoint
         self._failures = failures
-        self._past = past
+        self._earlier_stats = earlier_stats
+        self.stats = EpochStats()
         self.pipeline: BatchPipeline | None = None
+        self.delivery: Delivery | None = None
+        # The latest streaming pipeline and its delivery. They may still be ending after resident data replaced them.
+        self._streaming: tuple[StreamingPipeline, Delivery] | None = None
         self._stream: EpochStream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
-        self._account: EpochProgress | None = None
-        self.counters = EpochStats()
-        # Epochs that were finished one after the other, and the last one that is sure to be asked for.
-        self._in_a_row = 0
+        self._epoch: EpochProgress | None = None
+        # Epochs completed one after the other, and the last epoch of a running `epochs`.
+        self._completed_in_a_row = 0
         self._last_epoch: int | None = None
-        tie_memory(self, config)
+        _free_device_cache_with(self, config)
 
     @property
     def live(self) -> bool:
@@ -62,17 +91,17 @@ class FeederSession(Generic[BatchT]):
         return self._live_iterator() is not None
 
     def statistics(self, total: bool) -> FeedStatistics:
-        """Of the current or last pass, or with ``total`` of all of them."""
-        counters = EpochStats()
+        """Return the statistics of the current or last epoch, or with ``total`` of all epochs."""
+        stats = EpochStats()
         if total:
-            counters.add(self._past)
-        counters.add(self.counters)
+            stats.add(self._earlier_stats)
+        stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
         gil = tuner.decoding.gil if tuner is not None else None
         return FeedStatistics(
-            **counters.totals(),  # type: ignore[arg-type]
-            queue_depth=pipeline.queue_depth if pipeline is not None else 0,
+            **stats.totals(),  # type: ignore[arg-type]
+            queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
@@ -80,127 +109,158 @@ class FeederSession(Generic[BatchT]):
         )
 
     def epochs(self, last: int) -> Iterator[int]:
-        """The numbers of the epochs up to ``last``; while they are iterated, the next is begun ahead."""
-        epoch = self._order.normalize(self._progress.next_position()).epoch
+        """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
+        epoch = self._order.normalize(self._checkpoint.next_position()).epoch
         try:
             while epoch <= last:
                 self._last_epoch = last
                 yield epoch
                 epoch += 1
-                if self._progress.next_position().epoch != epoch:
-                    self._progress.set_epoch(epoch, live=self.live)
+                if self._checkpoint.next_position().epoch != epoch:
+                    self._checkpoint.set_epoch(epoch, live=self.live)
         finally:
             self._last_epoch = None
 
     def begin(self) -> FeedIterator[BatchT]:
-        """An iterator of the coming epoch; one that is still open is closed."""
+        """Return an iterator over the next epoch; close the open iterator."""
         try:
             return self._begin()
-        except BaseException:  # Ctrl-C, say: nobody gets an iterator, so what was started for it ends
+        except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
             self.stop("its epoch did not begin")
             raise
 
     def _begin(self) -> FeedIterator[BatchT]:
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
             refuse_nested_iteration(self.config.source)
-        if not self._conclude():
+        completed = self._finish_complete_epoch()
+        if not completed:
             self._close_iterator("a newer iterator of the same feeder was started")
-        begun = self._order.plan_epoch(self._progress.next_position())
-        start = begun.start
-        claimed, stream = None, self._stream
-        if self.pipeline is not None and self.pipeline.reusable() and stream is not None:
-            follows = begun.permutation is None and goes_on(self.config, self.pipeline)
-            claimed = stream.take_over(begun.schedule, start) if follows else None
-        if claimed is None or stream is None:
-            claimed = EpochStats()
-            stream = EpochStream(begun.schedule, start, claimed, begun.permutation)
-        if begun.permutation is None and goes_on(self.config, None):
-            # Before it starts: a short epoch is planned at once, and then it is too late.
-            self._look_ahead(stream, start.epoch)
-        if stream is not self._stream:
-            self._start_stream(stream)
-        assert self.pipeline is not None
-        self.pipeline.delivery.begin()
-        self._past.add(self.counters)
-        self.counters = claimed
-        self._progress.on_iter(start.epoch)
+        plan = self._order.plan_epoch(self._checkpoint.next_position())
+        start, sampled = plan.start, plan.permutation is not None
+        stats, stream = None, self._stream
+        # Take over the epoch that was read ahead, if it is the one that begins now.
+        if completed and stream is not None and not sampled and _may_read_ahead(self.config, self.pipeline):
+            stats = stream.take_over(plan.schedule, start)
+        if stats is None or stream is None:
+            stats = EpochStats()
+            stream = EpochStream(plan.schedule, start, stats, plan.permutation)
+        if not sampled and _may_read_ahead(self.config, None):
+            # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
+            self._read_ahead(stream, start.epoch)
+        delivery = self._start(stream)
+        self._earlier_stats.add(self.stats)
+        self.stats = stats
+        self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
-        self._account = EpochProgress(begun.schedule, start, self.config.in_order)
-        iterator: FeedIterator[BatchT] = FeedIterator(
-            self.pipeline.delivery, claimed, observer=_SessionObserver(self, self._account)
-        )
+        self._epoch = EpochProgress(plan.schedule, start, self.config.in_order)
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, self._epoch))
         self._iterator = weakref.ref(iterator)
-        self.pipeline.watch(iterator)
+        delivery.watch(iterator)
         return iterator
 
-    def _conclude(self) -> bool:
-        """See the end of a pass that handed out its last batch to one who counts to ``len()`` and never asked for more.
+    def _start(self, stream: EpochStream) -> Delivery:
+        """Feed a stream if it is new, on the running pipeline or a new one; return the delivery."""
+        old_stream, self._stream = self._stream, stream
+        if stream is not old_stream and not self._can_feed(stream, old_stream):
+            # Batches that were read ahead belong to an epoch that is not wanted any more.
+            if self.delivery is not None and self.pipeline is not None and not self.pipeline.inherited:
+                self.delivery.stop()
+            self._replace_pipeline(stream)
+        assert self.delivery is not None
+        assert self.pipeline is not None
+        self.delivery.start()
+        if stream is not old_stream:
+            self.pipeline.feed(stream)
+        return self.delivery
 
-        Whether the pass is over in good order, so that what was read ahead may be used.
+    def _can_feed(self, stream: EpochStream, old_stream: EpochStream | None) -> bool:
+        """Return whether the running pipeline can feed a new stream, and no other kind of pipeline is faster."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.reusable() or old_stream is None or not old_stream.drained():
+            return False
+        if (cache := _resident_cache(self.config)) is None:
+            return True
+        return not _has_all(cache, stream) if isinstance(pipeline, StreamingPipeline) else cache.has_all()
+
+    def _replace_pipeline(self, stream: EpochStream) -> None:
+        """Create the pipeline for a stream, and its delivery."""
+        config, backend, transform = self.config, self.config.backend, self.config.transform
+        resident = _resident_pipeline(config, stream, self.pipeline)
+        if resident is not None:
+            if backend is not None and transform is not None:
+                from aiofeed.engine.resident.pipeline import on_consumer_stream
+
+                assert not isinstance(backend, DeviceGroup)
+                transform = on_consumer_stream(transform, backend)
+            self.pipeline, self.delivery = resident, Delivery(resident, None, transform)
+        else:
+            copier = None
+            if backend is not None:
+                from aiofeed.devices.copier import copier_for
+
+                copier, transform = copier_for(backend, transform, config.static_outputs), None
+            streaming = StreamingPipeline(config, after=None if self._streaming is None else self._streaming[0])
+            self.pipeline = streaming
+            self.delivery = Delivery(streaming, copier, transform, config.limits.device_batches)
+            self._streaming = streaming, self.delivery
+        self.delivery.watch(self)
+
+    def _finish_complete_epoch(self) -> bool:
+        """Finish an epoch whose last batch was handed out if its consumer, counting batches, never asked for the end.
+
+        Returns whether the epoch is complete and its pipeline runs, so that batches read ahead can be used.
         """
-        account, pipeline = self._account, self.pipeline
-        if account is None or pipeline is None or not account.complete or not pipeline.reusable():
+        epoch, pipeline, delivery = self._epoch, self.pipeline, self.delivery
+        if epoch is None or pipeline is None or delivery is None or not epoch.complete or not pipeline.reusable():
             return False
         if (iterator := self._live_iterator()) is not None:
-            ended = iterator.conclude()
+            ended = iterator.finish_if_ended()
         else:
-            ended = account.ended or see_end(pipeline.delivery.queue)
-        if ended and not account.ended:
-            self._ended(account)
+            ended = epoch.ended or take_end(delivery.queue)
+        if ended and not epoch.ended:
+            self._epoch_ended(epoch)
         return ended
 
-    def _ended(self, account: EpochProgress) -> None:
-        """The end of a pass was seen."""
-        account.ended = True
-        self._failures.summarise(account.start.epoch, self.counters)
-        # Done with: that it is dropped after its end says nothing.
+    def _epoch_ended(self, epoch: EpochProgress) -> None:
+        epoch.ended = True
+        self._failures.summarise(epoch.start.epoch, self.stats)
+        # Dropping the iterator after its end is not a break.
         self._iterator = None
-        self._in_a_row += 1
+        self._completed_in_a_row += 1
 
-    def _start_stream(self, stream: EpochStream) -> None:
-        old = self.pipeline
-        drained = self._stream is not None and self._stream.drained()
-        if old is not None and old.reusable() and drained and serves(self.config, old, stream):
-            self.pipeline = old
-        else:
-            # Whatever was read ahead belongs to an epoch that is not wanted any more.
-            if old is not None and not old.inherited:
-                old.stop()
-            self.pipeline = new_pipeline(self.config, stream, after=old)
-            self.pipeline.watch(self)
-        self._stream = stream
-        self.pipeline.start(stream)
-
-    def _look_ahead(self, stream: EpochStream, epoch: int) -> None:
-        """Allow the next epochs to be begun while this one is consumed, where they are sure or likely to come."""
+    def _read_ahead(self, stream: EpochStream, epoch: int) -> None:
+        """Allow the stream to go on with the next epochs if they are certain or likely to be iterated."""
         if not stream.schedule.shard().batches:
-            return  # planning epochs without a batch waits for nothing: all of them would be, at once
+            return  # nothing limits how many empty epochs would be planned at once
         if self._last_epoch is not None:
             stream.permit_until(self._last_epoch)
-        elif self._in_a_row:
+        elif self._completed_in_a_row:
             stream.permit_until(epoch + 1)
 
-    def stop(self, reason: str) -> BatchPipeline | None:
-        """Close the open iterator and signal the threads to end; never blocks. Returns what is to be waited for."""
+    def stop(self, reason: str) -> list[Delivery]:
+        """Close the open iterator and tell the threads to end; never blocks. Returns the deliveries to wait for."""
         self._close_iterator(reason)
-        pipeline = self.pipeline
-        if pipeline is None or pipeline.inherited:
-            return None
-        pipeline.stop()
-        return pipeline
+        pipeline, delivery = self.pipeline, self.delivery
+        if pipeline is None or delivery is None or pipeline.inherited:
+            return []
+        delivery.stop()
+        if self._streaming is None or self._streaming[1] is delivery or self._streaming[0].inherited:
+            return [delivery]
+        return [delivery, self._streaming[1]]
 
     def close(self, limit_s: float) -> None:
-        """Stop, and wait so long for the threads to end."""
-        if (pipeline := self.stop("the feeder was closed")) is not None and not pipeline.join(limit_s):
-            log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
+        """Stop the threads and wait up to ``limit_s`` for each pipeline to end."""
+        for delivery in self.stop("the feeder was closed"):
+            if not delivery.join(limit_s):
+                log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
 
     async def aclose(self, limit_s: float) -> None:
-        """``close``, without blocking the caller's loop."""
-        if (pipeline := self.stop("the feeder was closed")) is not None:
+        """Like ``close``, without blocking the caller's event loop."""
+        for delivery in self.stop("the feeder was closed"):
             try:
-                # Before Python 3.12 wait_for loses a cancellation, Ctrl-C's say, that comes as the threads have ended.
+                # Not wait_for: before Python 3.12 it loses a cancellation that arrives just as the threads have ended.
                 async with asyncio.timeout(limit_s):
-                    await pipeline.stopped()
+                    await delivery.stopped()
             except TimeoutError:
                 log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", limit_s)
 
@@ -208,7 +268,7 @@ class FeederSession(Generic[BatchT]):
         if (iterator := self._live_iterator()) is not None:
             iterator.close(reason)
         if self._iterator is not None and (iterator is not None or self._iterator() is None):
-            self._in_a_row = 0
+            self._completed_in_a_row = 0
         self._iterator = None
 
     def _live_iterator(self) -> FeedIterator[BatchT] | None:
@@ -216,34 +276,110 @@ class FeederSession(Generic[BatchT]):
         return iterator if iterator is not None and iterator.live else None
 
 
-class _SessionObserver:
-    """What is learnt from an iterator. Keeps the passes alive while one iterates."""
+class _SessionObserver(EpochObserver):
+    """Updates the session as its iterator hands out batches. Keeps the session alive."""
 
-    def __init__(self, session: FeederSession[Any], account: EpochProgress) -> None:
+    def __init__(self, session: FeederSession[Any], delivery: Delivery, epoch: EpochProgress) -> None:
+        super().__init__(delivery)
         self._session = session
-        self._account = account
+        self._epoch = epoch
 
     def handing_out(self, item: ReadyBatch) -> None:
-        session = self._session
+        session, epoch = self._session, self._epoch
         if item.failures:
-            session.counters.failures += session._failures.add(item.failures, self._account.start.epoch)
-        if not self._account.started:
-            session._progress.on_first_batch(self._account)
+            session.stats.failures += session._failures.add(item.failures, epoch.start.epoch)
+        if not epoch.started:
+            session._checkpoint.on_first_batch(epoch)
             session._order.on_first_batch()
-        if self._account.one_left and session.pipeline is not None:
-            # The iterator may be dropped then: all it could still give is the end.
-            session.pipeline.watch(session)
+        if epoch.one_left:
+            # Dropping the iterator after its last batch is not a break.
+            self._delivery.watch(session)
 
     def handed_out(self, item: ReadyBatch) -> None:
-        self._account.record(item.number)
+        self._epoch.record(item.number)
 
     def failed(self, item: FeedFailure) -> None:
-        self._session.counters.failures += self._session._failures.add(item.failures, self._account.start.epoch)
-        self._session._progress.on_failure(self._account)
-        self._session._in_a_row = 0
+        session = self._session
+        session.stats.failures += session._failures.add(item.failures, self._epoch.start.epoch)
+        session._checkpoint.on_failure(self._epoch)
+        session._completed_in_a_row = 0
 
     def ended(self) -> None:
-        session = self._session
-        session._ended(self._account)
-        if session.pipeline is not None:
-            session.pipeline.watch(session)
+        self._session._epoch_ended(self._epoch)
+        self._delivery.watch(self._session)
+
+
+# --- which pipeline: batches that are streamed, or data that are in memory; chosen at each iter() ---
+
+
+def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipeline | None) -> ResidentPipeline | None:
+    """Return a pipeline of resident data if a stream's samples are all in memory; reuse the data of ``old``."""
+    if config.cache is None and not isinstance(config.source, Tensors):
+        return None
+    from aiofeed.engine.resident.cached_data import CachedData
+    from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
+
+    old_source = old.data.source if isinstance(old, ResidentPipeline) else None
+    source = _resident_source(config, stream, old_source if isinstance(old_source, CachedData) else None)
+    if source is None:
+        return None
+    if isinstance(old, ResidentPipeline) and not old.inherited and old_source is source:
+        return old.successor()
+    assert not isinstance(config.backend, DeviceGroup)
+    data = ResidentData(
+        source, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
+    )
+    return ResidentPipeline(data, source.batch if isinstance(source, CachedData) else None)
+
+
+def _resident_source(config: FeederConfig, stream: EpochStream, old: CachedData | None) -> Tensors | CachedData | None:
+    """Return the data if all samples of a stream are in memory; ``old`` if the cache has no more samples than that."""
+    if isinstance(config.source, Tensors):
+        return config.source
+    cache = _resident_cache(config)
+    if cache is None or not _has_all(cache, stream):
+        return None
+    if old is not None and old.samples == cache.cached_samples:
+        return old
+    from aiofeed.engine.resident.cached_data import CachedData
+
+    row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
+    targets = getattr(config.source, "target", None) is not None
+    return CachedData(cache, None if row is None else row.axes, targets=targets)
+
+
+def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:
+    """Return whether the next epoch may be read ahead.
+
+    Not while a resident cache is being filled: the next epoch is faster from the cache.
+    """
+    cache = _resident_cache(config)
+    return cache is None or (cache.has_all() and not isinstance(running, StreamingPipeline))
+
+
+def _has_all(cache: ResidentStore, stream: EpochStream) -> bool:
+    """Return whether a cache has all samples of the first epoch of a stream."""
+    if cache.has_all():
+        return True
+    first = stream.first
+    wanted = stream.schedule.batch_ranges(first.position, first.permutation).at(0, sys.maxsize)
+    return wanted is not None and cache.has_all(wanted.indices)
+
+
+def _resident_cache(config: FeederConfig) -> ResidentStore | None:
+    """Return the cache if it keeps samples where batches are wanted."""
+    if config.cache is None:
+        return None
+    from aiofeed.cache.resident import ResidentStore
+
+    return config.cache if isinstance(config.cache, ResidentStore) else None
+
+
+def _free_device_cache_with(owner: object, config: FeederConfig) -> None:
+    """Free a cache's device memory when ``owner`` is dropped, instead of by the garbage collector."""
+    if config.cache is None:
+        return
+    from aiofeed.cache.device import DeviceStore
+
+    if isinstance(config.cache, DeviceStore):
+        weakref.finalize(owner, config.cache.memory.clear).atexit = False

@@ -57,14 +57,35 @@ def in_memory_order(memory: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...]
     return (flat, back) if flat.flags.c_contiguous else (memory, None)
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, without importing torch for other values."""
+    # Cheaper than an import. Arrays and scalars have no such attribute.
+    if not hasattr(value, "__torch_function__") or isinstance(value, type):
+        return False
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
 def as_tensor(leaf: HostTensor) -> torch.Tensor:
     """The user's tensor over the memory of a leaf, without a copy."""
     import torch
 
-    tensor = torch.from_numpy(leaf.memory)
+    return restore_layout(torch.from_numpy(leaf.memory), leaf)
+
+
+def restore_layout(memory: torch.Tensor, leaf: HostTensor) -> torch.Tensor:
+    """Return a view of ``memory``, the leaf's memory or a copy of it on a device, with the leaf's dtype and axes."""
     if leaf.torch_dtype is not None:
-        tensor = tensor.view(getattr(torch, leaf.torch_dtype))
-    return tensor if leaf.axes is None else tensor.permute(leaf.axes)
+        import torch
+
+        memory = memory.view(getattr(torch, leaf.torch_dtype))
+    return memory if leaf.axes is None else memory.permute(leaf.axes)
+
+
+def unchanged(batch: Any) -> Any:
+    """Return the batch itself; replaces ``as_tensors`` where a copier reads the host memory."""
+    return batch
 
 
 def as_tensors(batch: Any) -> Any:

@@ -470,9 +470,9 @@ def test_epochs_of_the_same_shard_collate_and_upload_targets_once(kind: str | No
     with feeder:
         list(feeder)
         list(feeder)
-        source = feeder._session.pipeline.source  # type: ignore[union-attr]
+        source = feeder._session.pipeline.data.source  # type: ignore[union-attr]
         list(feeder)
-        assert feeder._session.pipeline.source is source  # type: ignore[union-attr]
+        assert feeder._session.pipeline.data.source is source  # type: ignore[union-attr]
     assert len(requested) == 11
 
 

@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA device, and is skipped where there is none."""
+"""Tests that need a CUDA device; they are skipped without one."""
 
 import contextlib
 from pathlib import Path
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests of this folder; the marker is what skips them."""
+    """Add the marker "cuda", which skips the tests of this folder without a device."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
@@ -17,17 +17,17 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def interprocess():
-    """Have CUDA open what it keeps, once, for events that other processes know: no test of it leaves that behind."""
+    """Create an interprocess event, so that CUDA opens the descriptors it keeps before the first test."""
     import torch
 
     if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # a driver without, or a container
+        with contextlib.suppress(RuntimeError):  # not supported by the driver or the container
             torch.cuda.Event(interprocess=True).ipc_handle()
 
 
 @pytest.fixture
 def backend():
-    """The current CUDA device, with nothing queued by an earlier test."""
+    """Return the backend of the current CUDA device, with no work queued by earlier tests."""
     import torch
 
     from aiofeed.devices.resolve import resolve_device

@@ -1,4 +1,4 @@
-"""The copier and the torch backend on a CUDA device: the same check as on the simulated one, and what only it shows."""
+"""``Copier`` and ``TorchBackend`` on a CUDA device: the check of the simulated device, and CUDA's own behaviour."""
 
 import dataclasses
 import threading
@@ -17,39 +17,39 @@ from aiofeed.testing import WrongBytesError, check_copier
 
 
 def slow():
-    """About a millisecond on the current stream: some three times what the host takes for a batch."""
+    """Queue a kernel of about a millisecond, three times as long as the host takes for a batch."""
     torch.cuda._sleep(2_000_000)
 
 
 def in_turn(backend):
-    """The default stream and two others."""
+    """Return the default stream and two others."""
     return [backend.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
 
 
 def check(backend, **options):
-    """The check, behind slow kernels."""
+    """Run the check with slow kernels."""
     check_copier(backend, options.pop("streams", None) or in_turn(backend), slow=slow, **options)
 
 
 class NoWait(Copier):
     """The consumer's stream never waits."""
 
-    def deliver(self, in_flight):
-        for leaf in leaves(in_flight.batch):
+    def deliver(self, pending):
+        for leaf in leaves(pending.batch):
             if isinstance(leaf, torch.Tensor):
                 self.backend.record_stream(leaf, self.backend.current_stream())
-        return in_flight.batch
+        return pending.batch
 
 
-class NoHold(Copier):
-    """No record_stream."""
+class NoRecordStream(Copier):
+    """record_stream is not called."""
 
-    def deliver(self, in_flight):
-        self.backend.wait(self.backend.current_stream(), in_flight.ready)
-        return in_flight.batch
+    def deliver(self, pending):
+        self.backend.wait(self.backend.current_stream(), pending.ready)
+        return pending.batch
 
 
-class SlotReusedBeforeCopied(Copier):
+class BufferReusedBeforeCopied(Copier):
     """The host memory counts as free as soon as the copy is issued."""
 
     def __init__(self, backend, transform):
@@ -63,21 +63,21 @@ class SlotReusedBeforeCopied(Copier):
 class TestCheck:
     @pytest.mark.timeout(300)
     def test_no_wrong_byte(self, backend):
-        """10,000 batches on streams taken in turn behind slow kernels, with no synchronisation: all are right."""
+        """10,000 batches on alternating streams with slow kernels and without synchronisation are right."""
         check(backend, batches=10_000)
 
     def test_no_wrong_byte_in_larger_batches(self, backend):
-        """Copies that take a while are as right as those that are done at once."""
+        """Larger batches, whose copies take longer, are right."""
         check(backend, batches=200, shape=(64, 64, 64, 3))
 
-    @pytest.mark.parametrize("mistake", [NoWait, NoHold, SlotReusedBeforeCopied])
+    @pytest.mark.parametrize("mistake", [NoWait, NoRecordStream, BufferReusedBeforeCopied])
     def test_the_check_sees_each_mistake(self, backend, mistake):
-        """The copier with one thing left out fails."""
+        """A copier with a mistake fails the check."""
         with pytest.raises(WrongBytesError):
             check(backend, copier=mistake, batches=512)
 
     def test_generic_streams_and_events(self, backend, monkeypatch):
-        """torch.Stream and torch.Event, which other accelerators get, pass the check too."""
+        """torch.Stream and torch.Event, which other accelerators use, pass the check."""
         device = backend.device
         generic = TorchBackend(device)
         side = torch.Stream(device)
@@ -87,9 +87,9 @@ class TestCheck:
         check_copier(generic, [generic.current_stream(), torch.Stream(device)], slow=slow, batches=512)
 
     def test_memory_in_use_is_flat(self, backend):
-        """Once the cache has its size, more batches reserve no more."""
+        """After the first batches, the allocator reserves no more memory."""
         reserved = []
-        # The same streams each time: the allocator has a pool for each, and none for all.
+        # Use the same streams each time: the allocator has one pool per stream.
         streams = in_turn(backend)
         for _ in range(4):
             check(backend, streams=streams, batches=512)
@@ -99,38 +99,37 @@ class TestCheck:
 
 
 class TestBackend:
-    def test_copies_run_by_themselves(self, backend):
-        """Issuing from pinned memory returns while the side stream is still busy with something else."""
+    def test_copies_are_asynchronous(self, backend):
+        """issue returns while the side stream is still busy."""
         memory = backend.pin(1 << 20)
         memory[:] = 7
         copier = Copier(backend)
-        # The device's memory is there from now on: to get it from the driver may take until the device idles.
+        # Allocate the device memory now: getting it from the driver may wait until the device is idle.
         copier.deliver(copier.issue(HostTensor(memory, pinned=True)))
         torch.cuda.synchronize()
         with backend.use_stream(backend.side_stream()):
             torch.cuda._sleep(500_000_000)
-        in_flight = copier.issue(HostTensor(memory, pinned=True))
-        batch = copier.deliver(in_flight)
-        assert not in_flight.copied.query()
+        pending = copier.issue(HostTensor(memory, pinned=True))
+        batch = copier.deliver(pending)
+        assert not pending.copied.query()
         assert bool((batch == 7).all())
-        assert in_flight.copied.query()
+        assert pending.copied.query()
 
     def test_pinned_memory(self, backend):
-        """Pinned bytes are known to torch as such, in slices too, and stay while anything refers to them."""
+        """torch recognises pinned memory, also of slices, and it is kept while anything refers to it."""
         part = torch.from_numpy(backend.pin(4096)[512:1024].view(np.int64))
         part.fill_(3)
-        assert backend.is_pinned(part)
-        assert not backend.is_pinned(torch.ones(4))
+        assert part.is_pinned()
         assert part.tolist() == [3] * 64
         assert backend.pin(0).shape == (0,)
 
     def test_one_side_stream(self, backend):
-        """The side stream is one, and not the default one."""
+        """All backends of a device share one side stream, which is not the default stream."""
         assert backend.side_stream() == resolve_device(backend.device).side_stream()
         assert backend.side_stream() != backend.current_stream()
 
     def test_streams_of_the_user_are_seen(self, backend):
-        """``torch.cuda.stream`` sets what the backend calls current, and ``on`` nests in it."""
+        """``torch.cuda.stream`` sets the backend's current stream, and ``use_stream`` can be nested in it."""
         with torch.cuda.stream(torch.cuda.Stream()) as _:
             before = torch.cuda.current_stream()
             assert backend.current_stream() == before
@@ -144,7 +143,7 @@ class TestBackend:
             assert torch.cuda.current_stream() == before
 
     def test_events(self, backend):
-        """An event is not complete before what it follows, and its waiting ends."""
+        """An event is incomplete until the work before it has run, and synchronize waits for that."""
         torch.cuda._sleep(100_000_000)
         event = backend.record(backend.current_stream())
         assert not event.query()
@@ -153,7 +152,7 @@ class TestBackend:
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
     def test_the_current_device_is_left_as_it_was(self):
-        """Copies to one device leave the calling thread's current device alone."""
+        """Copies to another device do not change the calling thread's current device."""
         torch.cuda.set_device(0)
         other = resolve_device("cuda:1")
         moved = Copier(other).issue(torch.ones(3))
@@ -161,14 +160,14 @@ class TestBackend:
         assert moved.batch.device == other.device
 
     def test_no_such_device(self):
-        """An index beyond the last names those that exist."""
+        """The error for an index out of range lists the present devices."""
         with pytest.raises(ValueError, match="present: cuda:0"):
             resolve_device("cuda:99")
 
 
 class TestCopier:
     def test_layout_and_transform(self, backend):
-        """uint8 images arrive [N, 3, H, W] in channels_last memory and leave the transform as normalised bfloat16."""
+        """uint8 images arrive as [N, 3, H, W] in channels_last memory, and the transform returns bfloat16."""
         memory = backend.pin(2 * 4 * 5 * 3)
         memory[:] = np.arange(len(memory)) % 256
         seen = []
@@ -186,7 +185,7 @@ class TestCopier:
         assert torch.equal(found, expected.to(torch.bfloat16) / 255)
 
     def test_issued_in_a_thread(self, backend):
-        """A thread of its own issues, another takes, and the side stream is nobody's current one."""
+        """One thread issues and another takes, and the side stream is not current in either."""
         copier = Copier(backend)
         issued = []
 
@@ -200,16 +199,16 @@ class TestCopier:
         assert copier.deliver(issued[0])["x"].sum().item() == 499_500
         assert backend.current_stream() == torch.cuda.default_stream(backend.device)
 
-    def test_follow(self, backend):
-        """Constants that the user's stream is still computing are there before a transform uses them."""
+    def test_wait_for_caller(self, backend):
+        """A transform can use constants that the calling thread's stream is still computing."""
         torch.cuda._sleep(100_000_000)
         mean = torch.full((3,), 2.0, device=backend.device)
         copier = Copier(backend, lambda batch: batch - mean)
-        copier.follow()
+        copier.wait_for_caller()
         assert copier.deliver(copier.issue(torch.ones(3))).tolist() == [-1.0, -1.0, -1.0]
 
     def test_out_of_memory(self, backend):
-        """A batch that does not fit is a failed copy with its figures, and the next one works."""
+        """A batch that does not fit is a failed copy, and the next one works."""
         copier = Copier(backend)
         whole = torch.cuda.get_device_properties(backend.device).total_memory
         huge = torch.zeros(1, dtype=torch.uint8).expand(whole + 1)

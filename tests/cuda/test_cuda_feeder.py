@@ -1,4 +1,4 @@
-"""Whole feeders on CUDA devices: the checks that the simulated ones pass, CUDA graphs, and compiled steps."""
+"""Whole feeders on CUDA devices: the checks of the simulated device, CUDA graphs, and compiled steps."""
 
 import subprocess
 import sys
@@ -12,26 +12,25 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.devices import cuda
-from aiofeed.devices.copier import Copier
+from aiofeed.devices.copier import Copier, StaticOutput
 from aiofeed.devices.copy_thread import QUEUED_BATCHES
-from aiofeed.devices.static_copier import StaticCopier
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 
 
 def in_turn(backend):
-    """The default stream and two others."""
+    """Return the default stream and two others."""
     return [backend.current_stream(), torch.cuda.Stream(backend.device), torch.cuda.Stream(backend.device)]
 
 
 def another(backend):
-    """One that is not the default one."""
+    """Return a stream other than the default stream."""
     return [torch.cuda.Stream(backend.device)]
 
 
 def slow(backend):
-    """About a millisecond on the current stream of a device: longer than the host takes for a batch."""
+    """Queue a kernel of about a millisecond on a device, longer than the host takes for a batch."""
     with torch.cuda.device(backend.device):
         slow_here()
 
@@ -40,10 +39,10 @@ def slow_here():
     torch.cuda._sleep(2_000_000)
 
 
-class NoGuard(StaticCopier):
-    """Refilled without a look at what the last batch is used for."""
+class NoGuard(StaticOutput):
+    """Overwrites the tensors without waiting for the work that uses the previous batch."""
 
-    def _guard(self, stream):
+    def _wait_for_last_use(self, stream):
         pass
 
 
@@ -51,18 +50,18 @@ class TestBytes:
     @pytest.mark.parametrize("streams", [None, another, in_turn])
     @pytest.mark.parametrize("static", [False, True])
     def test_no_wrong_byte(self, backend, streams, static):
-        """On the default stream, another, several in turn; behind slow kernels; dropped or overwritten at once."""
+        """Batches are right on one or several streams, after slow kernels, if dropped or overwritten at once."""
         check_feeder("cuda", streams=streams, slow=slow, batches=1_000, static_batches=static)
 
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("static", [False, True])
     def test_no_wrong_byte_in_ten_thousand(self, backend, static):
-        """10,000 batches with no synchronisation in between."""
+        """10,000 batches without synchronisation are right."""
         check_feeder("cuda", streams=in_turn, slow=slow, batches=10_000, static_batches=static)
 
     @pytest.mark.parametrize("source", [TensorDataset, aiofeed.Tensors])
     def test_another_default_device(self, backend, source, caplog):
-        """Where torch makes tensors on the device by default, the feeder makes its own where they belong, pinned."""
+        """If torch's default device is the GPU, the feeder's host buffers are still pinned host memory."""
         x = torch.arange(256)
         with (
             torch.device(backend.device),
@@ -75,26 +74,33 @@ class TestBytes:
         assert "pinned" not in caplog.text
 
     def test_larger_batches(self, backend):
-        """Copies that take a while."""
+        """Larger batches, whose copies take longer, are right."""
         check_feeder("cuda", streams=in_turn, slow=slow, batches=60, batch_size=2_048)
 
     def test_the_check_sees_mistakes(self, backend, monkeypatch):
         """A feeder whose copier never waits fails the check."""
-        monkeypatch.setattr(Copier, "deliver", lambda copier, in_flight: in_flight.batch)
+        monkeypatch.setattr(Copier, "deliver", lambda copier, pending: pending.batch)
         with pytest.raises(WrongBytesError):
             check_feeder("cuda", streams=in_turn, slow=slow, batches=512)
 
-    def test_static_copier(self, backend):
-        """Fixed addresses pass the copier's own check, and fail it without their guard."""
-        check_copier(backend, in_turn(backend), slow=slow_here, copier=StaticCopier, batches=2_000)
+    @pytest.mark.parametrize("output", [StaticOutput, NoGuard])
+    def test_static_output(self, backend, output):
+        """Fixed addresses pass the copier's check, and fail it if writes do not wait for the previous batch."""
+
+        def copier(backend, transform):
+            return Copier(backend, transform, output(backend))
+
+        if output is StaticOutput:
+            check_copier(backend, in_turn(backend), slow=slow_here, copier=copier, batches=2_000)
+            return
         with pytest.raises(WrongBytesError):
-            check_copier(backend, in_turn(backend), slow=slow_here, copier=NoGuard, batches=512)
+            check_copier(backend, in_turn(backend), slow=slow_here, copier=copier, batches=512)
 
 
 class TestGraphs:
     @pytest.mark.parametrize("mode", ["global", "thread_local"])
     def test_captured_graph(self, backend, mode):
-        """A graph captured on the first batch, while the feeder runs, sees each batch when it is replayed."""
+        """A graph captured on the first batch, while the feeder runs, gets each batch when it is replayed."""
         x = torch.arange(40_000.0, dtype=torch.float64).view(-1, 4)
         feeder = aiofeed.Feeder(
             TensorDataset(x), batch_size=8, drop_last=True, static_batches=True, device="cuda",
@@ -126,8 +132,8 @@ class TestGraphs:
                 graph.replay()
         assert torch.equal(sums.cpu(), x.view(len(feeder), -1).sum(1) * 2)
 
-    def test_our_threads_allocate_beside_a_capture(self, backend):
-        """In the mode in which any other thread's allocation would fail and end the capture, theirs do neither."""
+    def test_allocations_during_a_capture(self, backend):
+        """Allocations of aiofeed's threads during a "global" capture neither fail nor break the capture."""
         errors, modes = [], []
 
         def copy():
@@ -135,11 +141,11 @@ class TestGraphs:
                 backend.enter_thread()
                 modes.append(cuda.set_capture_mode(cuda.THREAD_LOCAL))
                 copier = Copier(backend, lambda batch: batch.float())
-                # Host and device memory of a size that nobody has had before.
-                in_flight = copier.issue(torch.from_numpy(backend.pin(37 << 20)))
-                in_flight.ready.synchronize()
+                # Sizes of host and device memory that were not allocated before.
+                pending = copier.issue(torch.from_numpy(backend.pin(37 << 20)))
+                pending.ready.synchronize()
                 copier.release()
-            except Exception as error:  # the test's to report
+            except Exception as error:  # checked below
                 errors.append(error)
 
         def allocate():
@@ -149,7 +155,7 @@ class TestGraphs:
                 errors.append(error)
 
         x = torch.zeros(8, device=backend.device)
-        # Kernels are there from now on.
+        # Load the kernels before the capture.
         x.add_(1)
         torch.zeros(8, dtype=torch.uint8, device=backend.device).float()
         graph = torch.cuda.CUDAGraph()
@@ -165,7 +171,7 @@ class TestGraphs:
         assert x.tolist() == [3.0] * 8
 
     def test_addresses_outlive_close(self, backend):
-        """After ``close`` the next pass fills the same memory."""
+        """After ``close`` the next iteration uses the same tensors."""
         x = torch.arange(64.0)
         feeder = aiofeed.Feeder(TensorDataset(x), batch_size=8, static_batches=True, device="cuda")
         addresses = set()
@@ -178,9 +184,9 @@ class TestGraphs:
     @pytest.mark.filterwarnings("default")
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
     def test_compiled_step(self, backend, mode, monkeypatch):
-        """A compiled step, with CUDA graphs of torch's own too, takes the batches."""
+        """A compiled step, also with torch's CUDA graphs, works on static batches."""
         pytest.importorskip("triton")
-        # No pool of compiling processes, whose pipes would stay open.
+        # Without a pool of compiler processes, whose pipes would stay open.
         monkeypatch.setattr(pytest.importorskip("torch._inductor.config"), "compile_threads", 1)
         x = torch.arange(6_400.0).view(-1, 4)
         step = torch.compile(lambda batch: (batch * 2 + 1).sum(), mode=mode)
@@ -196,13 +202,13 @@ class TestRunAhead:
     @pytest.mark.parametrize("static", [False, True])
     @pytest.mark.parametrize("streams", [None, in_turn])
     def test_memory_is_bounded(self, backend, static, streams):
-        """Behind slow kernels and with no synchronisation, no more batches take memory than those ahead and queued."""
+        """With slow kernels and without synchronisation, memory holds no more batches than the limits allow."""
         x = torch.zeros(60 * 8, 1 << 16)
         batch_bytes = 8 * x[0].nbytes
         taken = streams(backend) if streams else [backend.current_stream()]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        # Of memory_allocated, what was dropped and is still held for a stream is no part.
+        # memory_allocated does not count dropped memory that is still in use by a stream.
         before = torch.cuda.memory_stats()["active_bytes.all.current"]
         with aiofeed.Feeder(TensorDataset(x), batch_size=8, static_batches=static, device="cuda") as feeder:
             batches = iter(feeder)
@@ -213,7 +219,7 @@ class TestRunAhead:
             ahead = not backend.record(taken[number % len(taken)]).query()
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
         assert ahead
-        # The one that was dropped last may not have been looked at; static batches have memory of their own.
+        # The memory of the last dropped batch may not be free yet; static batches have their own.
         assert peak - before <= (DEVICE_BATCHES + QUEUED_BATCHES + 1 + static) * batch_bytes
 
 
@@ -221,12 +227,12 @@ class TestSeveral:
     @two_devices
     @pytest.mark.parametrize("static", [False, True])
     def test_no_wrong_byte(self, backend, static):
-        """Slow kernels on either device's streams, taken in turn: every part is right."""
+        """With slow kernels on alternating streams of both devices, every part is right."""
         check_feeder(["cuda:0", "cuda:1"], streams=in_turn, slow=slow, batches=2_000, static_batches=static)
 
     @two_devices
     def test_the_current_device_is_left_as_it_was(self, backend):
-        """Feeding two devices leaves the calling thread's current device and streams alone."""
+        """Feeding two devices does not change the calling thread's current device."""
         torch.cuda.set_device(1)
         try:
             x = torch.arange(8.0)
@@ -238,8 +244,8 @@ class TestSeveral:
             torch.cuda.set_device(0)
 
     @two_devices
-    def test_no_other_device_is_started(self):
-        """A rank that feeds the second device takes no memory of the first, though that is the thread's current one."""
+    def test_no_other_device_is_initialised(self):
+        """Feeding the second device does not initialise the first, which is the thread's current device."""
         finished = run("""
             import torch
             from aiofeed import Feeder, Tensors
@@ -259,7 +265,7 @@ class TestSeveral:
 
     @two_devices
     def test_scatter(self, backend):
-        """From the host, and from a device where the batch is still being computed."""
+        """``scatter`` works from the host, and from a device on which the batch is still being computed."""
         x = torch.arange(1_000_000)
         slow_here()
         for batch in (x, x.pin_memory(), x.cuda() + 0):
@@ -268,7 +274,7 @@ class TestSeveral:
             assert torch.equal(torch.cat([first.cpu(), second.cpu()]), x)
 
     def test_one_in_a_list(self, backend):
-        """A list of one device gives tuples of one part."""
+        """With a list of one device, batches are tuples of one part."""
         [part] = aiofeed.scatter({"x": torch.arange(4)}, ["cuda:0"])
         assert part["x"].tolist() == [0, 1, 2, 3]
         check_feeder(["cuda:0"], streams=in_turn, slow=slow, batches=500)
@@ -295,22 +301,22 @@ FORK = """
 """
 
 
-def test_naming_a_device_leaves_a_process_free_to_fork():
-    """A feeder that has not been iterated has not started CUDA, which the child then can."""
+def test_a_process_can_fork_before_the_first_iteration():
+    """A feeder that was not iterated has not initialised CUDA, so a forked child can use CUDA."""
     if run(FORK.format(named="torch.cuda.device_count()")).returncode:
-        pytest.skip("devices are not counted by NVML here")
+        pytest.skip("counting devices initialises CUDA on this machine")
     finished = run(FORK.format(named="kept = feeder()"))
     assert finished.returncode == 0, finished.stderr
 
 
 def run(code):
-    """Run a program in a process of its own."""
+    """Run a program in a new process."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
 def test_report(backend):
-    """The report has the device's name, memory, and both rates."""
+    """The report contains the device's name, memory and both copy rates."""
     report = aiofeed.device_report()
     assert report.absent is None
     found = report.accelerators[torch.cuda.current_device()]

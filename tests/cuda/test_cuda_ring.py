@@ -1,4 +1,4 @@
-"""A device that copies straight from the ring of an engine process."""
+"""A device that copies directly from the ring of a worker process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cuda
 
 
 def test_slots_are_page_locked_once_and_their_copies_are_right() -> None:
-    """Epoch after epoch, with the consumer's stream far behind: every byte, and memory that torch knows as pinned."""
+    """Over epochs with a slow consumer stream, batches are right and the ring's memory is pinned."""
     limits = Limits(decode_threads=2)
     slow = torch.zeros(4000, 4000, device="cuda")
     with Feeder(

@@ -1,4 +1,4 @@
-"""A ring in GPU memory, which a server and its consumers share through CUDA IPC."""
+"""A ring in GPU memory that a server and its consumers share through CUDA IPC."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ with aiofeed.attach(address, device=None if device == "cpu" else device, wait_s=
         seen, bad, kept = [], 0, []
         for batch in feed:
             if slow:
-                torch.mm(heavy, heavy)  # the stream falls behind
+                torch.mm(heavy, heavy)  # make the stream slow
             seen.append(int(batch["names"][0]))
             kept.append(batch)
             if len(kept) > 6:
                 bad += wrong(kept.pop(0))
         bad += sum(map(wrong, kept))
         print("epoch", seen == list(range(0, 96, 4)), bad, flush=True)
-    reader = feed._attachment.receiver._device_reader
+    reader = feed._subscription.receiver._device_reader
     print("on device" if reader is not None and reader._open else "on host", flush=True)
 """
 )
@@ -100,18 +100,18 @@ def start(script: str, *arguments: object, **more: str) -> subprocess.Popen[str]
 
 
 def lines(process: subprocess.Popen[str]) -> list[str]:
-    """What it says until it ends."""
+    """Return the lines it prints until it ends."""
     output, _ = process.communicate(timeout=120)
     return output.splitlines()
 
 
-def until(process: subprocess.Popen[str], said: str) -> None:
+def read_until(process: subprocess.Popen[str], text: str) -> None:
     assert process.stdout is not None
-    heard = ""
-    while said not in heard:
+    output = ""
+    while text not in output:
         line = process.stdout.readline()
-        assert line, heard
-        heard += line
+        assert line, output
+        output += line
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def address(tmp_path: Path) -> str:
 
 
 def test_consumers_on_the_same_gpu_copy_from_the_servers_memory(address: str) -> None:
-    """Two epochs, two consumers, one of them far behind on its stream: every byte, also of what is kept."""
+    """Two consumers, one with a slow stream, copy two epochs from device memory; kept batches are right, too."""
     with start(CONSUMER, address, "cuda", 2, 0) as quick, start(CONSUMER, address, "cuda", 2, 1) as slow:
         with feeder() as feeding:
             aiofeed.serve(feeding, address, min_consumers=2, lag=2).run(epochs=2)
@@ -129,6 +129,7 @@ def test_consumers_on_the_same_gpu_copy_from_the_servers_memory(address: str) ->
 
 
 def test_a_consumer_on_the_host_is_served_beside_one_on_the_gpu(address: str) -> None:
+    """A consumer on the host and one on the GPU both get all batches."""
     with start(CONSUMER, address, "cuda", 2, 0) as on_device, start(CONSUMER, address, "cpu", 2, 0) as on_host:
         with feeder() as feeding:
             aiofeed.serve(feeding, address, min_consumers=2).run(epochs=2)
@@ -137,23 +138,25 @@ def test_a_consumer_on_the_host_is_served_beside_one_on_the_gpu(address: str) ->
 
 
 def test_with_expandable_segments_batches_come_through_the_host(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read here; the allocator has begun
+    """With expandable segments, which CUDA IPC does not support, batches come through host memory."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read by aiofeed, no longer by torch
     with start(CONSUMER, address, "cuda", 1, 0, PYTORCH_CUDA_ALLOC_CONF="") as consumer:
         with feeder() as feeding:
             aiofeed.serve(feeding, address).run(epochs=1)
-        said, *rest = lines(consumer)
-    assert "come through host memory: PYTORCH_CUDA_ALLOC_CONF sets expandable_segments" in said
+        message, *rest = lines(consumer)
+    assert "come through host memory: PYTORCH_CUDA_ALLOC_CONF sets expandable_segments" in message
     assert rest == ["epoch True 0", "on host"]
 
 
-def test_the_servers_own_process_has_batches_through_the_host(address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_servers_own_process_gets_batches_through_the_host(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """CUDA IPC does not work within a process: a consumer in the server's process gets batches through host memory."""
     with feeder() as feeding, aiofeed.serve(feeding, address), aiofeed.attach(address, device="cuda") as feed:
         assert [wrong(batch) for batch in feed] == [False] * (SAMPLES // BATCH)
     assert "cannot open it a second time" in caplog.text
 
 
-def test_killed_consumers_hold_up_nobody(address: str) -> None:
-    """Neither the others nor the server's stream wait for an event that a dead process was to complete."""
+def test_killed_consumers_block_nothing(address: str) -> None:
+    """Neither other consumers nor the server's stream wait for an event of a dead process."""
     with feeder(100_000) as feeding, aiofeed.serve(feeding, address, join="batch", lag=2) as server:
         for turn in range(4):
             with start(CONSUMER, address, "cuda", 1000, 1) as victim:
@@ -168,8 +171,9 @@ def test_killed_consumers_hold_up_nobody(address: str) -> None:
 
 @pytest.mark.parametrize("way", ["killed", "closed"])
 def test_a_server_that_ends_leaves_right_batches_and_an_error(address: str, way: str) -> None:
+    """If the server ends, batches received before are right, and the next one raises."""
     with start(SERVER, address) as server:
-        until(server, "serving")
+        read_until(server, "serving")
         with aiofeed.attach(address, device="cuda", wait_s=60) as feed:
             iterator = iter(feed)
             seen = [next(iterator) for _ in range(5)]
@@ -181,4 +185,4 @@ def test_a_server_that_ends_leaves_right_batches_and_an_error(address: str, way:
                 seen.extend(iterator)
             server.wait(60)
             assert [wrong(batch) for batch in seen] == [False] * len(seen)
-    torch.cuda.synchronize()  # no stream waits for an event of the dead
+    torch.cuda.synchronize()  # no stream waits for an event of the dead server

@@ -1,4 +1,4 @@
-"""CUDA tensors that two processes have."""
+"""CUDA tensors shared by two processes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ sys.stdin.readline()
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Addresses of this test's own, and of its processes."""
-    tmp_path_factory.getbasetemp()  # pytest's own is made when first asked for, and is not to be in here
+    """Give the test and its processes a private folder for addresses."""
+    tmp_path_factory.getbasetemp()  # creates pytest's folder outside of the private one
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as made:
         monkeypatch.setattr(tempfile, "tempdir", made)
         monkeypatch.setenv("TMPDIR", made)
@@ -44,9 +44,9 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 def allocate_by(settings: str) -> None:
-    """Have torch allocate so from now on, and nothing from what it has kept."""
+    """Set torch's allocator settings and drop its cached memory."""
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (set_settings or torch.cuda.memory._set_allocator_settings)(settings)  # the latter, where both are, is deprecated
+    (set_settings or torch.cuda.memory._set_allocator_settings)(settings)  # newer versions deprecate the latter
     torch.cuda.empty_cache()
 
 
@@ -61,7 +61,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def child(address: str, *arguments: str, **more: str) -> tuple[str, subprocess.Popen[str]]:
-    """What a process prints once it has attached and written, and the process, which still has the tensors."""
+    """Start a process that attaches and writes; return its output and the process, which still uses the tensors."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, address, *arguments],
         stdin=subprocess.PIPE,
@@ -83,7 +83,7 @@ SEEN = f"cuda torch.int64 {sum(range(100_000))} [[10, 11], [12, 13]] [0, 3] [0, 
 
 @pytest.mark.timeout(180)
 def test_another_process_has_the_same_device_memory() -> None:
-    """What it writes is seen here; two in a row, and once they have gone the memory is free to be used again."""
+    """Writes of another process are visible here; when all processes have ended, the memory is freed."""
     shared = share(tensors(), "gpu")
     for _ in range(2):
         output, process = child("gpu")
@@ -99,8 +99,8 @@ def test_another_process_has_the_same_device_memory() -> None:
     assert torch.cuda.memory_allocated() < before
 
 
-def test_memory_that_could_not_be_opened_is_not_kept_for_that() -> None:
-    """In the process that has it CUDA opens none."""
+def test_failed_sharing_leaks_no_memory() -> None:
+    """In the process that owns the memory CUDA cannot open it; the copy leaks nothing."""
     before = torch.cuda.memory_allocated()
     with share(tensors(), "copy"):
         assert attach_tensors("copy")["part"].tolist() == [[10, 11], [12, 13]]
@@ -112,7 +112,7 @@ def test_memory_that_could_not_be_opened_is_not_kept_for_that() -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", ["cpu", "expandable", "same process"])
 def test_without_ipc_there_is_a_copy(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    """For host memory, for an allocator without handles, for the process itself."""
+    """Without CUDA IPC (host memory, an allocator without handles, the same process) the tensors are copied."""
     if way == "expandable":
         allocate_by("expandable_segments:True")
     try:

@@ -1,4 +1,4 @@
-"""Copies beside kernels, as torch's profiler sees the device."""
+"""Overlap of copies and kernels, measured with torch's profiler."""
 
 import itertools
 
@@ -10,7 +10,7 @@ import aiofeed
 from aiofeed.devices.resolve import resolve_device
 from benchmarks.gpu.trace import profiled, recorded
 
-# The profiler says in some versions of torch what it is going to do in others.
+# In some torch versions the profiler warns of future changes.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 BATCHES = 24
@@ -19,14 +19,14 @@ SETTLE = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def _started():
-    """The profiler opens descriptors that stay, once."""
+    """Run the profiler once, because it opens descriptors that stay open."""
     if torch.cuda.is_available():
         backend = resolve_device("cuda")
         recorded(backend, lambda: torch.zeros(8, device="cuda").add_(1))
 
 
 class Large:
-    """A few samples of 3 MiB per batch: what the host takes for a batch is little beside the step."""
+    """A source of few large samples: the host needs little time per batch compared with the step."""
 
     def __len__(self):
         return 4 * (BATCHES + SETTLE)
@@ -42,7 +42,7 @@ class Large:
 
 
 def a_step(backend):
-    """Matrix products that take some milliseconds, and read the batch."""
+    """Return a step of matrix products that takes some milliseconds and reads the batch."""
     matrix = torch.randn(8192, 8192, device=backend.device, dtype=torch.bfloat16) / 90
     total = torch.zeros((), device=backend.device)
 
@@ -61,18 +61,18 @@ def fed(backend):
 
 
 def test_copies_run_under_the_step(backend):
-    """From pinned memory, on a stream without kernels, and most of their time while kernels run."""
+    """Copies run from pinned memory, on a stream without kernels, and mostly while kernels run."""
     with fed(backend) as feeder:
         found = profiled(backend, iter(feeder), a_step(backend), settle=SETTLE, steps=BATCHES)
-    # Those that were ahead when the profiler began are not in its trace.
+    # Copies issued before the profiler started are not in its trace.
     assert found.copies >= BATCHES // 2
     assert found.beside_kernels == 0
     assert found.pageable == 0
     assert found.hidden > 0.5
 
 
-def test_copies_in_the_way_are_seen(backend, monkeypatch):
-    """A feeder whose side stream is the step's own hides none of its copies."""
+def test_copies_on_the_steps_stream_are_detected(backend, monkeypatch):
+    """If the side stream is the step's stream, no copy overlaps with kernels."""
     monkeypatch.setattr(backend, "side_stream", lambda: torch.cuda.default_stream(backend.device))
     with fed(backend) as feeder:
         found = profiled(backend, iter(feeder), a_step(backend), settle=SETTLE, steps=BATCHES)
@@ -80,8 +80,8 @@ def test_copies_in_the_way_are_seen(backend, monkeypatch):
     assert found.hidden < 0.5
 
 
-def test_pageable_copies_are_seen(backend):
-    """Tensors that are copied from where they lie, in the stream of the step."""
+def test_pageable_copies_are_detected(backend):
+    """Copies from pageable memory on the step's stream are counted as such."""
     batches = (torch.ones(4, 1024, 1024, 3, dtype=torch.uint8).to(backend.device) for _ in itertools.count())
     found = profiled(backend, batches, a_step(backend), settle=SETTLE, steps=BATCHES)
     assert found.pageable == found.beside_kernels == found.copies == BATCHES

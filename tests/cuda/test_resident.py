@@ -1,4 +1,4 @@
-"""Resident data on a CUDA device: what only a real one shows."""
+"""Resident data on a CUDA device."""
 
 import gc
 
@@ -9,19 +9,19 @@ from aiofeed import CacheError, DeviceCopyError, Feeder, Limits, Tensors
 
 
 def data(n, width):
-    """Rows that say which they are."""
+    """Return rows whose values identify them, and labels."""
     y = torch.arange(n)
     return y.unsqueeze(1).expand(n, width).contiguous().float(), y
 
 
 def slow():
-    """About half a millisecond on the current stream."""
+    """Queue a kernel of about half a millisecond on the current stream."""
     torch.cuda._sleep(1_000_000)
 
 
 @pytest.mark.parametrize("n", [997, 4096])
 def test_batches_equal_those_on_the_host(backend, n):
-    """Bit for bit, over epochs and a resume in small windows."""
+    """Batches equal those on the host bit for bit, over epochs with small windows."""
     x, y = data(n, 33)
     there = Feeder(Tensors(x, y), batch_size=32, shuffle=True, device=backend, limits=Limits(memory_bytes=1 << 16))
     here = Feeder(Tensors(x, y), batch_size=32, shuffle=True)
@@ -34,7 +34,7 @@ def test_batches_equal_those_on_the_host(backend, n):
 
 @pytest.mark.timeout(300)
 def test_no_wrong_byte_behind_slow_kernels(backend):
-    """Slow kernels on either side, in turn, while later windows and epochs are permuted; batches dropped at once."""
+    """With slow kernels on alternating streams and batches dropped at once, batches are right."""
     x, y = data(2048, 256)
     limits = Limits(memory_bytes=1 << 20)
     feeder = Feeder(Tensors(x, y), batch_size=64, shuffle=True, device=backend, limits=limits)
@@ -62,7 +62,7 @@ def test_no_wrong_byte_behind_slow_kernels(backend):
 
 
 def test_kept_batches_are_never_overwritten(backend):
-    """Kept over epochs, written into beside each other: each stays what it was."""
+    """Batches that are kept over epochs do not change, also if others of their window are overwritten."""
     x, y = data(1024, 512)
     limits = Limits(memory_bytes=1 << 20)
     feeder = Feeder(Tensors(x, y), batch_size=32, shuffle=True, device=backend, limits=limits)
@@ -78,7 +78,7 @@ def test_kept_batches_are_never_overwritten(backend):
 
 
 def test_memory_is_flat_and_comes_back(backend):
-    """Hundreds of epochs reserve no more than the first few, and close gives the memory back."""
+    """Hundreds of epochs reserve no more memory than the first ones, and close frees it."""
     gc.collect()
     before = torch.cuda.memory_allocated(backend.device)
     x, y = data(4096, 1024)
@@ -103,7 +103,7 @@ def test_memory_is_flat_and_comes_back(backend):
 
 
 def test_what_does_not_fit_is_refused_with_the_figures(backend):
-    """Before anything is copied, and with what is free."""
+    """Data that do not fit are refused before any copy; the error gives the free memory."""
     free, _ = backend.memory()
     huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 10, free >> 9)
     with pytest.raises(DeviceCopyError, match=r"does not fit on cuda:0, which has .* MiB free of .* MiB"):
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_with_the_figures(backend):
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.complex128])
 def test_odd_dtypes(backend, dtype):
-    """Those that index_select does not know on this device are carried as integers."""
+    """dtypes that index_select does not support on this device work."""
     x = torch.randint(0, 2, (64, dtype.itemsize * 3), dtype=torch.uint8).view(dtype)
     for shuffle in (False, True):
         there = torch.cat(
@@ -123,7 +123,7 @@ def test_odd_dtypes(backend, dtype):
 
 
 class Rows:
-    """A source of n samples whose bytes say which they are."""
+    """A source of n samples whose values identify them."""
 
     def __init__(self, n):
         self.n = n
@@ -148,8 +148,8 @@ def row(index):
 
 
 @pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
-def test_a_cache_on_the_device_gives_what_streaming_gives(backend, shard):
-    """Streamed, mixed and resident epochs, with a slow consumer; and each sample is decoded once."""
+def test_a_cache_on_the_device_equals_streaming(backend, shard):
+    """Streamed, mixed and resident epochs give the batches of streaming, and each sample is read once."""
     options = {"decode": row, "batch_size": 16, "shuffle": True, "shard": shard}
     source = Rows(500)
     there = Feeder(source, cache="device", device=backend, transform=lambda batch: [batch[0] * 2, batch[1]], **options)
@@ -165,7 +165,7 @@ def test_a_cache_on_the_device_gives_what_streaming_gives(backend, shard):
 
 
 def test_a_cache_that_does_not_fit_on_the_device_is_refused_with_the_figures(backend):
-    """Before the first batch."""
+    """A cache that does not fit is refused before the first batch."""
     free, _ = backend.memory()
     feeder = Feeder(
         Rows((free >> 20) + 1),
@@ -178,15 +178,15 @@ def test_a_cache_that_does_not_fit_on_the_device_is_refused_with_the_figures(bac
         next(iter(feeder))
 
 
-def test_a_cache_on_the_device_goes_with_its_feeder(backend):
-    """It stays through close, and dropping the feeder gives it back."""
+def test_a_cache_on_the_device_is_freed_with_its_feeder(backend):
+    """The cache survives close and is freed when the feeder is dropped."""
     gc.collect()
     before = torch.cuda.memory_allocated(backend.device)
     feeder = Feeder(Rows(4096), decode=row, batch_size=64, cache="device", device=backend)
     with feeder:
         for _ in range(3):
             for batch in feeder:
-                del batch  # a view of a window that may have the whole epoch
+                del batch  # a view of a window
     assert torch.cuda.memory_allocated(backend.device) >= before + 4096 * 384
     del feeder
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Whole feeders on simulated devices: whatever streams the training uses, every batch is right. As in tests/cuda."""
+"""Whole feeders on simulated devices: every batch is right for any streams of the training. See also tests/cuda."""
 
 import gc
 
@@ -13,7 +13,7 @@ from aiofeed.testing import SimulatedDevice, WrongBytesError, check_feeder
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The tensors are small: two threads would only wait for each other."""
+    """Use one torch thread: the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,12 +21,12 @@ def one_thread():
 
 
 def in_turn(simulated):
-    """The default stream and two others."""
+    """Return the default stream and two others."""
     return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
 
 
 def another(simulated):
-    """One that is not the default one."""
+    """Return a stream other than the default stream."""
     return [simulated.new_stream()]
 
 
@@ -38,7 +38,7 @@ def slow(simulated):
 @pytest.mark.parametrize("streams", [None, another, in_turn])
 @pytest.mark.parametrize("static", [False, True])
 def test_no_wrong_byte(latency, streams, static):
-    """On the default stream, on another, on several in turn; behind slow kernels; dropped or overwritten at once."""
+    """Batches are right on one or several streams, after slow kernels, if dropped or overwritten at once."""
     device = SimulatedDevice(latency=latency)
     check_feeder(device, streams=streams, slow=slow, batches=300, static_batches=static)
     gc.collect()
@@ -50,39 +50,39 @@ def test_no_wrong_byte(latency, streams, static):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("static", [False, True])
 def test_no_wrong_byte_in_ten_thousand(static):
-    """10,000 batches with no synchronisation in between."""
+    """10,000 batches without synchronisation are right."""
     check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=10_000, static_batches=static)
 
 
 @pytest.mark.parametrize("device", [None, "cpu", ["cpu", "cpu"], ["cpu"] * 3])
 @pytest.mark.parametrize("static", [False, True])
 def test_host(device, static):
-    """The same on the host, in one part or several."""
+    """Batches on the host are right, in one part or several."""
     check_feeder(device, batches=300, static_batches=static)
 
 
 class NoWait(Copier):
-    def deliver(self, in_flight):
-        return in_flight.batch
+    def deliver(self, pending):
+        return pending.batch
 
 
-class NoHold(Copier):
-    def deliver(self, in_flight):
-        self.backend.wait(self.backend.current_stream(), in_flight.ready)
-        return in_flight.batch
+class NoRecordStream(Copier):
+    def deliver(self, pending):
+        self.backend.wait(self.backend.current_stream(), pending.ready)
+        return pending.batch
 
 
-@pytest.mark.parametrize("mistake", [NoWait, NoHold])
+@pytest.mark.parametrize("mistake", [NoWait, NoRecordStream])
 def test_the_check_sees_mistakes(mistake, monkeypatch):
-    """A feeder whose copier leaves one thing out fails the check."""
+    """A feeder whose copier has a mistake fails the check."""
     monkeypatch.setattr(Copier, "deliver", mistake.deliver)
     with pytest.raises(WrongBytesError):
         check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=300)
 
 
 @pytest.mark.parametrize("latency", ["random", "late", "early"])
-def test_work_recorded_once(latency):
-    """What was recorded on the first batch's tensors, as a graph is, sees each batch in its turn."""
+def test_work_on_the_first_batchs_tensors(latency):
+    """Work on the tensors of the first batch, as in a CUDA graph, gets each static batch in turn."""
     device = SimulatedDevice(latency=latency)
     x = torch.arange(4_000.0).view(1_000, 4)
     with aiofeed.Feeder(TensorDataset(x), batch_size=8, drop_last=True, static_batches=True, device=device) as feeder:
@@ -101,7 +101,7 @@ def test_work_recorded_once(latency):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_compiled_step():
-    """A compiled step takes batches at fixed addresses, and is compiled once."""
+    """A compiled step works on static batches and is compiled once."""
     compiled = []
 
     def backend(graph, inputs):

@@ -1,4 +1,4 @@
-"""The copier on a simulated device: right bytes, whatever the streams do, and mistakes that the check would see."""
+"""``Copier`` on a simulated device: data are right for every timing of streams, and the check detects mistakes."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class Sample:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The tensors are small: two threads would only wait for each other."""
+    """Use one torch thread: the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,7 +38,7 @@ def one_thread():
 
 
 def check(simulated, **options):
-    """The check with three streams of the consumer, the default one among them."""
+    """Run the check with three streams of the consumer, one of them the default stream."""
     streams = [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
     check_copier(simulated, streams, slow=simulated.sleep, **options)
 
@@ -48,24 +48,24 @@ def fetch(copier, batch):
     return copier.deliver(copier.issue(batch))
 
 
-# The classic mistakes, each the copier with one thing left out or done at the wrong place.
+# Copiers with one typical mistake each.
 
 
 class NoWait(Copier):
     """The consumer's stream never waits."""
 
-    def deliver(self, in_flight):
-        for leaf in leaves(in_flight.batch):
+    def deliver(self, pending):
+        for leaf in leaves(pending.batch):
             if isinstance(leaf, torch.Tensor):
                 self.backend.record_stream(leaf, self.backend.current_stream())
-        return in_flight.batch
+        return pending.batch
 
 
 class WaitForCopyAlone(Copier):
-    """The consumer's stream waits for the copy and not for the transform."""
+    """The consumer's stream waits for the copy but not for the transform."""
 
-    def deliver(self, in_flight):
-        return super().deliver(dataclasses.replace(in_flight, ready=in_flight.copied))
+    def deliver(self, pending):
+        return super().deliver(dataclasses.replace(pending, ready=pending.copied))
 
 
 class WaitTooEarly(Copier):
@@ -77,17 +77,17 @@ class WaitTooEarly(Copier):
 
 
 class StreamOfTheFirstBatch(Copier):
-    """The consumer's stream is read once, not at each delivery."""
+    """The consumer's stream is determined once, not at each delivery."""
 
     stream = None
 
-    def deliver(self, in_flight):
+    def deliver(self, pending):
         self.stream = self.stream or self.backend.current_stream()
         with self.backend.use_stream(self.stream):
-            return super().deliver(in_flight)
+            return super().deliver(pending)
 
 
-class SlotReusedBeforeCopied(Copier):
+class BufferReusedBeforeCopied(Copier):
     """The event that frees the host memory is recorded before the copies."""
 
     def issue(self, batch):
@@ -95,43 +95,43 @@ class SlotReusedBeforeCopied(Copier):
         return dataclasses.replace(super().issue(batch), copied=before)
 
 
-class NoHold(Copier):
-    """No record_stream."""
+class NoRecordStream(Copier):
+    """record_stream is not called."""
 
-    def deliver(self, in_flight):
-        self.backend.wait(self.backend.current_stream(), in_flight.ready)
-        return in_flight.batch
+    def deliver(self, pending):
+        self.backend.wait(self.backend.current_stream(), pending.ready)
+        return pending.batch
 
 
-class HoldForTheSideStream(Copier):
-    """record_stream names the stream that owns the memory anyway."""
+class RecordTheSideStream(Copier):
+    """record_stream gets the side stream, which owns the memory already."""
 
-    def deliver(self, in_flight):
-        self.backend.wait(self.backend.current_stream(), in_flight.ready)
-        for leaf in leaves(in_flight.batch):
+    def deliver(self, pending):
+        self.backend.wait(self.backend.current_stream(), pending.ready)
+        for leaf in leaves(pending.batch):
             if isinstance(leaf, torch.Tensor):
                 self.backend.record_stream(leaf, self.backend.side_stream())
-        return in_flight.batch
+        return pending.batch
 
 
-class HoldTheTopLevelAlone(Copier):
-    """record_stream does not look into containers."""
+class RecordTheTopLevelOnly(Copier):
+    """record_stream is not called for tensors in nested containers."""
 
-    def deliver(self, in_flight):
-        NoHold.deliver(self, in_flight)
-        for leaf in in_flight.batch:
+    def deliver(self, pending):
+        NoRecordStream.deliver(self, pending)
+        for leaf in pending.batch:
             if isinstance(leaf, torch.Tensor):
                 self.backend.record_stream(leaf, self.backend.current_stream())
-        return in_flight.batch
+        return pending.batch
 
 
 class HostTensorsDropped(Copier):
-    """Nobody keeps the plain host tensors while they are being copied."""
+    """No reference keeps the host tensors while they are copied."""
 
     def issue(self, batch):
-        in_flight = super().issue(batch)
-        self._reading.clear()
-        return in_flight
+        pending = super().issue(batch)
+        self._sources.clear()
+        return pending
 
 
 class TransformElsewhere(Copier):
@@ -142,20 +142,20 @@ class TransformElsewhere(Copier):
         self.late_transform = transform
 
     def issue(self, batch):
-        in_flight = super().issue(batch)
-        return dataclasses.replace(in_flight, batch=self.late_transform(in_flight.batch))
+        pending = super().issue(batch)
+        return dataclasses.replace(pending, batch=self.late_transform(pending.batch))
 
 
 MISTAKES = [
-    NoWait, WaitForCopyAlone, WaitTooEarly, StreamOfTheFirstBatch, SlotReusedBeforeCopied, NoHold,
-    HoldForTheSideStream, HoldTheTopLevelAlone, HostTensorsDropped, TransformElsewhere,
+    NoWait, WaitForCopyAlone, WaitTooEarly, StreamOfTheFirstBatch, BufferReusedBeforeCopied, NoRecordStream,
+    RecordTheSideStream, RecordTheTopLevelOnly, HostTensorsDropped, TransformElsewhere,
 ]  # fmt: skip
 
 
 class TestStreams:
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_no_wrong_byte(self, latency):
-        """Slow kernels, three streams taken in turn, tensors dropped at once: every batch arrives as it was."""
+        """With slow kernels, three alternating streams and tensors dropped at once, every batch arrives unchanged."""
         simulated = SimulatedDevice(latency=latency)
         check(simulated, batches=2_000 if latency == "random" else 500)
         gc.collect()
@@ -165,7 +165,7 @@ class TestStreams:
 
     @pytest.mark.parametrize("mistake", MISTAKES)
     def test_the_check_sees_each_mistake(self, mistake):
-        """The copier with one thing wrong fails the check that the real one passes."""
+        """A copier with a mistake fails the check that the real copier passes."""
         with pytest.raises(WrongBytesError):
             check(SimulatedDevice(), copier=mistake, batches=400)
 
@@ -175,33 +175,33 @@ class TestStreams:
         for batches in (400, 1200):
             simulated = SimulatedDevice(latency="late")
             check(simulated, batches=batches)
-            # The sums, one row for each batch, are the check's own.
+            # Subtract the checksums of the check itself, one row per batch.
             reserved.append(simulated.reserved_bytes - batches * 3 * 8)
         assert reserved[1] <= reserved[0] * 1.1
 
-    def test_pageable_memory_is_as_right(self):
-        """Where memory cannot be pinned, copies from pageable memory pass the same check."""
+    def test_pageable_memory(self):
+        """Copies from pageable memory pass the same check."""
         check(SimulatedDevice(pin_fails=True), batches=200)
 
     def test_one_side_stream_for_all_copiers(self):
-        """Copiers come and go, the stream stays."""
+        """All copiers of a device use one side stream."""
         simulated = SimulatedDevice()
         for _ in range(5):
             fetch(Copier(simulated), torch.ones(2))
         assert simulated.streams_made == 1
 
     def test_deliver_does_not_block(self):
-        """Handing over makes the stream wait, not the host."""
+        """deliver makes the consumer's stream wait, not the host."""
         simulated = SimulatedDevice(latency="late")
         copier = Copier(simulated)
-        in_flight = copier.issue(source := torch.ones(2))
-        batch = copier.deliver(in_flight)
-        assert not in_flight.copied.done
+        pending = copier.issue(source := torch.ones(2))
+        batch = copier.deliver(pending)
+        assert not pending.copied.done
         assert torch.equal(batch, source)
-        assert in_flight.copied.done
+        assert pending.copied.done
 
-    def test_the_calling_thread_s_stream_is_restored(self):
-        """Neither issuing, nor a transform that raises, leaves the side stream current."""
+    def test_the_calling_threads_stream_is_restored(self):
+        """After issue, and after a transform that raises, the calling thread's stream is current again."""
         simulated = SimulatedDevice()
         stream = simulated.new_stream()
         with simulated.use_stream(stream):
@@ -211,12 +211,12 @@ class TestStreams:
                 Copier(simulated, lambda batch: 1 / 0).issue(torch.ones(2))
             assert simulated.current_stream() is stream
 
-    def test_follow_orders_constants_before_the_transform(self):
-        """What the user's thread has queued is there before a transform uses it."""
+    def test_wait_for_caller(self):
+        """A transform can use constants that the calling thread's stream is still computing."""
         simulated = SimulatedDevice(latency="late")
         mean = simulated.copy(host := torch.full((3,), 2.0))
         copier = Copier(simulated, lambda batch: batch - mean)
-        copier.follow()
+        copier.wait_for_caller()
         source = torch.ones(3)
         assert fetch(copier, source).tolist() == [-1.0, -1.0, -1.0]
         del host
@@ -224,7 +224,7 @@ class TestStreams:
 
 class TestBatches:
     def test_nested(self):
-        """Tuples, lists, dicts, named tuples and dataclasses keep their types; what is no tensor passes through."""
+        """Tuples, lists, dicts, named tuples and dataclasses keep their types; other leaves are unchanged."""
         marker = object()
         batch = (
             [torch.arange(3), {"a": HostTensor(np.arange(4))}],
@@ -244,8 +244,8 @@ class TestBatches:
         assert nothing is None
         assert simulated.copies == 4
 
-    def test_memory_is_copied_as_it_lies(self):
-        """Axes make an [N, 3, H, W] view in channels_last memory of a flat copy, and nothing is transposed."""
+    def test_memory_is_copied_contiguously(self):
+        """A HostTensor with axes is copied contiguously and becomes an [N, 3, H, W] view in channels_last memory."""
         memory = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
         images = fetch(Copier(SimulatedDevice()), HostTensor(memory, axes=(0, 3, 1, 2)))
         assert images.shape == (2, 3, 4, 5)
@@ -253,7 +253,7 @@ class TestBatches:
         assert torch.equal(images.cpu(), torch.from_numpy(memory).permute(0, 3, 1, 2))
 
     def test_dtypes_that_numpy_lacks(self):
-        """Memory may hold elements of a torch dtype."""
+        """A HostTensor may contain elements of a torch dtype that numpy lacks."""
         values = torch.tensor([[1.0, -2.5], [3.0, 0.125]], dtype=torch.bfloat16)
         leaf = HostTensor(values.view(torch.int16).numpy(), axes=(1, 0), torch_dtype="bfloat16")
         found = fetch(Copier(SimulatedDevice()), leaf)
@@ -268,7 +268,7 @@ class TestBatches:
         assert torch.equal(found, source)
 
     def test_a_tensor_on_the_device_stays(self):
-        """What is there already comes back itself, and a transform sees it complete."""
+        """A tensor on the device is returned itself, and a transform gets it after it is computed."""
         simulated = SimulatedDevice(latency="late")
         there = simulated.copy(host := torch.arange(3))
         found = fetch(Copier(simulated), [there])
@@ -279,7 +279,7 @@ class TestBatches:
         del host
 
     def test_transform(self):
-        """A transform gets the batch on the device and gives what is handed out, of any structure."""
+        """A transform gets the batch on the device and may return any structure."""
         simulated = SimulatedDevice()
         copier = Copier(simulated, lambda batch: {"x": (batch[0].float() / 255 - 0.5, batch[1])})
         images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
@@ -288,22 +288,22 @@ class TestBatches:
         assert found["x"][0].is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(found["x"][0].cpu(), torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - 0.5)
 
-    def test_host_tensors_are_let_go_once_copied(self):
-        """A plain tensor lives until its copy has run, and no longer than the next batch."""
+    def test_host_tensors_are_dropped_when_copied(self):
+        """A host tensor is kept until its copy has run, and dropped with the next batch."""
         simulated = SimulatedDevice(latency="late")
         copier = Copier(simulated)
         source = torch.ones(3)
         alive = weakref.ref(source)
-        in_flight = copier.issue(source)
+        pending = copier.issue(source)
         del source
         gc.collect()
         assert alive() is not None
-        in_flight.copied.synchronize()
+        pending.copied.synchronize()
         copier.release()
         assert alive() is None
 
     def test_host_tensors_outlive_the_copier(self):
-        """A copier that is dropped with copies on their way leaves their sources where they are."""
+        """If a copier is dropped while copies are queued, their host tensors are kept until the copies have run."""
         simulated = SimulatedDevice(latency="late")
         copier = Copier(simulated)
         source = torch.ones(3)
@@ -318,7 +318,7 @@ class TestBatches:
 
 class TestErrors:
     def test_a_failing_copy_is_named(self):
-        """The error gives device, shape and dtype, and chains the cause."""
+        """The error of a failed copy gives device, shape, dtype and cause."""
         copier = Copier(SimulatedDevice(copy_fails_at=2))
         leaf = HostTensor(np.zeros((2, 3), np.float32))
         with pytest.raises(DeviceCopyError, match=r"shape \[2, 3\] and dtype torch.float32 to simulated:0") as caught:
@@ -327,13 +327,13 @@ class TestErrors:
         assert "copy 2" in str(caught.value)
 
     def test_a_full_device_is_named(self):
-        """Out of memory is a failed copy, with the figures."""
-        with pytest.raises(DeviceCopyError, match=r"OutOfMemoryError.*4096 bytes requested") as caught:
+        """An out-of-memory error is a failed copy that gives the number of bytes."""
+        with pytest.raises(DeviceCopyError, match=r"OutOfMemoryError.*4096 bytes asked for") as caught:
             Copier(SimulatedDevice(memory_bytes=1024)).issue(torch.zeros(1024))
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
     def test_a_failing_transform_is_named(self):
-        """The error says what the transform was given, and chains what it raised."""
+        """The error of a failed transform gives dtype and shape of its tensors, and the cause."""
         copier = Copier(SimulatedDevice(), lambda batch: batch["missing"])
         match = r"transform raised KeyError on simulated:0, given torch.uint8 \[4\]"
         with pytest.raises(DeviceCopyError, match=match) as caught:
@@ -341,16 +341,16 @@ class TestErrors:
         assert isinstance(caught.value.__cause__, KeyError)
 
     @pytest.mark.parametrize("copy_fails_at", [2, None])
-    def test_host_memory_is_free_when_the_error_is_seen(self, copy_fails_at):
-        """The copies issued before an error have run by the time it is raised."""
+    def test_host_memory_is_free_when_an_error_is_raised(self, copy_fails_at):
+        """When an error is raised, the copies issued before have run."""
         simulated = SimulatedDevice(latency="late", copy_fails_at=copy_fails_at)
         copier = Copier(simulated, functools.partial(int, "no number"))
         with pytest.raises(DeviceCopyError):
             copier.issue([torch.ones(2), torch.ones(2)])
-        assert simulated.queued <= 1  # poisoning of what was dropped since
+        assert simulated.queued <= 1  # the poisoning of dropped memory
 
-    def test_a_failure_leaves_nothing_behind(self):
-        """After an error the copier goes on, and no device memory is lost."""
+    def test_a_failure_leaks_nothing(self):
+        """After an error no device memory is leaked, and the copier works."""
         simulated = SimulatedDevice(copy_fails_at=2)
         copier = Copier(simulated)
         with pytest.raises(DeviceCopyError):
@@ -361,10 +361,10 @@ class TestErrors:
         assert fetch(copier, source).tolist() == [1, 1]
 
 
-def test_in_flight_says_when_host_memory_is_free():
-    """``copied`` is a separate event, complete before a slow transform is."""
+def test_copied_is_complete_before_the_transform():
+    """``copied`` is complete when the host memory is free, before a slow transform has run."""
     simulated = SimulatedDevice(latency="late")
-    in_flight = Copier(simulated, lambda batch: (simulated.sleep(), batch)[1]).issue(torch.ones(2))
-    assert isinstance(in_flight, PendingCopy)
-    in_flight.copied.synchronize()
-    assert not in_flight.ready.done
+    pending = Copier(simulated, lambda batch: (simulated.sleep(), batch)[1]).issue(torch.ones(2))
+    assert isinstance(pending, PendingCopy)
+    pending.copied.synchronize()
+    assert not pending.ready.done

@@ -1,4 +1,4 @@
-"""What CUDA is asked beside torch, as torch and the driver would answer: no device is needed."""
+"""CUDA calls beside torch, with replaced torch and driver functions; no device is needed."""
 
 from types import SimpleNamespace
 
@@ -11,14 +11,14 @@ from aiofeed.devices.backend import TorchBackend
 
 
 class Devices:
-    """What torch makes of CUDA's current device: to set one starts it, to go back to one need not."""
+    """CUDA's current device as torch handles it: set_device initialises a device; ``maybe_exchange`` does not."""
 
     def __init__(self):
         self.current = 0
-        self.started = set()
+        self.initialised = set()
 
     def set(self, index):
-        self.started.add(index)
+        self.initialised.add(index)
         self.current = index
 
     def exchange(self, index):
@@ -41,7 +41,7 @@ def cuda_devices(monkeypatch):
 
 
 class Driver:
-    """A thread's capture mode, as CUDA's driver exchanges it: where the runtime has given the thread a context."""
+    """A thread's capture mode in CUDA's driver, which fails until the runtime has created a context."""
 
     def __init__(self):
         self.mode = 0
@@ -65,8 +65,8 @@ def driver(monkeypatch):
 
 
 class TestDevices:
-    def test_on_starts_no_other_device(self, monkeypatch, cuda_devices):
-        """On CUDA, what was current by default alone comes back without being set, which would start it."""
+    def test_use_stream_initialises_no_other_device(self, monkeypatch, cuda_devices):
+        """use_stream restores the default device without initialising it."""
         monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: cuda_devices.set(1))
         backend = TorchBackend(torch.device("cuda", 1))
         monkeypatch.setattr(backend, "_current", lambda: "before")
@@ -74,43 +74,43 @@ class TestDevices:
             assert cuda_devices.current == 1
             raise KeyError
         assert cuda_devices.current == 0
-        assert cuda_devices.started == {1}
+        assert cuda_devices.initialised == {1}
 
 
 class TestCaptures:
-    def test_threads_of_ours_go_on_beside_them(self, driver, cuda_devices):
-        """A thread that a backend enters no longer looks at captures of other threads."""
+    def test_enter_thread_sets_the_capture_mode(self, driver, cuda_devices):
+        """enter_thread sets the capture mode in which captures of other threads do not restrict the thread."""
         TorchBackend(torch.device("cuda", 1)).enter_thread()
         assert driver.mode == cuda.THREAD_LOCAL
         assert cuda_devices.current == 1
 
-    def test_other_threads_do_while_they_allocate(self, driver, cuda_devices):
-        """Device and mode of a thread that allocates are what they were afterwards, and no other device is started."""
+    def test_allocating_restores_device_and_mode(self, driver, cuda_devices):
+        """``allocating`` restores device and capture mode and initialises no other device."""
         with pytest.raises(KeyError), cuda.allocating(torch.device("cuda", 1)):
             assert (driver.mode, cuda_devices.current) == (cuda.THREAD_LOCAL, 1)
             raise KeyError
         assert (driver.mode, cuda_devices.current) == (0, 0)
-        assert cuda_devices.started == {1}
+        assert cuda_devices.initialised == {1}
 
     def test_a_driver_that_refuses(self, driver, cuda_devices, monkeypatch):
-        """Nothing is restored that was not changed, and nobody hears of it."""
+        """If the driver refuses the mode, ``allocating`` does not restore it and raises nothing."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         driver.mode = 2
         with cuda.allocating(torch.device("cuda", 0)):
             driver.status = 0
         assert driver.mode == 2
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
     def test_no_driver(self, cuda_devices):
-        """Where there is none, threads allocate as ever."""
+        """Without a driver, ``allocating`` does nothing."""
         assert cuda.set_capture_mode(cuda.THREAD_LOCAL) is None
         with cuda.allocating(torch.device("cuda", 0)):
             pass
 
 
 class TestRegister:
-    def test_a_failure_is_not_left_for_others(self, monkeypatch, cuda_devices):
-        """CUDA keeps a thread's last error, and the next kernel raises it: a kernel of ours is that one."""
+    def test_a_failure_clears_the_error(self, monkeypatch, cuda_devices):
+        """After a failed ``register`` a kernel of aiofeed clears CUDA's last error, so no user kernel raises it."""
         launched = []
 
         def ones(*size, device):
@@ -120,8 +120,8 @@ class TestRegister:
         def check_error(status):
             raise RuntimeError(f"status {status}")
 
-        loop_thread = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=lambda *given: 712)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: loop_thread)
+        cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=lambda *given: 712)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "check_error", check_error)
         monkeypatch.setattr(torch, "ones", ones)
         with pytest.raises(RuntimeError, match="status 712"):

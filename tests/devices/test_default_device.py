@@ -1,4 +1,4 @@
-"""``torch.set_default_device("cuda")`` in a training: what aiofeed makes on the host stays there."""
+"""With ``torch.set_default_device("cuda")`` in a training, aiofeed's host tensors are still on the host."""
 
 import io
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from aiofeed.devices.backend import TorchBackend
 
 @pytest.fixture(autouse=True)
 def another_default() -> Iterator[None]:
-    """A device that every machine has, and that has no values: whatever is made there by mistake shows."""
+    """Make "meta" the default device: it exists everywhere and has no values, so wrongly placed tensors are noticed."""
     with torch.device("meta"):
         yield
 
 
 class Numbers:
-    """A source of 24 numbers with targets of numpy's."""
+    """A source of 24 numbers with numpy targets."""
 
     def __len__(self) -> int:
         return 24
@@ -38,14 +38,14 @@ class Numbers:
 
 @pytest.mark.parametrize("shuffle", [False, True, "keyed"])
 def test_tensors(shuffle: Any) -> None:
-    """Data in memory are permuted in the thread whose default it is."""
+    """Resident data are permuted on the host."""
     x = torch.from_numpy(np.arange(24))
     seen = [row for [batch] in Feeder(Tensors(x), batch_size=8, shuffle=shuffle) for row in batch.tolist()]
     assert sorted(seen) == list(range(24))
 
 
-def test_a_cache_where_batches_are_wanted() -> None:
-    """So are decoded samples and their targets."""
+def test_a_resident_cache() -> None:
+    """Cached samples and their targets are on the host."""
 
     def decode(index: int) -> np.ndarray:
         return np.full(2, index, np.float32)
@@ -56,8 +56,8 @@ def test_a_cache_where_batches_are_wanted() -> None:
                 assert rows[:, 0].tolist() == targets.tolist()
 
 
-def test_a_decoder_that_is_called_by_hand() -> None:
-    """Its random numbers come from the generator that it is given."""
+def test_calling_a_decoder_directly() -> None:
+    """A decoder that is called directly returns host tensors and uses the given generator."""
     image = io.BytesIO()
     Image.new("RGB", (40, 30)).save(image, "JPEG")
     decode = DecodeImage(8, crop="random", flip=True)
@@ -65,7 +65,7 @@ def test_a_decoder_that_is_called_by_hand() -> None:
 
 
 def test_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the host's: torch locks no other."""
+    """``pin`` asks torch for host memory."""
     asked = []
 
     def empty(*size: int, device: Any = None, **options: Any) -> torch.Tensor:

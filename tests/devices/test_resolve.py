@@ -1,4 +1,4 @@
-"""Which device is meant, what is said where there is none, and the part of the torch backend that needs no device."""
+"""Resolving ``device=``, the errors for missing devices, and the parts of TorchBackend that need no device."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def machine(monkeypatch):
 
 
 def test_imports_without_torch():
-    """Neither the device's seam nor the copier brings torch in."""
+    """The device modules do not import torch."""
     modules = "aiofeed.devices.cuda, aiofeed.devices.resolve, aiofeed.devices.copier"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -46,7 +46,7 @@ def test_imports_without_torch():
 class TestResolve:
     @pytest.mark.parametrize("given", [None, "cpu", "cpu:0", torch.device("cpu"), "auto"])
     def test_host(self, machine, given):
-        """None, the CPU, and "auto" where there is no accelerator mean host tensors."""
+        """None, the CPU, and "auto" without an accelerator mean host tensors."""
         machine(None, 0)
         assert resolve_device(given) is None
 
@@ -62,7 +62,7 @@ class TestResolve:
         ],
     )
     def test_accelerator(self, machine, given, name):
-        """A device may be a name, an index or torch's own object."""
+        """A device may be a name, an index or a torch.device."""
         machine("cuda", 2)
         backend = resolve_device(given)
         assert isinstance(backend, TorchBackend)
@@ -73,58 +73,58 @@ class TestResolve:
 
     @pytest.mark.parametrize("given", ["auto", "cuda"])
     def test_no_index_is_the_current_one(self, machine, given):
-        """Without an index the calling thread's current device is meant."""
+        """A name without an index means the calling thread's current device."""
         machine("cuda", 2, index=1)
         assert resolve_device(given).name == "cuda:1"
 
     @pytest.mark.parametrize("given", ["cuda", "cuda:0", 0])
     def test_resolving_does_not_start_cuda(self, machine, monkeypatch, given):
-        """A process that only names a device can still fork, and use it in the child."""
+        """Resolving a device does not initialise CUDA, so that the process can fork."""
         machine("cuda", 1)
         for name in ("current_device_index", "is_available", "current_accelerator", "device_count"):
-            monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("started CUDA"))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("started CUDA"))
+            monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("initialised CUDA"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("initialised CUDA"))
         assert resolve_device(given).name == "cuda:0"
 
-    def test_auto_takes_what_works(self, machine, monkeypatch):
-        """Where devices are counted that the driver cannot run for this torch, "auto" means the host."""
+    def test_auto_ignores_a_device_that_does_not_work(self, machine, monkeypatch):
+        """If the driver cannot run a present device with this torch, "auto" means the host."""
         machine("cuda", 1)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert resolve_device("auto") is None
 
     def test_other_accelerators(self, machine):
-        """Whatever torch calls the accelerator will do."""
+        """Other accelerators of torch resolve like CUDA."""
         machine("xpu", 1)
         assert resolve_device("auto").name == "xpu:0"
         assert resolve_device(0).name == "xpu:0"
 
     def test_backend(self):
-        """An object that is a backend is used as it is."""
+        """A backend resolves to itself."""
         simulated = SimulatedDevice()
         assert resolve_device(simulated) is simulated
 
     @pytest.mark.parametrize("given", [True, 1.5, object(), {"cuda"}, SimulatedDevice])
     def test_wrong_type(self, given):
-        """What is no device at all is a TypeError that names its type."""
+        """An object that is not a device is a TypeError that names its type."""
         with pytest.raises(TypeError, match=f"torch.device or a device backend, not {type(given).__name__}"):
             resolve_device(given)
 
     @pytest.mark.parametrize("given", [["cuda:0", "cuda:1"], ("cuda",)])
     def test_several(self, given):
-        """A list is no device."""
-        with pytest.raises(TypeError, match="one device is wanted here, not several"):
+        """A list is refused."""
+        with pytest.raises(TypeError, match="expected one device, not several"):
             resolve_device(given)
 
 
 class TestAbsent:
     def test_no_device_of_that_name(self):
-        """A name that torch does not know is quoted, with what is allowed."""
-        with pytest.raises(ValueError, match="'gpu' is no device that torch knows: expected None, 'auto'"):
+        """A name that torch does not know is an error that lists what is allowed."""
+        with pytest.raises(ValueError, match="'gpu' is not a device that torch knows: expected None, 'auto'"):
             resolve_device("gpu")
 
     @pytest.mark.parametrize("given", ["cuda", "cuda:1", 0])
     def test_build_without_cuda(self, machine, given):
-        """A build without CUDA is named as the reason, with the way to another."""
+        """If torch is built without CUDA, the error says so and links to the installation page."""
         machine(None, 0, built=None)
         with pytest.raises(ValueError, match=r"build without CUDA.*get-started") as caught:
             resolve_device(given)
@@ -132,7 +132,7 @@ class TestAbsent:
         assert 'device="auto"' in str(caught.value)
 
     def test_no_driver(self, machine, monkeypatch):
-        """The driver's own reason is quoted, its first sentence."""
+        """The error quotes the first sentence of the driver's error."""
         machine("cuda", 0)
 
         def init():
@@ -143,7 +143,7 @@ class TestAbsent:
             resolve_device("cuda")
 
     def test_hidden(self, machine, monkeypatch):
-        """An empty CUDA_VISIBLE_DEVICES is named as the reason."""
+        """The error names an empty CUDA_VISIBLE_DEVICES as the reason."""
         machine("cuda", 0)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='' limits what is visible"):
@@ -151,26 +151,26 @@ class TestAbsent:
 
     @pytest.mark.parametrize("given", ["cuda:2", 2, -1])
     def test_no_such_index(self, machine, given):
-        """An index beyond the last names those that exist."""
+        """The error for an index out of range lists the present devices."""
         machine("cuda", 2)
         with pytest.raises(ValueError, match=r"there is no index -?[0-9]; present: cuda:0, cuda:1$"):
             resolve_device(given)
 
     def test_no_such_index_because_hidden(self, machine, monkeypatch):
-        """Where CUDA_VISIBLE_DEVICES is set, it is shown beside what exists."""
+        """If CUDA_VISIBLE_DEVICES is set, the error shows it beside the present devices."""
         machine("cuda", 1)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
         with pytest.raises(ValueError, match=r"present: cuda:0 .CUDA_VISIBLE_DEVICES='3'"):
             resolve_device("cuda:3")
 
     def test_another_accelerator(self, machine):
-        """A machine with another accelerator says which."""
+        """The error for a missing kind of device names the present accelerator."""
         machine("mps", 1)
         with pytest.raises(ValueError, match="device='cuda': present: mps:0"):
             resolve_device("cuda")
 
     def test_a_device_torch_knows_and_lacks(self, machine):
-        """A name of torch's without such a device is refused."""
+        """A device type that torch knows but does not have is refused."""
         machine(None, 0)
         with pytest.raises(ValueError, match=r"device='xpu:0': .*sees no such device"):
             resolve_device("xpu:0")
@@ -178,36 +178,38 @@ class TestAbsent:
 
 class TestTorchBackend:
     def test_copy_keeps_dtype_and_strides(self):
-        """A copy is what ``to`` gives, and a tensor that is there already stays."""
+        """A copy keeps dtype and strides, and a tensor that is on the device already is returned itself."""
         backend = TorchBackend(torch.device("meta"))
         source = torch.zeros(2, 3, 4, 5, dtype=torch.uint8).to(memory_format=torch.channels_last)
         copy = backend.copy(source)
         assert (copy.device.type, copy.dtype, copy.stride()) == ("meta", source.dtype, source.stride())
         assert backend.copy(copy) is copy
 
-    def test_hold_ignores_other_devices(self):
-        """record_stream, which raises for CPU tensors, is not called for them."""
+    def test_record_stream_ignores_other_devices(self):
+        """torch's record_stream, which raises for CPU tensors, is not called for them."""
         TorchBackend(torch.device("cuda", 0)).record_stream(torch.ones(1), object())
 
     @pytest.mark.parametrize("layout", ["strided", "sparse_coo", "sparse_csr", "sparse_csc"])
     @pytest.mark.filterwarnings("ignore:Sparse")
-    def test_hold_reaches_every_part(self, monkeypatch, layout):
-        """Indices and values of a sparse tensor are held, not the shell, which cannot be."""
-        held = []
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor.layout, stream)))
+    def test_record_stream_of_sparse_tensors(self, monkeypatch, layout):
+        """record_stream is called for the indices and values of a sparse tensor."""
+        recorded = []
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor.layout, stream))
+        )
         tensor = torch.eye(3).to_sparse(layout=getattr(torch, layout)) if layout != "strided" else torch.eye(3)
         TorchBackend(torch.device("cpu")).record_stream(tensor, "stream")
         parts = {"strided": 1, "sparse_coo": 2}.get(layout, 3)
-        assert held == [(torch.strided, "stream")] * parts
+        assert recorded == [(torch.strided, "stream")] * parts
 
-    def test_hold_where_there_is_no_record_stream(self):
-        """A device whose torch cannot record streams is refused, with the way out; never used as if it could."""
+    def test_a_device_without_record_stream(self):
+        """A device without record_stream is an error that names the alternative."""
         with pytest.raises(DeviceCopyError, match=r"no record_stream for cpu: .* device=None, and batch.to\('cpu'\)"):
             TorchBackend(torch.device("cpu")).record_stream(torch.ones(1), torch.Stream(device="cpu"))
 
     @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
-    def test_memory_of_a_device_that_cannot_tell_is_unknown(self, monkeypatch, error):
-        """What an allocator without the function raises is no error of the feeder's."""
+    def test_memory_of_a_device_without_the_function_is_unknown(self, monkeypatch, error):
+        """If the allocator does not implement get_memory_info, ``memory`` returns None."""
 
         def ask(device):
             raise error("getMemoryInfo is not implemented for this allocator yet.")
@@ -215,23 +217,23 @@ class TestTorchBackend:
         monkeypatch.setattr(torch.accelerator, "get_memory_info", ask, raising=False)
         assert TorchBackend(torch.device("mps", 0)).memory() is None
 
-    def test_memory_as_torch_tells_it(self, monkeypatch):
-        """Free and total bytes, of this device; unknown where torch has no such function."""
+    def test_memory(self, monkeypatch):
+        """``memory`` returns free and total bytes of the device, or None without torch's function."""
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (device.index, 8), raising=False)
         assert TorchBackend(torch.device("xpu", 1)).memory() == (1, 8)
         monkeypatch.delattr(torch.accelerator, "get_memory_info")
         assert TorchBackend(torch.device("xpu", 1)).memory() is None
 
-    def test_hold_leaves_a_jagged_tensor_to_itself(self, monkeypatch):
-        """Its parts are held by its own record_stream."""
-        held = []
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append((tensor, stream)))
+    def test_record_stream_of_a_jagged_tensor(self, monkeypatch):
+        """For a jagged tensor its own record_stream is called once."""
+        recorded = []
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
         tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
         TorchBackend(torch.device("cpu")).record_stream(tensor, "stream")
-        assert [(found is tensor, stream) for found, stream in held] == [(True, "stream")]
+        assert [(found is tensor, stream) for found, stream in recorded] == [(True, "stream")]
 
     def test_one_side_stream_per_device(self, monkeypatch):
-        """Every backend of a device has the same side stream, for good."""
+        """All backends of a device have the same side stream."""
         monkeypatch.setattr(device_module, "_side_streams", {})
         backends = [TorchBackend(torch.device("cuda", index)) for index in (0, 0, 1)]
         for backend in backends:
@@ -241,8 +243,8 @@ class TestTorchBackend:
         assert first is not other
 
     @pytest.mark.parametrize("names", ["index", "idx"])
-    def test_on_restores_stream_and_device(self, monkeypatch, names):
-        """Stream and current device come back after an error and through nesting, by either torch's names."""
+    def test_use_stream_restores_stream_and_device(self, monkeypatch, names):
+        """use_stream restores stream and current device after an error and when nested, with either torch version."""
         current = {"device": 1, "stream": "before"}
 
         def set_stream(stream):
@@ -269,6 +271,6 @@ class TestTorchBackend:
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can pin")
     def test_pin_fails_without_an_accelerator(self):
-        """Memory that cannot be pinned is an error, not pageable memory."""
+        """If memory cannot be pinned, ``pin`` raises instead of returning pageable memory."""
         with pytest.raises(RuntimeError):
             TorchBackend(torch.device("cuda", 0)).pin(8)

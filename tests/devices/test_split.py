@@ -1,4 +1,4 @@
-"""Batches over several devices: how they are split, copied, and what is said where they cannot be."""
+"""Batches for several devices: how they are split and copied, and the errors if that is impossible."""
 
 import dataclasses
 import gc
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.group_copier import copier_for
+from aiofeed.devices.copier import copier_for
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.devices.split import split
 from aiofeed.testing import SimulatedDevice, check_feeder
@@ -32,7 +32,7 @@ class Sample:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The tensors are small: two threads would only wait for each other."""
+    """Use one torch thread: the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,7 +58,7 @@ def listed(tree):
 class TestSplit:
     @pytest.mark.parametrize(("rows", "parts"), [(6, 2), (7, 3), (2, 4), (0, 2), (1, 1)])
     def test_as_tensor_split(self, rows, parts):
-        """The parts are those of torch.tensor_split, empty ones included, and share the batch's memory."""
+        """The parts equal those of torch.tensor_split, also empty ones, and share the batch's memory."""
         batch = torch.arange(rows * 2).view(rows, 2)
         found = split(batch, parts)
         expected = torch.tensor_split(batch, parts)
@@ -67,7 +67,7 @@ class TestSplit:
         assert all(part.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr() for part in found)
 
     def test_structure(self):
-        """Containers keep their types; lists with one entry per sample are cut, and what has no samples is repeated."""
+        """Containers keep their types; lists with one entry per sample are split, and other leaves are repeated."""
         marker = object()
         batch = {
             "images": torch.arange(3),
@@ -99,27 +99,27 @@ class TestSplit:
         for name in ("other", "scale", "text", "nothing"):
             assert second[name] is batch[name]
 
-    def test_memory_of_ours(self):
-        """Memory under a permutation is cut along the dimension that the user sees first."""
+    def test_host_tensors(self):
+        """A HostTensor with axes is split along the dimension that comes first for the user."""
         memory = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
         first, second = split([HostTensor(memory, axes=(2, 0, 1), pinned=True), HostTensor(np.array(7))], 2)
         assert (first[0].axes, first[0].pinned) == ((2, 0, 1), True)
         assert second[0].memory.tolist() == memory[:, :, 2:].tolist()
         assert second[1].memory.tolist() == 7
 
-    def test_without_tensors_all_is_repeated(self):
-        """What has no tensors has no number of samples."""
+    def test_without_tensors_the_batch_is_repeated(self):
+        """A batch without tensors is repeated in every part."""
         assert split(["a", "b"], 2) == [["a", "b"], ["a", "b"]]
 
     def test_different_lengths_are_refused(self):
-        """Tensors that differ along dimension 0 cannot be cut alike; silently wrong parts would be worse."""
-        with pytest.raises(ValueError, match=r"has 4; found shape \[3\].*transform="):
+        """Tensors that differ in size along dimension 0 are an error."""
+        with pytest.raises(ValueError, match=r"first has 4 rows; found shape \[3\].*transform="):
             split([torch.zeros(4, 2), torch.zeros(3)], 2)
 
 
 class TestResolve:
     def test_group(self):
-        """A list is a group, of one too; anything else is what it always was."""
+        """A list or tuple resolves to a DeviceGroup, also with one device; other arguments to one backend."""
         group = resolve_devices(devices := two())
         assert isinstance(group, DeviceGroup)
         assert group.backends == tuple(devices)
@@ -129,40 +129,40 @@ class TestResolve:
         assert resolve_devices("cpu") is None
 
     def test_host(self):
-        """Several CPUs, to try things out, are as many parts."""
+        """A list of "cpu" is a group with one CpuBackend per entry, for trying things out."""
         assert [type(backend) for backend in resolve_devices(["cpu", "cpu"]).backends] == [CpuBackend] * 2
 
     @pytest.mark.parametrize(
         ("given", "error", "match"),
         [
             ([], ValueError, "needs at least one"),
-            ([None], TypeError, "None is no device in a list"),
+            ([None], TypeError, "a list cannot contain None"),
             (["cpu", SimulatedDevice()], ValueError, "leave 'cpu' out"),
             ([SimulatedDevice(), CpuBackend()], ValueError, "of one kind"),
-            ([["cpu"]], TypeError, "one device is wanted here"),
+            ([["cpu"]], TypeError, "expected one device"),
         ],
     )
     def test_refused(self, given, error, match):
-        """Lists that make no sense are refused, with what would."""
+        """Invalid lists are refused with a message that says what is allowed."""
         with pytest.raises(error, match=match):
             resolve_devices(given)
 
     def test_twice(self, monkeypatch):
-        """The same device twice is a slip."""
+        """The same device twice is refused."""
         device = SimulatedDevice(index=3)
-        with pytest.raises(ValueError, match="simulated:3 is there twice"):
+        with pytest.raises(ValueError, match="simulated:3 is listed twice"):
             resolve_devices([device, device])
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert resolve_devices(["cuda:0", 1]).name == "cuda:0, cuda:1"
-        with pytest.raises(ValueError, match="cuda:1 is there twice"):
+        with pytest.raises(ValueError, match="cuda:1 is listed twice"):
             resolve_devices([1, "cuda:0", "cuda:1"])
 
 
 class TestFeeder:
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_no_wrong_byte(self, latency):
-        """Slow kernels on either device's streams, taken in turn, tensors dropped at once: every part is right."""
+        """With slow kernels on alternating streams of both devices and tensors dropped at once, every part is right."""
         devices = two(latency)
         check_feeder(devices, streams=streams, slow=slow, batches=600, batch_size=5)
         gc.collect()
@@ -172,7 +172,7 @@ class TestFeeder:
 
     @pytest.mark.parametrize("device", [["cpu", "cpu"], two()])
     def test_parts(self, device):
-        """A batch is a tuple of parts of the usual structure; the last may have empty ones."""
+        """A batch is a tuple of parts with the batch's structure; parts of the last batch may be empty."""
         x = torch.arange(9.0)
         feeder = aiofeed.Feeder(
             TensorDataset(x, x * 2), batch_size=4, device=device, transform=lambda b: [b[0] + 1, b[1]]
@@ -185,8 +185,8 @@ class TestFeeder:
         assert feeder.statistics().samples == 9
         assert len(feeder) == 3
 
-    def test_parts_are_the_users(self):
-        """Parts in host memory do not change when later batches come, nor one with the other."""
+    def test_parts_share_no_memory(self):
+        """Parts in host memory do not change with later batches or with other parts."""
         x = torch.arange(40_000.0).view(40, 1000)
         with aiofeed.Feeder(TensorDataset(x), batch_size=4, device=["cpu", "cpu"]) as feeder:
             kept = list(feeder)
@@ -195,7 +195,7 @@ class TestFeeder:
                 assert torch.equal(torch.cat([first[0], second[0]]), x[number * 4 : number * 4 + 4])
 
     def test_images(self, jpeg_folder):
-        """Decoded in place, the parts are in channels_last memory as the batch would be."""
+        """Parts of images that are decoded in place are in channels_last memory, like whole batches."""
         source = aiofeed.ImageFolder(jpeg_folder)
         options = {"decode": aiofeed.DecodeImage(32), "batch_size": 6, "shuffle": True}
         with aiofeed.Feeder(source, **options) as one, aiofeed.Feeder(source, device=two(), **options) as several:
@@ -206,7 +206,7 @@ class TestFeeder:
 
     @pytest.mark.parametrize("copy_fails_at", [1, 3])
     def test_errors_name_the_device(self, copy_fails_at):
-        """A copy that fails on one device is that device's, and the feeder can begin again."""
+        """A failed copy names its device, and the feeder can be iterated again."""
         devices = [SimulatedDevice(), SimulatedDevice(copy_fails_at=copy_fails_at, index=1)]
         with aiofeed.Feeder(TensorDataset(torch.arange(12.0)), batch_size=4, device=devices) as feeder:
             with pytest.raises(aiofeed.DeviceCopyError, match="to simulated:1 failed"):
@@ -214,7 +214,7 @@ class TestFeeder:
             assert len(list(feeder)) == 3
 
     def test_a_failing_transform_names_the_device(self):
-        """The transform of one part raises."""
+        """An error of transform names the device of the part."""
         seen = []
 
         def transform(batch):
@@ -226,7 +226,7 @@ class TestFeeder:
             list(feeder)
 
     def test_batches_that_cannot_be_split(self):
-        """Tensors of different lengths are an error that says what to do."""
+        """A batch whose tensors differ in length is an error that names the devices."""
 
         def collate(samples):
             return torch.stack([sample[0] for sample in samples]), torch.zeros(3)
@@ -238,7 +238,7 @@ class TestFeeder:
             list(feeder)
 
     async def test_async(self):
-        """The same by ``async for``, left early."""
+        """``async for`` gives the same parts and can be left early."""
         x = torch.arange(100.0)
         async with aiofeed.Feeder(TensorDataset(x), batch_size=10, device=two()) as feeder:
             async for first, second in feeder:
@@ -246,7 +246,7 @@ class TestFeeder:
                 break
 
     def test_pickle(self):
-        """A feeder for several devices travels as any other."""
+        """A feeder for several devices can be pickled."""
         feeder = pickle.loads(
             pickle.dumps(aiofeed.Feeder(TensorDataset(torch.arange(4.0)), batch_size=4, device=["cpu"]))
         )
@@ -256,7 +256,7 @@ class TestFeeder:
 
 class TestPrefetch:
     def test_parts(self):
-        """Batches that somebody else makes are split alike."""
+        """``prefetch`` splits batches like a feeder."""
         batches = [{"x": torch.arange(5) + number, "keys": list("abcde")} for number in range(3)]
         found = [
             listed(batch)
@@ -268,7 +268,7 @@ class TestPrefetch:
         )
 
     async def test_async_batches(self):
-        """An async iterable too."""
+        """``prefetch`` splits the batches of an async iterable, too."""
 
         async def batches():
             for number in range(3):
@@ -280,7 +280,7 @@ class TestPrefetch:
 
 class TestScatter:
     def test_parts(self):
-        """A batch that exists comes back in parts on the devices."""
+        """``scatter`` returns the parts of an existing batch on the devices."""
         devices = two("late")
         batch = [torch.arange(5), {"keys": list("abcde")}]
         assert listed(aiofeed.scatter(batch, devices)) == (
@@ -290,7 +290,7 @@ class TestScatter:
         assert [device.copies for device in devices] == [1, 1]
 
     def test_host_memory_may_be_written_at_once(self):
-        """When it returns, the batch is no longer read, and parts are as they were."""
+        """After ``scatter`` the batch may be overwritten without changing the parts."""
         batch = torch.arange(6)
         parts = aiofeed.scatter(batch, two("late"))
         batch.zero_()
@@ -304,7 +304,7 @@ class TestScatter:
         assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3])
 
     def test_a_batch_on_a_device(self):
-        """What is on the one device already is cut there, after the work that makes it."""
+        """A batch that is on the device already is split there, after the work that computes it."""
         [device] = devices = [SimulatedDevice(latency="late")]
         there = device.copy(host := torch.arange(4)) * 2
         [part] = aiofeed.scatter(there, devices)
@@ -314,28 +314,28 @@ class TestScatter:
 
     @pytest.mark.parametrize("devices", ["cuda", None, SimulatedDevice()])
     def test_wrong_devices(self, devices):
-        """One device is no list."""
+        """``scatter`` refuses anything but a list of devices."""
         with pytest.raises(TypeError, match="a list of devices"):
             aiofeed.scatter(torch.ones(2), devices)
 
 
 class TestCopier:
     def test_host_memory_waits_for_every_device(self):
-        """Host memory is free once each device has read its part."""
+        """``copied`` is complete when every device has read its part."""
         devices = two("late")
         copier = copier_for(resolve_devices(devices))
-        in_flight = copier.issue(source := torch.arange(4))
-        first, second = in_flight.batch
+        pending = copier.issue(source := torch.arange(4))
+        first, second = pending.batch
         first.copied.synchronize()
-        assert not in_flight.copied.query() or second.copied.query()
-        in_flight.copied.synchronize()
+        assert not pending.copied.query() or second.copied.query()
+        pending.copied.synchronize()
         assert first.copied.done
         assert second.copied.done
         del source
 
-    def test_host_memory_is_free_when_an_error_is_seen(self):
-        """The copies of parts before the one that failed have run by the time it is raised."""
+    def test_host_memory_is_free_when_an_error_is_raised(self):
+        """When an error is raised, the copies of the parts before the failed one have run."""
         devices = [SimulatedDevice(latency="late"), SimulatedDevice(copy_fails_at=1, index=1)]
         with pytest.raises(aiofeed.DeviceCopyError):
             copier_for(resolve_devices(devices)).issue(torch.ones(4))
-        assert devices[0].queued <= 1  # poisoning of what was dropped since
+        assert devices[0].queued <= 1  # the poisoning of dropped memory

@@ -1,5 +1,6 @@
-"""Batches at fixed addresses: the same tensors each time, never wrong, and refused where they cannot be."""
+"""Static batches: fixed addresses, correct contents, and the errors where they are impossible."""
 
+import functools
 import gc
 import pickle
 
@@ -9,14 +10,14 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed.core.pytree import leaves
-from aiofeed.devices.copier import is_tensor
-from aiofeed.devices.static_copier import StaticCopier
+from aiofeed.devices.copier import Copier, StaticOutput
+from aiofeed.runtime.tensors import is_tensor
 from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier, check_feeder
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The tensors are small: two threads would only wait for each other."""
+    """Use one torch thread: the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,64 +43,74 @@ def feeder_of(x, **options):
     )
 
 
-# The mistakes, each the copier with one thing left out or done at the wrong place.
+def static_copier(backend, transform, output=StaticOutput, copier=Copier):
+    return copier(backend, transform, output(backend))
 
 
-class NoGuard(StaticCopier):
-    """Refilled without a look at what the last batch is used for."""
+# Copiers with one typical mistake each.
 
-    def _guard(self, stream):
+
+class NoGuard(StaticOutput):
+    """Overwrites the tensors without waiting for the work that uses the previous batch."""
+
+    def _wait_for_last_use(self, stream):
         pass
 
 
-class GuardAtHandOver(StaticCopier):
-    """The event that the refill waits for is recorded before the consumer has queued anything."""
+class GuardAtHandOver(StaticOutput):
+    """Records the event that the next copy waits for before the consumer has queued its work."""
 
     handed_over = None
 
-    def deliver(self, in_flight):
-        batch = super().deliver(in_flight)
-        self.handed_over = self.backend.record(self.backend.current_stream())
-        return batch
+    def __call__(self, batch, stream):
+        output = super().__call__(batch, stream)
+        self.handed_over = self._backend.record(stream)
+        return output
 
-    def _guard(self, stream):
-        self.backend.wait(stream, self.handed_over)
+    def _wait_for_last_use(self, stream):
+        self._backend.wait(stream, self.handed_over)
 
 
-class NoWait(StaticCopier):
-    """Filled before the batch has arrived."""
+class NoWait(Copier):
+    """Copies into the tensors before the batch has arrived on the device."""
 
-    def deliver(self, in_flight):
+    def deliver(self, pending):
         early = self.backend.record(self.backend.current_stream())
-        return super().deliver(type(in_flight)(in_flight.batch, in_flight.copied, early))
+        return super().deliver(type(pending)(pending.batch, pending.copied, early))
 
 
-class FilledOnTheSideStream(StaticCopier):
-    """Filled where the copies run, which nobody waits for."""
+class CopiedOnTheSideStream(StaticOutput):
+    """Copies into the tensors on the side stream; the consumer's stream does not wait for it."""
 
-    def deliver(self, in_flight):
-        with self.backend.use_stream(self.backend.side_stream()):
-            return super().deliver(in_flight)
+    def __call__(self, batch, stream):
+        side = self._backend.side_stream()
+        with self._backend.use_stream(side):
+            return super().__call__(batch, side)
 
 
-MISTAKES = [NoGuard, GuardAtHandOver, NoWait, FilledOnTheSideStream]
+MISTAKES = [
+    functools.partial(static_copier, output=NoGuard),
+    functools.partial(static_copier, output=GuardAtHandOver),
+    functools.partial(static_copier, copier=NoWait),
+    functools.partial(static_copier, output=CopiedOnTheSideStream),
+]
 
 
 class TestBytes:
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_copier(self, latency):
-        """Slow kernels, three streams taken in turn, the same memory each time: no batch is wrong."""
-        check(SimulatedDevice(latency=latency), copier=StaticCopier, batches=2_000 if latency == "random" else 500)
+        """With slow kernels, three alternating streams and fixed memory, every batch has the right contents."""
+        check(SimulatedDevice(latency=latency), copier=static_copier, batches=2_000 if latency == "random" else 500)
 
     @pytest.mark.parametrize("mistake", MISTAKES)
     def test_the_check_sees_each_mistake(self, mistake):
-        """The copier with one thing wrong fails the check that the real one passes."""
+        """A copier with a mistake fails the check that the real copier passes."""
         with pytest.raises(WrongBytesError):
             check(SimulatedDevice(), copier=mistake, batches=400)
 
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_feeder(self, latency):
-        """A slow consumer that changes its stream sees each batch as it was, through two epochs."""
+        """A slow consumer that changes its stream gets correct batches over two epochs."""
         device = SimulatedDevice(latency=latency)
         check_feeder(device, streams=streams, slow=slow, batches=1_000, static_batches=True)
         gc.collect()
@@ -108,7 +119,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("latency", ["random", "early"])
     def test_several_devices(self, latency):
-        """Each device has its own tensors, guarded by its own streams."""
+        """Each device has its own tensors and waits for its own streams."""
         devices = [SimulatedDevice(1, latency=latency), SimulatedDevice(2, latency=latency, index=1)]
         check_feeder(devices, streams=streams, slow=slow, batches=400, static_batches=True)
 
@@ -116,7 +127,7 @@ class TestBytes:
 class TestAddresses:
     @pytest.mark.parametrize("device", [SimulatedDevice(), None, "cpu"])
     def test_the_same_tensors(self, device):
-        """Through epochs, other passes and after ``close``, every batch is the same objects with other contents."""
+        """Over epochs and after ``close`` every batch is the same tensor objects with new contents."""
         x = torch.arange(22.0)
         feeder = feeder_of(x, device=device)
         tensors, seen = set(), []
@@ -130,15 +141,15 @@ class TestAddresses:
         assert seen == [list(range(start, start + 4)) for start in range(0, 20, 4)] * 4
 
     def test_several(self):
-        """One set per device."""
+        """Each device has its own fixed tensors."""
         with feeder_of(torch.arange(8.0), device=["cpu", "cpu"]) as feeder:
             kept = [[tensor for tensor in leaves(batch) if is_tensor(tensor)] for batch in feeder]
         assert kept[0][0] is kept[1][0]
         assert kept[0][1] is kept[1][1]
         assert [tensor.tolist() for tensor in kept[0]] == [[4, 5], [6, 7]]
 
-    def test_what_is_no_tensor_changes(self):
-        """Texts are those of the batch."""
+    def test_other_leaves_change(self):
+        """Leaves that are not tensors are those of the current batch."""
 
         def collate(samples):
             return {"x": torch.stack([sample[0] for sample in samples]), "key": str(samples[0][0].item())}
@@ -147,7 +158,7 @@ class TestAddresses:
             assert [batch["key"] for batch in feeder] == ["0.0", "4.0"]
 
     def test_channels_last(self, jpeg_folder):
-        """Images keep their memory format."""
+        """Images keep their channels_last memory format."""
         source = aiofeed.ImageFolder(jpeg_folder)
         options = {"decode": aiofeed.DecodeImage(32), "batch_size": 6, "drop_last": True}
         with (
@@ -159,8 +170,8 @@ class TestAddresses:
                 assert torch.equal(there.cpu(), images)
                 assert torch.equal(labels_there.cpu(), labels)
 
-    def test_first_asked_for_in_inference_mode(self):
-        """A feeder that begins in an evaluation goes on in a training."""
+    def test_first_batch_under_inference_mode(self):
+        """A feeder whose first batch comes under inference_mode works outside it."""
         with feeder_of(torch.arange(8.0), device=None) as feeder:
             with torch.inference_mode():
                 iterator = iter(feeder)
@@ -168,7 +179,7 @@ class TestAddresses:
             assert next(iterator)[0].tolist() == [4, 5, 6, 7]
 
     def test_backward_through_an_overwritten_batch_is_an_error(self):
-        """torch notices where a gradient would be computed from a batch that is gone."""
+        """torch raises an error if a gradient needs a batch that was overwritten."""
         weights = torch.ones(4, requires_grad=True)
         with feeder_of(torch.arange(8.0), device=None) as feeder:
             iterator = iter(feeder)
@@ -178,7 +189,7 @@ class TestAddresses:
                 loss.backward()
 
     def test_pickle(self):
-        """A feeder that travels makes tensors of its own."""
+        """A pickled copy of a feeder creates its own tensors."""
         feeder = feeder_of(torch.arange(8.0), device=None)
         with feeder:
             first = next(iter(feeder))[0]
@@ -186,43 +197,43 @@ class TestAddresses:
             assert next(iter(other))[0] is not first
 
     def test_look_ahead(self):
-        """Copies run ahead of ``next``: the batch after the one in use is on its way."""
+        """The next batch is copied to the device before the consumer asks for it."""
         device = SimulatedDevice(latency="late")
         with feeder_of(torch.arange(40.0), device=device) as feeder:
             iterator = iter(feeder)
             next(iterator)
-            while device.copies < 3:  # two may be there before they are asked for
+            while device.copies < 3:  # two batches are copied ahead
                 pass
             next(iterator)
 
 
 class TestRefused:
     def test_last_batch(self):
-        """A last batch that is smaller cannot be: drop_last says so, or the length does."""
+        """A smaller last batch is refused unless drop_last or the length excludes it."""
         with pytest.raises(ValueError, match=r"the last of 10 samples by 4 may be smaller: pass drop_last=True"):
             feeder_of(torch.arange(10.0), drop_last=False)
         with feeder_of(torch.arange(8.0), drop_last=False) as feeder:
             assert len(list(feeder)) == 2
 
     def test_sampler(self):
-        """How many samples a sampler gives is not known."""
+        """A sampler is refused without drop_last, because its number of samples is not known."""
         with pytest.raises(ValueError, match="a sampler's samples"):
             feeder_of(torch.arange(8.0), drop_last=False, sampler=range(8))
 
     def test_skip(self):
-        """Skipping makes batches smaller; replacing does not."""
+        """on_error="skip" is refused because it makes batches smaller; "replace" is allowed."""
         with pytest.raises(ValueError, match="on_error='replace'"):
             feeder_of(torch.arange(8.0), on_error="skip")
         feeder_of(torch.arange(8.0), on_error="replace")
 
     def test_no_bool(self):
-        """It is True or False."""
+        """``static_batches`` must be a bool."""
         with pytest.raises(TypeError, match="static_batches must be True or False"):
             feeder_of(torch.arange(8.0), static_batches=1)
 
     @pytest.mark.parametrize("other", ["shape", "dtype", "structure"])
     def test_another_batch(self, other):
-        """A batch of another make names both."""
+        """A batch with another shape, dtype or structure is an error that describes both batches."""
 
         def collate(samples):
             x = torch.stack([sample[0] for sample in samples])
@@ -239,7 +250,7 @@ class TestRefused:
                 next(iterator)
 
     def test_containers_that_do_not_print(self):
-        """A container's own ``repr`` hides no difference: nothing is broadcast over a larger batch."""
+        """A different shape is an error even if the container's ``repr`` hides it; nothing is broadcast."""
 
         class Silent(dict):
             def __repr__(self):
@@ -254,7 +265,7 @@ class TestRefused:
             list(feeder)
 
     def test_sparse(self):
-        """Sparse tensors have no fixed memory."""
+        """Sparse tensors are refused."""
         feeder = feeder_of(torch.arange(8.0), device=None, transform=lambda batch: batch[0].to_sparse())
         with feeder, pytest.raises(aiofeed.DeviceCopyError, match="takes dense tensors; on cpu"):
             list(feeder)

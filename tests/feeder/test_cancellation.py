@@ -1,4 +1,4 @@
-"""Every stage the engine may be at, left in every way: nothing stays behind, and the feeder works again."""
+"""Leaving an iteration in every way while the engine is at every stage: nothing leaks, and the feeder works again."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from aiofeed.runtime.cancellation import TaskScope, clear_cancellation, is_cance
 from aiofeed.testing import SimulatedDevice
 
 BOUND_S = 20.0
-"""Nothing is waited for any longer; all of it takes milliseconds."""
+"""Time limit of every wait; each takes milliseconds."""
 
 SAMPLES = 24
 BATCH = 4
 WHOLE = [list(range(start, start + BATCH)) for start in range(0, SAMPLES, BATCH)]
-HELD_FROM = BATCH
-"""Stages hold the engine from the second batch on, so that a first one can be handed out."""
+BLOCKED_FROM = BATCH
+"""Stages block the engine from the second batch on, so that a first one can be handed out."""
 
 LIMITS = Limits(prefetch_batches=1, read_concurrency=BATCH, decode_threads=2, device_batches=1)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread to come so far."""
+    """Poll until a condition on another thread holds."""
     deadline = time.monotonic() + BOUND_S
     while not condition():
-        assert time.monotonic() < deadline, "it never came so far"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.0005)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """Collections look at what the tests made alone: a tenth of the time, and there are many."""
+    """Exclude existing objects from the many garbage collections, which then take a tenth of the time."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-class Hold:
-    """A place where the engine stops, in a coroutine or in a thread, until it is let go."""
+class Barrier:
+    """A place where the engine stops, in a coroutine or in a thread, until it is released."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -72,17 +72,17 @@ class Hold:
             try:
                 loop.call_soon_threadsafe(event.set)
             except RuntimeError:
-                pass  # closed: whoever waited there was cancelled
+                pass  # the loop is closed; its task was cancelled
 
 
 class Staged:
-    """A source, with everything else that a feeder is made of, that holds the engine at one stage."""
+    """A source, decoder, collate function and transform that block the engine at one stage."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
-        self.hold = Hold()
+        self.barrier = Barrier()
         self.opened = self.closed = self.reads = self.decodes = 0
-        self.device = HeldDevice(self) if stage in ("copy", "transform", "device handoff") else None
+        self.device = BlockingDevice(self) if stage in ("copy", "transform", "device queue") else None
 
     def __len__(self) -> int:
         return SAMPLES
@@ -92,41 +92,41 @@ class Staged:
 
     async def open(self) -> None:
         if self.stage == "open":
-            await self.hold.wait()
+            await self.barrier.wait()
         self.opened += 1
 
     async def aclose(self) -> None:
         if self.stage == "aclose":
-            await self.hold.wait()
+            await self.barrier.wait()
         self.closed += 1
 
     async def read(self, index: int) -> bytes:
-        if index >= HELD_FROM:
+        if index >= BLOCKED_FROM:
             if self.stage == "read":
-                await self.hold.wait()
+                await self.barrier.wait()
             elif self.stage == "blocking read":
-                await asyncio.to_thread(self.hold.block)
+                await asyncio.to_thread(self.barrier.block)
         self.reads += 1
         if (self.stage == "gate" and self.reads == 3 * BATCH) or (self.stage == "room" and self.reads == 4 * BATCH):
-            self.hold.reached.set()
+            self.barrier.reached.set()
         return b"%d" % index
 
     def decode(self, data: bytes) -> torch.Tensor:
-        if self.stage == "decode" and int(data) >= HELD_FROM:
-            self.hold.block()
+        if self.stage == "decode" and int(data) >= BLOCKED_FROM:
+            self.barrier.block()
         self.decodes += 1
-        if "handoff" in self.stage and self.decodes == 2 * BATCH:
-            self.hold.reached.set()
+        if "queue" in self.stage and self.decodes == 2 * BATCH:
+            self.barrier.reached.set()
         return torch.tensor(int(data))
 
     def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
-        if int(samples[0]) >= HELD_FROM:
-            self.hold.block()
+        if int(samples[0]) >= BLOCKED_FROM:
+            self.barrier.block()
         return torch.stack(samples)
 
     def transform(self, batch: Any) -> Any:
         if self.device is not None and self.device.copies > 1:
-            self.hold.block()
+            self.barrier.block()
         return batch
 
     def feeder(self) -> Feeder[Any]:
@@ -142,8 +142,8 @@ class Staged:
         )
 
 
-class HeldDevice(SimulatedDevice):
-    """A device whose second copy does not return, where that is the stage."""
+class BlockingDevice(SimulatedDevice):
+    """A device whose second copy blocks if the stage is "copy"."""
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class HeldDevice(SimulatedDevice):
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
         if self.staged.stage == "copy" and self.copies == 1:
-            self.staged.hold.block()
+            self.staged.barrier.block()
         return super().copy(tensor)
 
 
@@ -159,17 +159,17 @@ class HeldDevice(SimulatedDevice):
 def staged(stage: str, caplog: pytest.LogCaptureFixture) -> Iterator[Staged]:
     made = Staged(stage)
     yield made
-    made.hold.release()
+    made.barrier.release()
     assert not caplog.records, caplog.text
 
 
-def released_on_stop(feeder: Feeder[Any], hold: Hold) -> threading.Thread:
-    """Let the engine go once it was told to stop, and not before."""
+def release_on_stop(feeder: Feeder[Any], barrier: Barrier) -> threading.Thread:
+    """Release the engine after it was told to stop."""
     loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
 
     def release() -> None:
         until(lambda: loop_thread.stopping)
-        hold.release()
+        barrier.release()
 
     thread = threading.Thread(target=release)
     thread.start()
@@ -181,9 +181,9 @@ def engine_threads() -> list[threading.Thread]:
 
 
 def check_nothing_left(staged: Staged, feeder: Feeder[Any]) -> None:
-    """One more epoch is whole; then the threads, the tasks, the source and the memory are looked at.
+    """Check that one more epoch is complete, then that no thread, task, open source or memory is left.
 
-    The feeder lives on: closed, it keeps nothing.
+    The feeder still exists: a closed feeder holds none of these.
     """
     left = feeder._session.pipeline
     iterator = iter(feeder)
@@ -196,7 +196,7 @@ def check_nothing_left(staged: Staged, feeder: Feeder[Any]) -> None:
         assert not asyncio.all_tasks(loop_thread.loop)
         assert loop_thread.join(BOUND_S)
         del loop_thread
-        # More than once: what a thread of the copier holds is within reach when that has ended.
+        # More than once: a copy thread may still refer to objects until it has ended.
         until(lambda: gc.collect() >= 0 and memory() is None)
     assert [batch.tolist() for batch in iterator] == WHOLE
     del iterator
@@ -209,7 +209,7 @@ def check_nothing_left(staged: Staged, feeder: Feeder[Any]) -> None:
         assert staged.device.allocated_bytes == 0
 
 
-# --- ways out of an ordinary loop: each has an iterator that gave `before` batches ------------------------------------
+# --- ways to leave a synchronous iteration ----------------------------------------------------------------------------
 
 
 def by_close(feeder: Feeder[Any], iterator: Any) -> None:
@@ -222,7 +222,7 @@ def by_close_from_another_thread(feeder: Feeder[Any], iterator: Any) -> None:
     closing = threading.Thread(target=feeder.close)
     closing.start()
     with pytest.raises(IteratorClosedError):
-        # What was finished by then may be handed out still.
+        # Batches that were finished before may still be handed out.
         for _ in range(SAMPLES):
             next(iterator)
     closing.join(BOUND_S)
@@ -254,7 +254,7 @@ WAYS = (
     by_a_second_iterator,
 )
 LATER = (
-    "room", "read", "blocking read", "gate", "decode", "collate", "transform", "copy", "handoff", "device handoff",
+    "room", "read", "blocking read", "gate", "decode", "collate", "transform", "copy", "queue", "device queue",
 )  # fmt: skip
 STAGES = ("open", *LATER)
 
@@ -262,33 +262,33 @@ STAGES = ("open", *LATER)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_iterator_is_left(stage: str, staged: Staged, way: Callable[[Feeder[Any], Any], None]) -> None:
-    """Whatever the engine is at, it lets go, and the next epoch is whole."""
+    """At every stage the engine stops, and the next epoch is complete."""
     feeder = staged.feeder()
     iterator = iter(feeder)
     if stage != "open":
         assert next(iterator).tolist() == WHOLE[0]
-    assert staged.hold.reached.wait(BOUND_S)
-    releasing = released_on_stop(feeder, staged.hold)
+    assert staged.barrier.reached.wait(BOUND_S)
+    releasing = release_on_stop(feeder, staged.barrier)
     handed = [iterator]
     del iterator
     way(feeder, handed.pop())
     releasing.join(BOUND_S)
-    assert staged.hold.released.is_set()
+    assert staged.barrier.released.is_set()
     check_nothing_left(staged, feeder)
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["by_break", "by_an_exception"])
 @pytest.mark.parametrize("stage", LATER)
 def test_a_loop_is_left(stage: str, staged: Staged, raises: bool) -> None:
-    """`break`, or an exception in the body, which passes through."""
+    """After `break`, or an exception in the loop body, the engine stops and the next epoch is complete."""
     feeder = staged.feeder()
     releasing: list[threading.Thread] = []
 
     def train() -> None:
         for batch in feeder:
             assert batch.tolist() == WHOLE[0]
-            assert staged.hold.reached.wait(BOUND_S)
-            releasing.append(released_on_stop(feeder, staged.hold))
+            assert staged.barrier.reached.wait(BOUND_S)
+            releasing.append(release_on_stop(feeder, staged.barrier))
             if raises:
                 raise ZeroDivisionError
             break
@@ -304,13 +304,13 @@ def test_a_loop_is_left(stage: str, staged: Staged, raises: bool) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_everything_is_dropped(stage: str, staged: Staged) -> None:
-    """Feeder and iterator are forgotten: the threads end and the source is closed."""
+    """When feeder and iterator are dropped, the threads end and the source is closed."""
     feeder = staged.feeder()
     iterator = iter(feeder)
     if stage != "open":
         next(iterator)
-    assert staged.hold.reached.wait(BOUND_S)
-    releasing = released_on_stop(feeder, staged.hold)
+    assert staged.barrier.reached.wait(BOUND_S)
+    releasing = release_on_stop(feeder, staged.barrier)
     loop_thread = feeder._session.pipeline.loop_thread  # type: ignore[union-attr]
     del feeder, iterator
     gc.collect()
@@ -350,14 +350,14 @@ async def by_a_timeout(iterator: Any) -> list[Any]:
 @pytest.mark.parametrize("way", [by_cancelling, by_a_timeout], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("stage", STAGES)
 async def test_the_wait_for_a_batch_is_cancelled(stage: str, staged: Staged, way: Callable[[Any], Any]) -> None:
-    """No batch is lost: the next `anext` gives the next batch, and the epoch is whole."""
+    """Cancelling `anext` loses no batch: the next one returns the next batch, and the epoch is complete."""
     feeder = staged.feeder()
     iterator = aiter(feeder)
     got = [] if stage == "open" else [(await anext(iterator)).tolist()]
-    assert await asyncio.to_thread(staged.hold.reached.wait, BOUND_S)
+    assert await asyncio.to_thread(staged.barrier.reached.wait, BOUND_S)
     for _ in range(3):
         got += await way(iterator)
-    staged.hold.release()
+    staged.barrier.release()
     got += [batch.tolist() async for batch in iterator]
     assert got == WHOLE
     await asyncio.to_thread(check_nothing_left, staged, feeder)
@@ -366,13 +366,13 @@ async def test_the_wait_for_a_batch_is_cancelled(stage: str, staged: Staged, way
 @pytest.mark.parametrize("way", ["feeder", "iterator", "second", "cancelled task", "dropped"])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_an_asynchronous_iterator_is_left(stage: str, staged: Staged, way: str) -> None:
-    """By `aclose` of either, a second iterator, a consumer cancelled for good, or by nobody keeping it."""
+    """After `aclose`, a second iterator, a cancelled consumer or a dropped iterator, the engine stops."""
     feeder = staged.feeder()
     iterator = aiter(feeder)
     if stage != "open":
         await anext(iterator)
-    assert await asyncio.to_thread(staged.hold.reached.wait, BOUND_S)
-    releasing = released_on_stop(feeder, staged.hold)
+    assert await asyncio.to_thread(staged.barrier.reached.wait, BOUND_S)
+    releasing = release_on_stop(feeder, staged.barrier)
     if way == "feeder":
         await feeder.aclose()
     elif way == "iterator":
@@ -406,11 +406,9 @@ async def test_an_asynchronous_iterator_is_left(stage: str, staged: Staged, way:
     await asyncio.to_thread(check_nothing_left, staged, feeder)
 
 
-@pytest.mark.parametrize("stage", ["device handoff"])
-def test_after_an_epoch_every_pinned_block_has_come_back(
-    stage: str, staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With nothing read ahead, the pool has all of its blocks once the copies are complete."""
+@pytest.mark.parametrize("stage", ["device queue"])
+def test_after_an_epoch_no_buffer_is_in_use(stage: str, staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing read ahead, all buffers are given back when the copies are complete."""
     taken: list[int] = []
     put: list[int] = []
     take_one, put_all = PinnedBufferPool.take, PinnedBufferPool.put
@@ -424,13 +422,13 @@ def test_after_an_epoch_every_pinned_block_has_come_back(
     check_nothing_left(staged, feeder)
 
 
-# --- the end of an epoch, and what lies between two -------------------------------------------------------------------
+# --- the end of an epoch, and between epochs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("stage", ["end"])
 def test_the_end_is_left(stage: str, staged: Staged, way: Callable[[Feeder[Any], Any], None]) -> None:
-    """All batches were handed out, and nobody asked whether there are more."""
+    """After the last batch, before the end of the epoch was seen, every way to leave works."""
     feeder = staged.feeder()
     iterator = iter(feeder)
     assert [next(iterator).tolist() for _ in WHOLE] == WHOLE
@@ -438,7 +436,7 @@ def test_the_end_is_left(stage: str, staged: Staged, way: Callable[[Feeder[Any],
         del iterator
     elif way is by_a_second_iterator:
         other = iter(feeder)
-        # Complete, it is no longer an iterator that was broken off.
+        # The older iterator has handed out all its batches and ends normally.
         assert next(iterator, None) is None
         assert next(other).tolist() == WHOLE[0]
         del other, iterator
@@ -450,12 +448,12 @@ def test_the_end_is_left(stage: str, staged: Staged, way: Callable[[Feeder[Any],
 
 @pytest.mark.parametrize("way", ["close", "drop", "aclose", "another epoch"])
 @pytest.mark.parametrize("stage", ["read ahead"])
-def test_what_was_read_ahead_is_left(stage: str, staged: Staged, way: str) -> None:
-    """Between epochs, with the first batches of the next finished: they are given up with the threads."""
+def test_batches_read_ahead_are_dropped(stage: str, staged: Staged, way: str) -> None:
+    """Batches of the next epoch that were read ahead are dropped with the threads."""
     feeder = staged.feeder()
     for _ in range(2):
         assert [batch.tolist() for batch in feeder] == WHOLE
-    # After two whole epochs the next is begun before it is asked for.
+    # After two complete epochs the next one is read ahead.
     until(lambda: staged.decodes >= 2 * SAMPLES + BATCH)
     if way == "close":
         feeder.close()
@@ -476,16 +474,16 @@ def test_what_was_read_ahead_is_left(stage: str, staged: Staged, way: str) -> No
 @pytest.mark.parametrize("way", ["second", "close", "close twice", "drop", "aclose given up"])
 @pytest.mark.parametrize("stage", ["aclose"])
 def test_a_source_that_is_being_closed(stage: str, staged: Staged, way: str) -> None:
-    """Its `aclose` is awaited once, whatever happens meanwhile, and it is not opened again before that."""
+    """A source's `aclose` is awaited once, whatever happens meanwhile, and it is not opened again before that."""
     feeder = staged.feeder()
     for _ in feeder:
         break
-    assert staged.hold.reached.wait(BOUND_S)
+    assert staged.barrier.reached.wait(BOUND_S)
     assert staged.closed == 0
     if way == "second":
         other = iter(feeder)
         assert staged.opened == 1
-        staged.hold.release()
+        staged.barrier.release()
         assert next(other).tolist() == WHOLE[0]
         assert (staged.opened, staged.closed) == (2, 1)
         del other
@@ -493,14 +491,14 @@ def test_a_source_that_is_being_closed(stage: str, staged: Staged, way: str) -> 
         closing = [threading.Thread(target=feeder.close) for _ in range(1 + (way == "close twice"))]
         for thread in closing:
             thread.start()
-        staged.hold.release()
+        staged.barrier.release()
         for thread in closing:
             thread.join(BOUND_S)
         assert not engine_threads()
     elif way == "drop":
         del feeder
         gc.collect()
-        staged.hold.release()
+        staged.barrier.release()
         until(lambda: not engine_threads())
         assert (staged.opened, staged.closed) == (1, 1)
         return
@@ -512,69 +510,69 @@ def test_a_source_that_is_being_closed(stage: str, staged: Staged, way: str) -> 
                     await feeder.aclose()
 
         asyncio.run(give_up())
-        staged.hold.release()
+        staged.barrier.release()
     check_nothing_left(staged, feeder)
 
 
-# --- what a user's code may do with a cancellation --------------------------------------------------------------------
+# --- cancellations in the user's code ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["nowhere"])
-def test_an_open_that_swallows_its_cancellation_holds_up_nobody(stage: str, staged: Staged) -> None:
-    """A source that was opened although nobody wants it any more is closed at once."""
-    hold = Hold()
+def test_an_open_that_suppresses_its_cancellation(stage: str, staged: Staged) -> None:
+    """A source whose `open` suppresses its cancellation is closed at once."""
+    barrier = Barrier()
 
     async def opener() -> None:
         staged.opened += 1
         try:
-            await hold.wait()
+            await barrier.wait()
         except asyncio.CancelledError:
             pass
 
     staged.open = opener  # type: ignore[method-assign]
     feeder = staged.feeder()
     iterator = iter(feeder)
-    assert hold.reached.wait(BOUND_S)
+    assert barrier.reached.wait(BOUND_S)
     feeder.close()
     assert not engine_threads()
     assert staged.opened == staged.closed == 1
     assert staged.reads == 0
     del iterator
-    hold.release()
+    barrier.release()
     check_nothing_left(staged, feeder)
 
 
 @pytest.mark.parametrize("way", ["close", "drop"])
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
-def test_an_iterable_is_asked_for_no_more_than_the_batch_it_is_at(device: bool, way: str) -> None:
-    """`prefetch` that is left while batch 3 is being made leaves it at that, whatever room there is."""
-    hold = Hold()
+def test_a_stopped_iterable_makes_no_further_batch(device: bool, way: str) -> None:
+    """If `prefetch` is stopped while its iterable makes batch 3, no further batch is made."""
+    barrier = Barrier()
     asked: list[int] = []
 
     def batches() -> Iterator[int]:
         for number in range(100):
             asked.append(number)
             if number == 3:
-                hold.block()
+                barrier.block()
             yield number
 
     feed = prefetch(batches(), SimulatedDevice() if device else None, prefetch_batches=8)  # type: ignore[arg-type]
     iterator = iter(feed)
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-    assert hold.reached.wait(BOUND_S)
+    assert barrier.reached.wait(BOUND_S)
     if way == "close":
         iterator.close()
     del iterator
     gc.collect()
-    hold.release()
+    barrier.release()
     until(lambda: not engine_threads())
     assert asked == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("way", ["close", "drop", "cancel"])
 async def test_an_asynchronous_iterable_is_closed_once(way: str) -> None:
-    """`prefetch` of an async generator that waits: it is cancelled there, and its clean-up runs on its own loop."""
-    hold = Hold()
+    """`prefetch` cancels an async generator that waits; its finally block runs once, on its own event loop."""
+    barrier = Barrier()
     ended: list[asyncio.AbstractEventLoop] = []
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -582,19 +580,19 @@ async def test_an_asynchronous_iterable_is_closed_once(way: str) -> None:
         loops.append(asyncio.get_running_loop())
         try:
             yield 0
-            await hold.wait()
+            await barrier.wait()
             yield 1
         finally:
             ended.append(asyncio.get_running_loop())
 
     iterator = aiter(prefetch(batches()))
     assert await anext(iterator) == 0
-    assert await asyncio.to_thread(hold.reached.wait, BOUND_S)
+    assert await asyncio.to_thread(barrier.reached.wait, BOUND_S)
     if way == "cancel":
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await anext(iterator)
-        hold.release()
+        barrier.release()
         assert [batch async for batch in iterator] == [1]
     elif way == "close":
         await iterator.aclose()
@@ -605,9 +603,9 @@ async def test_an_asynchronous_iterable_is_closed_once(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancelled", "cancelled later", "error", "error of another", "error of another later"])
-async def test_a_task_scope_knows_whose_cancellation_it_is(way: str) -> None:
-    """Its tasks are to end once their group does, however that comes; what they did to themselves is taken back."""
-    gone_on: list[str] = []
+async def test_a_task_scope_distinguishes_cancellations(way: str) -> None:
+    """A TaskScope's tasks end when their group ends; cancellations by the tasks themselves are cleared."""
+    log: list[str] = []
 
     async def stubborn() -> None:
         task = asyncio.current_task()
@@ -621,10 +619,10 @@ async def test_a_task_scope_knows_whose_cancellation_it_is(way: str) -> None:
         except asyncio.CancelledError:
             for _ in range(10):
                 await asyncio.sleep(0)
-        gone_on.append("swallowed")
+        log.append("swallowed")
         assert is_cancelled()
         await clear_cancellation()
-        gone_on.append("not cancelled")
+        log.append("not cancelled")
 
     async def fail(after: int) -> None:
         for _ in range(after):
@@ -654,4 +652,4 @@ async def test_a_task_scope_knows_whose_cancellation_it_is(way: str) -> None:
     assert isinstance(raised.value, BaseExceptionGroup) == way.startswith("error")
     if isinstance(raised.value, BaseExceptionGroup):
         assert [type(error) for error in raised.value.exceptions] == [ZeroDivisionError]
-    assert gone_on == ["swallowed"]
+    assert log == ["swallowed"]

@@ -1,6 +1,6 @@
-"""What torch's DataLoader and DistributedSampler promise, shown of a Feeder; where we promise otherwise, that.
+"""The guarantees of torch's DataLoader and DistributedSampler, tested on a Feeder; differences are tested, too.
 
-`docs/compatibility.md` is the table of both.
+`docs/compatibility.md` lists both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make() -> Iterator[MakeFeeder]:
 
 
 class Items(Dataset):  # type: ignore[type-arg]
-    """A dataset of what a list holds, or of what a function makes of an index."""
+    """A dataset of the items of a list, or of the results of a function of the index."""
 
     def __init__(self, items: Any, n: int | None = None) -> None:
         self.items = items
@@ -67,7 +67,7 @@ class Items(Dataset):  # type: ignore[type-arg]
 
 
 def assert_same(got: Any, wanted: Any) -> None:
-    """Equal in value, type and dtype, all the way down."""
+    """Check that two nested batches are equal in values, types and dtypes."""
     assert type(got) is type(wanted)
     if isinstance(wanted, torch.Tensor):
         assert got.dtype == wanted.dtype
@@ -90,7 +90,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("limits", [None, Limits(decode_threads=4, prefetch_batches=3)])
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 100, 1000])
 def test_unshuffled_batches_are_slices(make: MakeFeeder, batch_size: int, limits: Limits | None) -> None:
-    """Batch i is samples i * batch_size and on, whatever the concurrency."""
+    """Batch i has samples i * batch_size onwards, with any concurrency."""
     got = list(make(FromDataset(PAIRS, threads=4), batch_size=batch_size, limits=limits))
     assert torch.equal(torch.cat([data for data, _ in got]), DATA)
     assert torch.equal(torch.cat([labels for _, labels in got]), LABELS)
@@ -102,7 +102,7 @@ def test_unshuffled_batches_are_slices(make: MakeFeeder, batch_size: int, limits
 def test_shuffled_batches_have_each_sample_once_beside_its_label(
     make: MakeFeeder, shuffle: Any, batch_size: int
 ) -> None:
-    """Data and labels are not parted."""
+    """Shuffled batches contain each sample once, with its own label."""
     got = list(make(PAIRS, batch_size=batch_size, shuffle=shuffle))
     indices = [int(data[0, 0]) // 6 for batch, _ in got for data in batch]
     assert sorted(indices) == list(range(100)) != indices
@@ -111,7 +111,7 @@ def test_shuffled_batches_have_each_sample_once_beside_its_label(
 
 @pytest.mark.parametrize("shuffle", [True, "keyed"])
 def test_the_same_seed_is_the_same_order(make: MakeFeeder, shuffle: Any) -> None:
-    """With any concurrency; each epoch has another order, and another seed has others."""
+    """The order depends on seed and epoch, not on concurrency."""
 
     def orders(seed: int, threads: int) -> list[list[int]]:
         feeder = make(FromDataset(Items(range(100)), threads=threads), batch_size=9, shuffle=shuffle, seed=seed)
@@ -123,8 +123,8 @@ def test_the_same_seed_is_the_same_order(make: MakeFeeder, shuffle: Any) -> None
     assert orders(50, threads=1)[0] not in one
 
 
-def test_iterators_of_several_feeders_in_turns(make: MakeFeeder) -> None:
-    """Two loaders over one dataset do not mix, and may be dropped in mid-epoch."""
+def test_alternating_iterators_of_two_feeders(make: MakeFeeder) -> None:
+    """Two feeders of one dataset can be iterated alternately and dropped in mid-epoch."""
     one, other = iter(make(PAIRS, batch_size=2)), iter(make(PAIRS, batch_size=3))
     for step in range(3):
         assert torch.equal(next(one)[0], DATA[2 * step : 2 * step + 2])
@@ -132,15 +132,15 @@ def test_iterators_of_several_feeders_in_turns(make: MakeFeeder) -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_feeder_turns_into_a_list(make: MakeFeeder, kind: type) -> None:
-    """list() and tuple() call len() and iter() alike."""
+def test_a_list_of_a_feeder(make: MakeFeeder, kind: type) -> None:
+    """list() and tuple() of a feeder work; they call len() and iter()."""
     feeder = make(Items(range(20)), batch_size=2)
     assert_same(kind(feeder), kind(torch.tensor([i, i + 1]) for i in range(0, 20, 2)))
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_slow_sample(in_order: bool) -> None:
-    """In order the others wait for it; out of order they do not, and it comes last."""
+    """With in_order=True the others wait for a slow sample; with False it comes last."""
     held: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     reading = threading.Event()
 
@@ -186,14 +186,14 @@ def test_a_slow_sample(in_order: bool) -> None:
         ({"batch_size": 2, "sampler": range(2, 12)}, 5),
     ],
 )
-def test_len_is_what_comes(make: MakeFeeder, options: dict[str, Any], wanted: int) -> None:
-    """By the sampler's length where there is one; floor or ceil by drop_last."""
+def test_len_is_the_number_of_batches(make: MakeFeeder, options: dict[str, Any], wanted: int) -> None:
+    """len() counts the batches of the sampler, or of the dataset, rounded by drop_last, as DataLoader does."""
     feeder = make(PAIRS, **options)
     assert len(feeder) == wanted == len(list(feeder)) == len(DataLoader(PAIRS, **options))
 
 
-def test_a_dataset_that_grows_is_as_long_as_it_was(make: MakeFeeder) -> None:
-    """len() is fixed when the feeder is made, since positions, ranks and states depend on it."""
+def test_a_dataset_that_grows_keeps_its_length(make: MakeFeeder) -> None:
+    """The length is fixed when the feeder is created, because positions, ranks and states depend on it."""
     items = [torch.ones(4) for _ in range(4)]
     feeder = make(items, batch_size=1)
     items.append(torch.ones(4))
@@ -204,7 +204,7 @@ def test_a_dataset_that_grows_is_as_long_as_it_was(make: MakeFeeder) -> None:
 
 
 def test_a_plain_iterable_is_a_sampler(make: MakeFeeder) -> None:
-    """range(2, 12): those samples, in that order."""
+    """sampler=range(2, 12) gives these samples in this order."""
     got = list(make(PAIRS, batch_size=2, sampler=range(2, 12)))
     assert torch.equal(torch.cat([data for data, _ in got]), DATA[2:12])
 
@@ -221,8 +221,8 @@ SAMPLERS: dict[str, Callable[[torch.Generator | None], Any]] = {
 
 @pytest.mark.parametrize("own_generator", [True, False])
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_torchs_samplers_give_what_they_give(make: MakeFeeder, kind: str, own_generator: bool) -> None:
-    """Epoch by epoch the indices that the sampler would have given alone, seeded alike."""
+def test_torch_samplers(make: MakeFeeder, kind: str, own_generator: bool) -> None:
+    """In each epoch the indices are those of the sampler alone with the same seed."""
 
     def sampler() -> Any:
         if own_generator:
@@ -237,7 +237,7 @@ def test_torchs_samplers_give_what_they_give(make: MakeFeeder, kind: str, own_ge
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"sampler": range(3), "shuffle": True}, ValueError, "sampler= decides the order"),
         ({"batch_sampler": [[0, 1]]}, TypeError, "batch_sampler.*sampler= and batch_size="),
@@ -246,17 +246,17 @@ def test_torchs_samplers_give_what_they_give(make: MakeFeeder, kind: str, own_ge
         ({"timeout": 3}, TypeError, "timeout"),
         ({"worker_init_fn": print}, TypeError, "no worker processes"),
         ({"multiprocessing_context": "spawn"}, TypeError, "no worker processes"),
-        ({"persistent_workers": True}, TypeError, "as long as the feeder does"),
+        ({"persistent_workers": True}, TypeError, "as long as the feeder"),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
         ({"generator": torch.Generator()}, TypeError, "seed="),
-        ({"pin_memory": True}, TypeError, "pinned wherever"),
+        ({"pin_memory": True}, TypeError, "memory is pinned if"),
     ],
 )
-def test_arguments_that_make_no_sense_name_ours(
-    make: MakeFeeder, options: dict[str, Any], error: type[Exception], told: str
+def test_unknown_arguments_name_the_alternative(
+    make: MakeFeeder, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """Each refusal says what stands in the argument's place."""
-    with pytest.raises(error, match=told):
+    """The error for an argument of DataLoader names the alternative."""
+    with pytest.raises(error, match=message):
         make(PAIRS, **{"batch_size": 2, **options})
 
 
@@ -269,7 +269,7 @@ def test_arguments_that_make_no_sense_name_ours(
 def test_a_rank_reads_what_distributed_sampler_gives_it(
     make: MakeFeeder, n: int, world_size: int, drop_last: bool, shuffle: bool
 ) -> None:
-    """Padding, cutting, and more ranks than samples included."""
+    """Each rank gets the indices of DistributedSampler, also when padded, cut, or with more ranks than samples."""
     lengths = set()
     for rank in range(world_size):
         sampler = DistributedSampler(range(n), world_size, rank, shuffle=shuffle, drop_last=drop_last)
@@ -284,14 +284,14 @@ def test_a_rank_reads_what_distributed_sampler_gives_it(
 
 @pytest.mark.parametrize("rank", [3, -1])
 def test_an_invalid_rank_is_refused(make: MakeFeeder, rank: int) -> None:
-    """Three ranks are 0, 1 and 2."""
+    """A rank outside 0 to world_size - 1 is refused."""
     with pytest.raises(ValueError, match="0 <= rank < world_size"):
         make(PAIRS, batch_size=2, shard=(rank, 3))
 
 
 @pytest.mark.parametrize("by", ["shard", "sampler"])
-def test_dropping_repeats_nothing(make: MakeFeeder, by: str) -> None:
-    """Nine samples, four ranks, batches of two: no sample twice, though the sampler had padded its list."""
+def test_drop_last_repeats_no_sample(make: MakeFeeder, by: str) -> None:
+    """With drop_last no sample comes twice, even if a DistributedSampler has padded its list."""
     seen: list[int] = []
     for rank in range(4):
         options: dict[str, Any] = (
@@ -303,13 +303,13 @@ def test_dropping_repeats_nothing(make: MakeFeeder, by: str) -> None:
 
 
 def test_without_padding_each_sample_comes_once(make: MakeFeeder) -> None:
-    """pad=False, which DistributedSampler has not: for evaluation, at the price of uneven ranks."""
+    """With pad=False each sample comes once, and ranks may differ in length; DistributedSampler has no such mode."""
     feeders = [make(Items(range(10)), batch_size=2, pad=False, shard=(rank, 4)) for rank in range(4)]
     assert sorted(int(value) for feeder in feeders for batch in feeder for value in batch) == list(range(10))
     assert [len(feeder) for feeder in feeders] == [2, 2, 1, 1]
 
 
-# --- what a batch is --------------------------------------------------------------------------------------------------
+# --- collating --------------------------------------------------------------------------------------------------------
 
 
 class Mapping(dict):  # type: ignore[type-arg]
@@ -357,8 +357,8 @@ SAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_batches_are_default_collates(make: MakeFeeder, kind: str) -> None:
-    """Same values, types and dtypes as DataLoader's, for every kind of sample."""
+def test_batches_are_those_of_default_collate(make: MakeFeeder, kind: str) -> None:
+    """Values, types and dtypes equal DataLoader's for every kind of sample."""
     dataset = Items(SAMPLES[kind], n=4)
     for got, wanted in zip(make(dataset, batch_size=2), DataLoader(dataset, batch_size=2), strict=True):
         assert_same(got, wanted)
@@ -375,8 +375,8 @@ def test_batches_are_default_collates(make: MakeFeeder, kind: str) -> None:
         [np.array(["a", "b"], dtype=object), np.array(["a", "b"], dtype=object)],
     ],
 )
-def test_what_does_not_fit_together_is_an_error(make: MakeFeeder, items: list[Any]) -> None:
-    """Where DataLoader raises, a CollateError."""
+def test_samples_that_cannot_be_collated_are_an_error(make: MakeFeeder, items: list[Any]) -> None:
+    """If DataLoader cannot collate samples, the feeder raises a CollateError."""
     with pytest.raises((RuntimeError, TypeError, KeyError)):
         next(iter(DataLoader(Items(items), batch_size=2)))
     with pytest.raises(CollateError):
@@ -392,7 +392,7 @@ class Custom:
 
 
 def test_collate_fn_may_return_anything(make: MakeFeeder) -> None:
-    """A class of the user's own, or torch's PackedSequence."""
+    """collate_fn may return a user's class or torch's PackedSequence."""
     [first, *_] = make(PAIRS, batch_size=2, collate_fn=Custom)
     assert torch.equal(first.data, DATA[:2])
     assert first.labels == [0, 1]
@@ -418,17 +418,17 @@ def test_collate_fn_may_return_anything(make: MakeFeeder) -> None:
     ],
     ids=["TensorDataset", "Subset", "ConcatDataset", "StackDataset", "StackDataset of strings", "split", "list"],
 )
-def test_torchs_datasets_go_in_as_they_are(make: MakeFeeder, dataset: Any) -> None:
-    """__getitems__ and all, with DataLoader's batches."""
+def test_torch_datasets(make: MakeFeeder, dataset: Any) -> None:
+    """torch's datasets, also those with __getitems__, give DataLoader's batches."""
     for got, wanted in zip(make(dataset, batch_size=2), DataLoader(dataset, batch_size=2), strict=True):
         assert_same(got, wanted)
 
 
-# --- the dataset's surroundings ---------------------------------------------------------------------------------------
+# --- the dataset's environment ----------------------------------------------------------------------------------------
 
 
 def test_a_dataset_is_called_in_this_process(make: MakeFeeder) -> None:
-    """There is no worker: get_worker_info() is None, and what is changed between epochs is seen."""
+    """The dataset runs in this process: get_worker_info() is None, and changes between epochs take effect."""
     infos = []
 
     def item(index: int) -> int:
@@ -444,8 +444,8 @@ def test_a_dataset_is_called_in_this_process(make: MakeFeeder) -> None:
     assert set(infos) == {None}
 
 
-def test_the_global_generator_is_left_alone(make: MakeFeeder) -> None:
-    """DataLoader draws a base seed from it in every iter(); a feeder draws nothing."""
+def test_the_global_generator_does_not_change(make: MakeFeeder) -> None:
+    """DataLoader draws a base seed from the global generator in every iter(); a feeder draws nothing."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     list(make(PAIRS, batch_size=10, shuffle=True))
@@ -458,7 +458,7 @@ def test_the_global_generator_is_left_alone(make: MakeFeeder) -> None:
 
 
 def test_an_error_ends_the_iterator(make: MakeFeeder) -> None:
-    """DataLoader raises at each bad batch and goes on; here the first, in order, ends the epoch and names itself."""
+    """Unlike DataLoader, which goes on after an error, the first failing sample ends the epoch."""
 
     def item(index: int) -> int:
         if index in (5, 9):
@@ -475,7 +475,7 @@ def test_an_error_ends_the_iterator(make: MakeFeeder) -> None:
 
 
 def test_threads_end_with_a_dropped_iterator(make: MakeFeeder) -> None:
-    """Left at its tenth batch and dropped, an iterator's threads end without close()."""
+    """When an iterator is dropped in mid-epoch, its threads end without close()."""
     names = ("aiofeed-engine", "aiofeed-decode")
     before = {thread for thread in threading.enumerate() if thread.name.startswith(names)}
     iterator = iter(make(PAIRS, batch_size=2))

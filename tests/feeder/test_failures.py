@@ -1,4 +1,4 @@
-"""Failures are raised at the `for` line, in their batch's turn, with a name."""
+"""Failures are raised at the `for` line, after all earlier batches, and name the sample."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def seen_before_the_error(feeder: Feeder[Any]) -> tuple[list[int], BaseException
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(decode_threads=1, read_concurrency=1), Limits(decode_threads=4)])
-def test_a_read_error_is_raised_in_its_batchs_turn(limits: Limits) -> None:
-    """All batches before the failing one come first; key, index, stage and cause are there."""
+def test_a_read_error_is_raised_after_earlier_batches(limits: Limits) -> None:
+    """All batches before the failing one come first; the error has key, index, stage and cause."""
     seen, error = seen_before_the_error(Feeder(Numbers(40, bad=(17,)), decode=number, batch_size=4, limits=limits))
     assert seen == list(range(16))
     assert isinstance(error, ReadError)
@@ -82,7 +82,7 @@ def test_a_read_error_is_raised_in_its_batchs_turn(limits: Limits) -> None:
 
 
 def test_the_earliest_of_several_failures_is_raised() -> None:
-    """Which error comes does not depend on timing: the first of the batch, then the first batch."""
+    """The error raised does not depend on timing: it is the first failing sample in order."""
     for _ in range(20):
         feeder = Feeder(Numbers(64, bad=(50, 23, 21, 47)), decode=number, batch_size=8)
         seen, error = seen_before_the_error(feeder)
@@ -92,7 +92,7 @@ def test_the_earliest_of_several_failures_is_raised() -> None:
 
 
 def test_a_decode_error_names_the_file(tmp_path: Path, jpeg_folder: Path) -> None:
-    """A file that is no image is a DecodeError with its path; the feeder can be iterated again."""
+    """A file that is not an image is a DecodeError with its path; the feeder can be iterated again."""
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"not an image")
     paths = [*ImageFolder(jpeg_folder).paths[:5], str(broken)]
@@ -114,8 +114,8 @@ def test_unreadable_files_are_read_errors(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, cause)
 
 
-def test_a_source_that_shrinks_says_so() -> None:
-    """An index that is gone is a ReadError that tells both lengths."""
+def test_a_source_that_shrinks_is_an_error() -> None:
+    """An index that no longer exists is a ReadError that gives both lengths."""
 
     class Shrinking(Numbers):
         async def read(self, index: int) -> bytes:
@@ -126,8 +126,8 @@ def test_a_source_that_shrinks_says_so() -> None:
         list(Feeder(Shrinking(20), decode=number, batch_size=20))
 
 
-def test_a_source_that_shrank_before_it_was_iterated_says_so() -> None:
-    """What it had is counted when the feeder is made, not when it is first iterated."""
+def test_a_source_that_shrank_before_the_iteration_is_an_error() -> None:
+    """The length is taken when the feeder is created, not when it is first iterated."""
     source = Numbers(10)
     feeder = Feeder(source, decode=number, batch_size=4)
     source.bad, source.n = (7,), 5
@@ -137,7 +137,7 @@ def test_a_source_that_shrank_before_it_was_iterated_says_so() -> None:
 
 
 def test_shapes_that_differ_are_a_collate_error() -> None:
-    """A decoder of several shapes without collate_fn: both shapes, two keys, and the way out."""
+    """Samples of different shapes without collate_fn: the error names both shapes, two keys, and collate_fn=."""
     feeder = Feeder(Numbers(6), decode=lambda data: torch.zeros(1 + int(data) // 4), batch_size=6)
     with pytest.raises(CollateError, match=r"shapes \[1\] and \[2\].*'number 0' and 'number 4'.*collate_fn="):
         list(feeder)
@@ -151,7 +151,7 @@ def test_structures_that_differ_are_a_collate_error() -> None:
 
 
 def test_a_collate_fn_that_raises_is_a_collate_error() -> None:
-    """Its exception is chained."""
+    """An error of collate_fn is a CollateError with the error as its cause."""
 
     def broken(samples: list[Any]) -> Any:
         raise KeyError("nothing")
@@ -162,7 +162,7 @@ def test_a_collate_fn_that_raises_is_a_collate_error() -> None:
 
 
 def test_errors_of_a_dataset_name_index_and_dataset() -> None:
-    """__getitem__ that raises is a ReadError with the dataset's name and the index."""
+    """An error of __getitem__ is a ReadError with the dataset's name and the index."""
 
     class Broken(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
@@ -180,7 +180,7 @@ def test_errors_of_a_dataset_name_index_and_dataset() -> None:
 
 
 def test_an_error_of_open_is_raised_at_the_for_line() -> None:
-    """A source that cannot be opened: its own error, with a note."""
+    """An error of open() is raised unchanged, with a note."""
 
     class Closed(Numbers):
         async def open(self) -> None:
@@ -191,8 +191,8 @@ def test_an_error_of_open_is_raised_at_the_for_line() -> None:
     assert "Closed.open()" in str(caught.value.__notes__)
 
 
-def test_a_failing_read_many_is_asked_one_by_one() -> None:
-    """A read_many that raises as a whole is repeated by single reads, which name the sample."""
+def test_a_failing_read_many_is_repeated_by_single_reads() -> None:
+    """If read_many raises, its samples are read one by one, and the error names the sample."""
 
     class Many(Numbers):
         async def read_many(self, indices: list[int]) -> list[bytes]:
@@ -204,8 +204,8 @@ def test_a_failing_read_many_is_asked_one_by_one() -> None:
     assert error.index == 6
 
 
-def test_a_read_many_that_returns_too_few_is_told() -> None:
-    """The numbers are in the message."""
+def test_a_read_many_that_returns_too_few_is_an_error() -> None:
+    """The message gives the number of samples returned and requested."""
 
     class Few(Numbers):
         async def read_many(self, indices: list[int]) -> list[bytes]:
@@ -216,7 +216,7 @@ def test_a_read_many_that_returns_too_few_is_told() -> None:
 
 
 def test_a_target_that_raises_is_a_decode_error() -> None:
-    """The key is that of its sample."""
+    """An error of target() is a DecodeError with the key of its sample."""
 
     class Labelled(Numbers):
         def target(self, index: int) -> int:
@@ -226,8 +226,8 @@ def test_a_target_that_raises_is_a_decode_error() -> None:
         list(Feeder(Labelled(4), decode=number, batch_size=2))
 
 
-def test_the_loop_is_fed_again_after_an_error() -> None:
-    """A new iter() works; a source that has recovered gives a whole epoch."""
+def test_the_feeder_can_be_iterated_after_an_error() -> None:
+    """After an error a new iter() works, and a recovered source gives a complete epoch."""
     source = Numbers(20, bad=(7,))
     feeder = Feeder(source, decode=number, batch_size=4)
     for _ in range(3):
@@ -238,7 +238,7 @@ def test_the_loop_is_fed_again_after_an_error() -> None:
 
 
 def test_an_error_keeps_nothing_alive() -> None:
-    """Once it was handled, feeder and source go without the collector: no cycle through the error's traceback."""
+    """After the error was handled, reference counting frees the feeder: the traceback is in no reference cycle."""
 
     def train() -> weakref.ref[Feeder[Any]]:
         feeder = Feeder(Numbers(20, bad=(7,)), decode=number, batch_size=4)
@@ -263,7 +263,7 @@ def test_an_error_keeps_nothing_alive() -> None:
 
 
 class Chunks:
-    """Decodes into rows, a chunk in one call; what is in `bad` fails with the rows in its traceback."""
+    """A decoder of chunks; sample 7 fails with the rows in its traceback, or with ``leaves`` the whole chunk."""
 
     row = Row((1000,), "uint8")
     takes_seed = False
@@ -295,8 +295,8 @@ class Chunks:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_an_error_in_a_chunk_is_its_samples_alone(leaves: bool) -> None:
-    """It is named as it would be one by one, and keeps neither the chunk nor its batch alive."""
+def test_an_error_in_a_chunk_is_that_of_its_sample(leaves: bool) -> None:
+    """A failure in a chunk names its sample and keeps neither the chunk nor its batch alive."""
     decoder = Chunks(leaves)
     gc.collect()
     gc.disable()
@@ -319,14 +319,14 @@ def test_an_error_in_a_chunk_is_its_samples_alone(leaves: bool) -> None:
 
 
 def test_sample_errors_survive_pickling() -> None:
-    """Key, index and stage travel to other processes."""
-    error = pickle.loads(pickle.dumps(ReadError("told", key="k", index=3, stage="read")))
+    """A pickled SampleError keeps key, index and stage."""
+    error = pickle.loads(pickle.dumps(ReadError("text", key="k", index=3, stage="read")))
     assert isinstance(error, ReadError)
-    assert (str(error), error.key, error.index, error.stage) == ("told", "k", 3, "read")
+    assert (str(error), error.key, error.index, error.stage) == ("text", "k", 3, "read")
 
 
 async def test_errors_reach_async_consumers() -> None:
-    """`async for` raises the same, and the iterator is finished."""
+    """`async for` raises the same errors, and the iterator is finished."""
     feeder = Feeder(Numbers(12, bad=(6,)), decode=number, batch_size=4)
     async with feeder:
         iterator = aiter(feeder)
@@ -349,8 +349,8 @@ async def test_errors_reach_async_consumers() -> None:
         ("transform", DeviceCopyError),
     ],
 )
-def test_what_is_no_exception_is_an_error_all_the_same(where: str, kind: type[FeedError], error: BaseException) -> None:
-    """What would end a thread, or pass for a cancelled task, reaches the consumer instead of leaving it waiting."""
+def test_a_base_exception_becomes_an_error(where: str, kind: type[FeedError], error: BaseException) -> None:
+    """SystemExit or CancelledError in user code is raised in the consumer as the cause of a FeedError."""
 
     def fails(here: str) -> None:
         if where == here:
@@ -386,8 +386,8 @@ def test_what_is_no_exception_is_an_error_all_the_same(where: str, kind: type[Fe
     assert caught.value.__cause__ is error
 
 
-def test_files_read_where_they_are_decoded_fail_by_name(tmp_path: Path) -> None:
-    """An error that is no OSError blames its own file, not the first of its group."""
+def test_an_error_of_a_blocking_read_is_that_of_its_file(tmp_path: Path) -> None:
+    """An error that is not an OSError is assigned to its own file, not to the first of its group."""
     for index in range(8):
         (tmp_path / f"{index}").write_bytes(b"%d" % index)
     source = Files([*sorted(tmp_path.iterdir()), "no\0path"])

@@ -1,4 +1,4 @@
-"""What goes wrong underneath: storage, threads, memory, descriptors, the device. Never a hang, never a wrong batch."""
+"""Faults of storage, threads, memory, descriptors and device cause errors, never a hang or a wrong batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from aiofeed.testing import SimulatedDevice
 from aiofeed.testing.simulated_streams import SimulatedEvent
 from tests.soak.faulty import threads_refused
 
-WIDE = SMALL_BYTES  # bytes of a sample; a batch of them takes a block of memory of its own
+WIDE = SMALL_BYTES  # bytes of a sample; a batch of these has a memory block of its own
 
 
 class Numbers:
@@ -58,7 +58,7 @@ class Numbers:
 
 
 class Threaded(Numbers):
-    """The same, read in a thread."""
+    """Numbers that are read in a thread."""
 
     async def read(self, index: int) -> bytes:
         return await asyncio.to_thread(lambda: b"%d" % index)
@@ -82,12 +82,12 @@ def values(batches: Any) -> list[int]:
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_reads_with_a_heavy_tail(seed: int, in_order: bool) -> None:
-    """Reads of which some take hundreds of times as long as others: every sample once, and in order where asked for."""
+    """If some reads take hundreds of times as long as others, every sample comes once, with in_order in order."""
     drawn = random.Random(seed)
 
     class Tail(Numbers):
         async def read(self, index: int) -> bytes:
-            # Turns of the loop rather than seconds: 1 for most, some hundreds for a few.
+            # Event loop cycles instead of seconds: 1 for most reads, some hundreds for a few.
             for _ in range(min(int(drawn.paretovariate(0.8)), 800)):
                 await asyncio.sleep(0)
             return await super().read(index)
@@ -100,8 +100,8 @@ def test_reads_with_a_heavy_tail(seed: int, in_order: bool) -> None:
             assert got == list(range(200)) or not in_order
 
 
-def test_short_reads_are_named() -> None:
-    """Bytes that end too soon are the decoder's error, with the sample's name; the other batches came before."""
+def test_short_reads_are_decode_errors() -> None:
+    """Truncated bytes are a DecodeError that names the sample, after all earlier batches."""
 
     class Short(Numbers):
         async def read(self, index: int) -> bytes:
@@ -123,7 +123,7 @@ def test_short_reads_are_named() -> None:
 
 
 def test_a_file_that_shrinks_between_epochs(tmp_path: Path) -> None:
-    """Read again, it has what it has now: an error by name, and once it is whole again a whole epoch."""
+    """A truncated file is a DecodeError with its path; after it is restored, an epoch is complete."""
     paths = [tmp_path / str(index) for index in range(12)]
     for index, path in enumerate(paths):
         path.write_bytes(np.full(4, index, np.int64).tobytes())
@@ -136,7 +136,7 @@ def test_a_file_that_shrinks_between_epochs(tmp_path: Path) -> None:
         whole = paths[7].read_bytes()
         paths[7].write_bytes(whole[:9])
         with pytest.raises(DecodeError) as caught:
-            # The epoch read ahead may have its bytes from before.
+            # An epoch that was read ahead may have the old bytes.
             for _ in range(3):
                 list(feeder)
         assert caught.value.key == str(paths[7])
@@ -147,8 +147,8 @@ def test_a_file_that_shrinks_between_epochs(tmp_path: Path) -> None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_without_a_thread_refuses_each_job_and_keeps_none() -> None:
-    """Every job is told so, none waits for ever; once there are threads again the pool works."""
+def test_a_pool_without_a_thread_rejects_each_job() -> None:
+    """If no thread can be started, submit raises and queues nothing; the pool works when threads can be started."""
     pool = ThreadPool("test", 3, max_running=1)
     with threads_refused("aiofeed-test", 3):
         for _ in range(3):
@@ -160,8 +160,8 @@ def test_a_pool_without_a_thread_refuses_each_job_and_keeps_none() -> None:
     assert pool.join(5)
 
 
-def test_a_pool_that_gets_no_further_thread_does_with_those_it_has() -> None:
-    """Jobs wait for the one thread there is; when another can be had it is started."""
+def test_a_pool_that_gets_no_further_thread_uses_those_it_has() -> None:
+    """Jobs wait for the existing thread; another is started when that is possible."""
     pool = ThreadPool("test", 3)
     release, started = threading.Event(), threading.Event()
 
@@ -195,7 +195,7 @@ def test_a_pool_that_gets_no_further_thread_does_with_those_it_has() -> None:
 @pytest.mark.parametrize("name", ["read", "decode", "engine", "copy"])
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 def test_threads_that_cannot_be_started(name: str, device: bool) -> None:
-    """The error is raised at the `for` line or done without; nothing is left, and the next epoch is whole."""
+    """If a thread cannot be started, the error is raised or the feeder works without it; the next epoch is complete."""
     feeder = Feeder(
         Threaded(), decode=number, batch_size=4, device=SimulatedDevice() if device else None  # type: ignore[arg-type]
     )  # fmt: skip
@@ -208,13 +208,13 @@ def test_threads_that_cannot_be_started(name: str, device: bool) -> None:
     for kind, text in raised:
         assert "can't start new thread" in text
         assert (kind is ReadError) == (name == "read")
-    assert bool(raised) == (device or name != "copy")  # without a device nothing is copied
+    assert bool(raised) == (device or name != "copy")  # without a device there is no copy thread
     assert values(feeder) == list(range(40))
     feeder.close()
 
 
-def test_no_thread_for_reading_at_all() -> None:
-    """A ReadError that says so."""
+def test_no_thread_for_reading() -> None:
+    """If no read thread can be started, the error is a ReadError."""
     feeder = Feeder(Threaded(), decode=number, batch_size=4)
     with threads_refused("aiofeed-read", 10_000), pytest.raises(ReadError, match="can't start new thread"):
         list(feeder)
@@ -224,7 +224,7 @@ def test_no_thread_for_reading_at_all() -> None:
 
 @pytest.mark.parametrize("name", ["pull", "copy", "engine"])
 def test_prefetch_without_a_thread(name: str) -> None:
-    """`iter` raises, and leaves no thread behind."""
+    """If a thread of `prefetch` cannot be started, `iter` raises and no thread is left."""
 
     async def batches() -> Any:
         for _ in range(100):
@@ -242,7 +242,7 @@ def test_prefetch_without_a_thread(name: str) -> None:
 
 @pytest.fixture
 def mappings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """`mappings[:] = [n]`: the next n anonymous mappings fail, as where there is no more memory to be had."""
+    """`mappings[:] = [n]`: the next n anonymous mappings fail, as if the system had no more memory."""
     failures = [0]
 
     class Mapping(mmap.mmap):
@@ -257,18 +257,18 @@ def mappings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     gc.collect()
 
 
-def test_a_mapping_that_fails_is_tried_again_without_the_blocks_kept(mappings: list[int]) -> None:
-    """What is kept for later batches goes back to the system first."""
+def test_a_failed_mapping_is_repeated_without_cached_blocks(mappings: list[int]) -> None:
+    """If a mapping fails, the pool returns its free blocks to the system and tries again."""
     memory = HostBufferPool(keep=4)
-    kept = [memory.take(4 * SMALL_BYTES) for _ in range(3)]
-    del kept
+    blocks = [memory.take(4 * SMALL_BYTES) for _ in range(3)]
+    del blocks
     mappings[:] = [1]
     assert memory.take(40 * SMALL_BYTES).nbytes == 40 * SMALL_BYTES
     assert not memory._free
 
 
-def test_memory_that_cannot_be_had_is_a_memory_error(mappings: list[int]) -> None:
-    """It says how many bytes, and the epoch after it is whole."""
+def test_failed_allocation_is_a_memory_error(mappings: list[int]) -> None:
+    """The MemoryError gives the number of bytes, and a later epoch is complete."""
     mappings[:] = [10_000]
     with pytest.raises(MemoryError, match=f"{WIDE} bytes"):
         HostBufferPool(keep=4).take(WIDE)
@@ -282,8 +282,8 @@ def test_memory_that_cannot_be_had_is_a_memory_error(mappings: list[int]) -> Non
     feeder.close()
 
 
-def test_memory_that_cannot_be_pinned_serves_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning for the life of the pool, right batches."""
+def test_memory_that_cannot_be_pinned_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    """If memory cannot be pinned, batches are right and one warning is logged."""
     feeder = Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice(pin_fails=True))  # type: ignore[arg-type]
     for _ in range(2):
         assert values(feeder) == list(range(40))
@@ -296,7 +296,7 @@ def test_memory_that_cannot_be_pinned_serves_all_the_same(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("fails_at", [1, 2, 7, 10])
 def test_a_device_error_in_a_copy(fails_at: int) -> None:
-    """A DeviceCopyError in its batch's turn; all batches before it were right, and the next epoch is whole."""
+    """A failed copy is a DeviceCopyError after all earlier batches; the next epoch is complete."""
     device = SimulatedDevice(copy_fails_at=fails_at)
     feeder = Feeder(Numbers(), decode=number, batch_size=4, device=device)  # type: ignore[arg-type]
     seen: list[int] = []
@@ -314,7 +314,7 @@ def test_a_device_error_in_a_copy(fails_at: int) -> None:
 
 
 def test_a_source_out_of_descriptors() -> None:
-    """EMFILE at a read is a ReadError with its cause, at `open` the error itself; later it works."""
+    """EMFILE in a read is a ReadError with its cause, in `open` the OSError itself; later epochs work."""
 
     class Exhausted(Numbers):
         at = "read"
@@ -344,17 +344,17 @@ def test_a_source_out_of_descriptors() -> None:
     feeder.close()
 
 
-def ended(code: str) -> subprocess.CompletedProcess[str]:
+def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs resource")
 @pytest.mark.parametrize("when", ["before iter", "while reading"])
 def test_a_process_out_of_descriptors(tmp_path: Path, when: str) -> None:
-    """A limit that is reached is an error with EMFILE in it; once there are descriptors again, the epoch is whole."""
+    """Without free descriptors the error has EMFILE; with descriptors again, the epoch is complete."""
     for index in range(8):
         (tmp_path / str(index)).write_bytes(b"%d" % index)
-    found = ended(
+    found = run(
         f"""
         import errno, os, resource
         import torch
@@ -377,7 +377,7 @@ def test_a_process_out_of_descriptors(tmp_path: Path, when: str) -> None:
                 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, most))
         if {when!r} == "while reading":
-            # Enough for the loop, too few for a file.
+            # Enough descriptors for the event loop, too few for a file.
             for free in range(1, 40):
                 os.close(taken.pop())
                 try:
@@ -406,13 +406,13 @@ def test_a_process_out_of_descriptors(tmp_path: Path, when: str) -> None:
     first, *rest = found.stdout.splitlines()
     assert first in ("EMFILE", "ReadError", "enough")
     assert rest == ["[0, 1, 2, 3, 4, 5, 6, 7]"]
-    # uvloop's own word when it finds no descriptors for a loop.
+    # uvloop prints this if it finds no descriptors for a loop.
     assert set(found.stderr.splitlines()) <= {"deallocating an open event loop"}
     assert found.returncode == 0
 
 
-def test_a_refusal_counts_once_in_the_totals() -> None:
-    """An `iter` that could not begin leaves the statistics of the epochs before it as they were."""
+def test_a_failed_iter_does_not_change_the_totals() -> None:
+    """A failed `iter` does not change the total statistics of earlier epochs."""
     feeder = Feeder(Numbers(), decode=number, batch_size=4)
     assert values(feeder) == list(range(40))
     feeder.close()
@@ -427,8 +427,8 @@ def test_a_refusal_counts_once_in_the_totals() -> None:
 
 
 @pytest.mark.parametrize("executor", ["read", "decode"])
-def test_a_pool_that_was_stopped_refuses(executor: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An executor that takes no jobs at all: an error at the `for` line, no hang, nothing in the log."""
+def test_a_stopped_pool_is_an_error(executor: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If a pool accepts no jobs, the error is raised at the `for` line; nothing hangs or is logged."""
     feeder = Feeder(Threaded(400), decode=number, batch_size=4)
     iterator = iter(feeder)
     next(iterator)
@@ -443,7 +443,7 @@ def test_a_pool_that_was_stopped_refuses(executor: str, caplog: pytest.LogCaptur
 
 
 class SelfCancelling:
-    """One of its reads cancels the task that it runs in."""
+    """A source of which one read cancels its own task."""
 
     def __len__(self) -> int:
         return 8
@@ -460,8 +460,8 @@ class SelfCancelling:
         return b"%d" % index
 
 
-def test_a_read_that_cancels_itself_is_an_error_of_its_own() -> None:
-    """It is named, and the reads beside it are as they would have been."""
+def test_a_read_that_cancels_itself_is_an_error_of_its_sample() -> None:
+    """The error names the sample, and the other reads of the batch succeed."""
     with Feeder(SelfCancelling(), decode=number, batch_size=8) as feeder, pytest.raises(ReadError, match="sample 5"):
         list(feeder)
     with Feeder(
@@ -472,7 +472,7 @@ def test_a_read_that_cancels_itself_is_an_error_of_its_own() -> None:
 
 
 class LeftCancelled(Numbers):
-    """What some reads do to the task that they run in, as time limits do that never take their cancellation back."""
+    """A source of which one read cancels its task and does not clear the cancellation, as some time limits do."""
 
     def __init__(self, way: str) -> None:
         super().__init__(12)
@@ -498,13 +498,13 @@ class LeftCancelled(Numbers):
 
 
 class ManyLeftCancelled(LeftCancelled):
-    """The same for several at a time, and again when each is asked for by itself."""
+    """The same with read_many."""
 
     async def read_many(self, indices: Sequence[int]) -> list[bytes]:
         return [await self.read(index) for index in indices]
 
 
-COME_THROUGH = ("kept to itself", "at the next await")
+SUCCEED = ("suppressed", "at the next await")
 FAIL = ("raised", "another error")
 LEFT = pytest.mark.parametrize("source", [LeftCancelled, ManyLeftCancelled])
 ALONE_OR_NOT = pytest.mark.parametrize("batch_size", [1, 4])
@@ -513,11 +513,11 @@ ALONE_OR_NOT = pytest.mark.parametrize("batch_size", [1, 4])
 @LEFT
 @ALONE_OR_NOT
 @pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("way", COME_THROUGH)
+@pytest.mark.parametrize("way", SUCCEED)
 def test_a_read_that_leaves_its_task_cancelled_loses_no_batch(
     way: str, in_order: bool, batch_size: int, source: type[LeftCancelled]
 ) -> None:
-    """What it returned counts."""
+    """If the read returns a value, its batch is handed out."""
     with Feeder(source(way), decode=number, batch_size=batch_size, in_order=in_order) as feeder:
         assert sorted(values(feeder)) == list(range(12))
 
@@ -528,7 +528,7 @@ def test_a_read_that_leaves_its_task_cancelled_loses_no_batch(
 def test_a_read_that_fails_and_leaves_its_task_cancelled_is_named(
     way: str, batch_size: int, source: type[LeftCancelled]
 ) -> None:
-    """In its batch's turn, and skipped or replaced where that was asked for."""
+    """If the read fails, the error comes after all earlier batches, or the sample is skipped or replaced."""
     with Feeder(source(way), decode=number, batch_size=batch_size) as feeder:
         iterator = iter(feeder)
         before = [value for _ in range(5 // batch_size) for value in next(iterator).tolist()]
@@ -541,8 +541,8 @@ def test_a_read_that_fails_and_leaves_its_task_cancelled_is_named(
         assert [failure.key for failure in feeder.failures] == ["number 5"]
 
 
-def test_a_read_that_leaves_its_task_cancelled_is_tried_again() -> None:
-    """As often as the policy says."""
+def test_a_read_that_leaves_its_task_cancelled_is_retried() -> None:
+    """Such a read is retried as often as the policy allows."""
     source = LeftCancelled("another error")
     policy = FailurePolicy("skip", retries=2, max_failures=1)
     with Feeder(source, decode=number, batch_size=1, on_error=policy) as feeder, pytest.raises(BatchFailedError):
@@ -550,9 +550,9 @@ def test_a_read_that_leaves_its_task_cancelled_is_tried_again() -> None:
     assert source.asked[5] == 3
 
 
-@pytest.mark.parametrize("way", COME_THROUGH)
-def test_a_replacement_that_leaves_its_task_cancelled_comes_through(way: str) -> None:
-    """The task that makes the batch whole goes on as well."""
+@pytest.mark.parametrize("way", SUCCEED)
+def test_a_replacement_that_leaves_its_task_cancelled_succeeds(way: str) -> None:
+    """The task that replaces a failed sample goes on after such a read."""
 
     class Missing(LeftCancelled):
         async def read(self, index: int) -> bytes:
@@ -565,9 +565,9 @@ def test_a_replacement_that_leaves_its_task_cancelled_comes_through(way: str) ->
 
 
 @LEFT
-@pytest.mark.parametrize("way", [*COME_THROUGH, *FAIL])
+@pytest.mark.parametrize("way", [*SUCCEED, *FAIL])
 def test_a_first_read_for_a_cache_that_leaves_its_task_cancelled(way: str, source: type[LeftCancelled]) -> None:
-    """What samples look like is learnt before there are batches: of the next sample, where the first cannot be had."""
+    """The cache takes its layout from the first sample that can be read, also after such a read."""
 
     class First(source):  # type: ignore[misc, valid-type]
         async def read(self, index: int) -> bytes:
@@ -579,8 +579,8 @@ def test_a_first_read_for_a_cache_that_leaves_its_task_cancelled(way: str, sourc
             assert values(feeder) == [*([] if way in FAIL else [5]), 1, 2, 3, 4, 0, *range(6, 12)]
 
 
-def test_a_first_decode_for_a_cache_that_raises_what_would_cancel_a_task() -> None:
-    """It fails again, by name, when its batch is made."""
+def test_a_first_decode_for_a_cache_that_raises_cancelled_error() -> None:
+    """The sample counts as a failure of its batch, by name."""
 
     def decode(data: bytes) -> torch.Tensor:
         if data == b"0":
@@ -593,9 +593,9 @@ def test_a_first_decode_for_a_cache_that_raises_what_would_cancel_a_task() -> No
         assert [failure.key for failure in feeder.failures] == ["number 0"]
 
 
-@pytest.mark.parametrize("way", [*COME_THROUGH, *FAIL])
+@pytest.mark.parametrize("way", [*SUCCEED, *FAIL])
 def test_an_open_that_leaves_its_task_cancelled(way: str) -> None:
-    """The source is open, or what it raised is raised."""
+    """If open() leaves its task cancelled, the source is open, or the error of open() is raised."""
 
     class Opened(LeftCancelled):
         async def open(self) -> None:
@@ -605,7 +605,7 @@ def test_an_open_that_leaves_its_task_cancelled(way: str) -> None:
             return b"%d" % index
 
     with Feeder(Opened(way), decode=number, batch_size=4) as feeder:
-        if way in COME_THROUGH:
+        if way in SUCCEED:
             assert values(feeder) == list(range(12))
         else:
             with pytest.raises((FeedError, TimeoutError)) as caught:
@@ -614,7 +614,7 @@ def test_an_open_that_leaves_its_task_cancelled(way: str) -> None:
 
 
 class Meddling(Numbers):
-    """A read that cancels a task it does not run in: the one that waits for the whole chunk."""
+    """A source of which one read cancels the engine's task of the chunk."""
 
     async def read(self, index: int) -> bytes:
         if index < 3:
@@ -625,14 +625,14 @@ class Meddling(Numbers):
         return b"%d" % index
 
 
-def test_a_task_that_a_source_cancels_elsewhere_is_no_silence() -> None:
-    """Whoever waits for its batch hears of it."""
+def test_a_source_that_cancels_an_engine_task_is_an_error() -> None:
+    """The consumer gets a FeedError for the batch."""
     with Feeder(Meddling(), decode=number, batch_size=4) as feeder, pytest.raises(FeedError, match="not by aiofeed"):
         next(iter(feeder))
 
 
-def test_a_device_beyond_use_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an illegal kernel of the training, say, each question fails: it is raised once, and no thread tells."""
+def test_a_broken_device_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If every call to the device fails, as after an illegal kernel, the error is raised once and not printed."""
 
     def lost(event: SimulatedEvent) -> bool:
         raise RuntimeError("the device is lost")

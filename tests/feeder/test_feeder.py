@@ -1,4 +1,4 @@
-"""Feeder: both faces, epochs, and what a batch is."""
+"""``Feeder``: synchronous and asynchronous iteration, epochs, arguments and the contents of batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, Iterat
 
 
 class Numbers:
-    """A source of n samples; sample i is i as text, its target i squared."""
+    """A source of n samples. Sample i is i as text; its target is i squared."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -49,7 +49,7 @@ def values(batches: Any) -> list[list[int]]:
 
 
 def test_batches_come_in_order_with_the_last_partial() -> None:
-    """Ten samples in fours: two full batches and a half one, targets beside them."""
+    """Ten samples with batch size 4 give two full batches and a partial one, with their targets."""
     feeder = feeder_of()
     batches = list(feeder)
     assert values(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -59,7 +59,7 @@ def test_batches_come_in_order_with_the_last_partial() -> None:
 
 
 def test_drop_last_leaves_the_partial_batch_out() -> None:
-    """len() is the floor then, and so is what comes."""
+    """With drop_last, the partial batch is dropped and not counted by len()."""
     feeder = feeder_of(drop_last=True)
     assert values(feeder) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert len(feeder) == 2
@@ -67,14 +67,14 @@ def test_drop_last_leaves_the_partial_batch_out() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 4, 5])
 def test_short_and_empty_sources(n: int) -> None:
-    """An empty source gives no batch and no error; len() agrees with what comes."""
+    """An empty source gives no batch and no error; len() equals the number of batches."""
     feeder = feeder_of(n)
     assert [x for batch in values(feeder) for x in batch] == list(range(n))
     assert len(feeder) == len(list(feeder)) == -(-n // 4)
 
 
 def test_shuffled_epochs_are_randperm_of_seed_plus_epoch() -> None:
-    """Epochs advance by themselves; each is torch.randperm seeded with seed + epoch; set_epoch goes anywhere."""
+    """Epochs advance by themselves; each is torch.randperm seeded with seed + epoch; set_epoch chooses any epoch."""
     feeder = feeder_of(n=11, shuffle=True, seed=5)
     for epoch in (0, 1, 2):
         wanted = torch.randperm(11, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
@@ -85,7 +85,7 @@ def test_shuffled_epochs_are_randperm_of_seed_plus_epoch() -> None:
 
 
 def test_nothing_is_drawn_from_the_global_generators() -> None:
-    """Making and iterating a feeder leaves torch's, numpy's and Python's global random state alone."""
+    """Creating and iterating a feeder does not change the global random state of torch, numpy and Python."""
     import random
 
     before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
@@ -95,7 +95,7 @@ def test_nothing_is_drawn_from_the_global_generators() -> None:
 
 
 async def test_async_iteration_gives_the_same_batches() -> None:
-    """`async for` in a running loop, twice in a row, and `for` in between."""
+    """`async for` gives the same batches as `for`, repeatedly."""
     feeder = feeder_of()
     for _ in range(2):
         async with feeder:
@@ -104,7 +104,7 @@ async def test_async_iteration_gives_the_same_batches() -> None:
 
 
 async def test_an_async_consumer_that_blocks_its_loop_still_gets_batches() -> None:
-    """The engine lives in a loop of its own: a step that never awaits does not starve it."""
+    """The engine has its own event loop, so a step that blocks the consumer's loop does not stop it."""
     read = threading.Event()
 
     class Watched(Numbers):
@@ -116,13 +116,13 @@ async def test_an_async_consumer_that_blocks_its_loop_still_gets_batches() -> No
     feeder = Feeder(Watched(12), decode=number, batch_size=4)
     async with feeder:
         async for _ in feeder:
-            # A blocking step: the second batch is read meanwhile, or this never returns.
+            # A blocking step: the second batch must be read during it.
             assert read.wait(10)
             break
 
 
 async def test_many_async_consumers_share_a_loop() -> None:
-    """Several feeders iterated by tasks of one loop do not mix."""
+    """Feeders iterated by several tasks of one loop each give their own samples."""
 
     async def consume(n: int) -> list[list[int]]:
         feeder = feeder_of(n)
@@ -136,7 +136,7 @@ async def test_many_async_consumers_share_a_loop() -> None:
 
 
 def test_iteration_in_a_thread_that_is_not_the_main_one() -> None:
-    """Two threads, two feeders, at the same time."""
+    """Two threads can iterate two feeders at the same time."""
     results: dict[int, list[int]] = {}
 
     def consume(n: int) -> None:
@@ -153,7 +153,7 @@ def test_iteration_in_a_thread_that_is_not_the_main_one() -> None:
 
 
 def test_iteration_inside_a_running_loop_without_await() -> None:
-    """A plain `for` inside a coroutine works, as in Jupyter, where a loop is always running."""
+    """A plain `for` works inside a coroutine, as in Jupyter, where an event loop is always running."""
 
     async def cell() -> list[list[int]]:
         return values(feeder_of())
@@ -162,7 +162,7 @@ def test_iteration_inside_a_running_loop_without_await() -> None:
 
 
 def test_a_second_iterator_closes_the_first() -> None:
-    """The older one raises IteratorClosedError, never StopIteration; the newer one is whole."""
+    """The older iterator raises IteratorClosedError, not StopIteration; the newer one gives all batches."""
     feeder = feeder_of(40)
     first = iter(feeder)
     next(first)
@@ -182,7 +182,7 @@ def test_an_ended_iterator_stays_ended() -> None:
 
 
 def test_break_and_iterate_again() -> None:
-    """A new iter() after break is a whole new epoch."""
+    """iter() after break starts a new complete epoch."""
     feeder = feeder_of(40, shuffle=True)
     for _ in feeder:
         break
@@ -191,8 +191,8 @@ def test_break_and_iterate_again() -> None:
     assert feeder.epoch == 1
 
 
-def test_an_epoch_that_handed_out_nothing_is_not_counted() -> None:
-    """iter() twice in a row, as Lightning calls it, is the same epoch."""
+def test_an_epoch_without_a_batch_handed_out_is_not_counted() -> None:
+    """iter() twice in a row, as Lightning calls it, starts the same epoch."""
     feeder = feeder_of(40, shuffle=True)
     iter(feeder)
     wanted = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
@@ -200,7 +200,7 @@ def test_an_epoch_that_handed_out_nothing_is_not_counted() -> None:
 
 
 def test_close_is_idempotent_and_not_terminal() -> None:
-    """Closed twice, before and after use; the next iter() starts anew."""
+    """close() can be repeated, before and after use; the next iter() starts new threads."""
     feeder = feeder_of()
     feeder.close()
     for _ in range(2):
@@ -238,12 +238,12 @@ def test_close_wakes_a_thread_that_waits() -> None:
 
 
 def test_a_feeder_without_another_reference_can_be_iterated() -> None:
-    """`for batch in Feeder(...)` keeps the feeder alive as long as it runs."""
+    """`for batch in Feeder(...)` keeps the feeder alive while the loop runs."""
     assert sum(values(iter(feeder_of(30))), []) == list(range(30))
 
 
 def test_kept_batches_are_never_overwritten(jpeg_folder: Path) -> None:
-    """Every batch of several epochs is kept; all stay what they were, and no two share memory."""
+    """Batches that are kept over several epochs do not change, and no two share memory."""
     feeder = Feeder(ImageFolder(jpeg_folder), decode=DecodeImage((128, 128)), batch_size=4)
     kept, copies = [], []
     for _ in range(3):
@@ -267,15 +267,15 @@ def test_images_are_channels_last_uint8(jpeg_folder: Path) -> None:
     assert labels.dtype == torch.int64
 
 
-def test_images_without_targets_are_the_bare_tensor(jpeg_folder: Path) -> None:
-    """A source without targets gives the images alone."""
+def test_images_without_targets_are_a_tensor(jpeg_folder: Path) -> None:
+    """A source without targets gives batches that are the image tensor itself."""
     feeder = Feeder(Files(ImageFolder(jpeg_folder).paths), decode=DecodeImage(24), batch_size=36)
     [images] = list(feeder)
     assert images.shape == (36, 3, 24, 24)
 
 
 def test_decode_image_with_collate_fn(jpeg_folder: Path) -> None:
-    """With a collate_fn the decoder gives single samples, and the batch is what the function returns."""
+    """collate_fn gets the list of decoded samples and returns the batch."""
     feeder = Feeder(
         ImageFolder(jpeg_folder),
         decode=DecodeImage(16),
@@ -289,7 +289,7 @@ def test_decode_image_with_collate_fn(jpeg_folder: Path) -> None:
 
 
 class Several:
-    """Samples of several files: a dict of bytes each."""
+    """A source whose samples have several files: read returns a dict of bytes."""
 
     def __len__(self) -> int:
         return 5
@@ -302,7 +302,7 @@ class Several:
 
 
 def test_a_source_of_several_files_per_sample() -> None:
-    """The decoder gets what read returned; a dict of tensors is collated by key."""
+    """The decoder gets the value of read; dicts of tensors are collated by key."""
 
     def decode(data: dict[str, bytes]) -> dict[str, torch.Tensor]:
         return {name: torch.tensor(int(content)) for name, content in data.items()}
@@ -332,7 +332,7 @@ def test_open_and_aclose_run_on_the_engines_loop() -> None:
     list(feeder)
     feeder.close()
     names = [name for name, _ in events]
-    # The second epoch in a row: the third may have been begun.
+    # The third epoch may have been started ahead.
     assert names[0] == "open"
     assert names[-1] == "close"
     assert set(names[1:-1]) == {"read"}
@@ -340,8 +340,8 @@ def test_open_and_aclose_run_on_the_engines_loop() -> None:
     assert len({loop for _, loop in events}) == 1
 
 
-def test_a_source_is_never_opened_twice_at_a_time() -> None:
-    """After break, the next epoch opens the source only when the last one has closed it."""
+def test_a_source_is_never_open_twice() -> None:
+    """After break, the next epoch opens the source after the previous one has closed it."""
     state = {"open": 0, "most": 0}
 
     class Session(Numbers):
@@ -362,8 +362,8 @@ def test_a_source_is_never_opened_twice_at_a_time() -> None:
     assert state == {"open": 0, "most": 1}
 
 
-def test_read_many_is_used_where_there_is_one() -> None:
-    """A source's read_many gets the chunk's indices, and what it returns is decoded."""
+def test_read_many_is_used_if_the_source_has_it() -> None:
+    """read_many gets the indices of a chunk; its results are decoded."""
 
     class Many(Numbers):
         async def read_many(self, indices: list[int]) -> list[bytes]:
@@ -373,7 +373,7 @@ def test_read_many_is_used_where_there_is_one() -> None:
 
 
 def test_a_decoder_gets_the_samples_own_generator() -> None:
-    """A keyword rng is a torch.Generator that depends on seed, epoch and position alone."""
+    """The keyword argument rng is a torch.Generator that depends only on seed, epoch and position."""
 
     def noisy(data: bytes, *, rng: torch.Generator) -> torch.Tensor:
         return torch.rand(3, generator=rng)
@@ -390,7 +390,7 @@ def test_a_decoder_gets_the_samples_own_generator() -> None:
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
-    """A Dataset as people write them for DataLoader."""
+    """A Dataset as written for DataLoader."""
 
     def __init__(self) -> None:
         self.threads: set[str] = set()
@@ -404,8 +404,8 @@ class Squares(Dataset):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"collate_fn": lambda samples: samples}])
-def test_a_dataset_gives_what_dataloader_gives(options: dict[str, Any]) -> None:
-    """A map-style Dataset in place of a source: the batches are DataLoader's."""
+def test_a_dataset_gives_the_batches_of_dataloader(options: dict[str, Any]) -> None:
+    """A map-style Dataset gives the same batches as with DataLoader."""
     wanted = list(DataLoader(Squares(), batch_size=5, **options))
     got = list(Feeder(Squares(), batch_size=5, **options))
     assert len(got) == len(wanted)
@@ -414,8 +414,8 @@ def test_a_dataset_gives_what_dataloader_gives(options: dict[str, Any]) -> None:
         assert type(one) is type(other)
 
 
-def test_a_dataset_is_called_by_one_thread_unless_it_says_more() -> None:
-    """One decode thread by default, as many as FromDataset allows otherwise."""
+def test_a_dataset_is_called_by_one_thread_by_default() -> None:
+    """A Dataset has one decode thread by default, and as many as FromDataset(threads=) allows."""
     dataset = Squares()
     list(Feeder(dataset, batch_size=5))
     assert len(dataset.threads) == 1
@@ -462,7 +462,7 @@ def test_statistics_add_up() -> None:
 
 
 def test_transform_runs_on_the_batch() -> None:
-    """On the host, transform= is applied in the consumer's thread; its error passes with a note."""
+    """On the host, transform= runs in the consumer's thread; its error gets a note with the batch number."""
     feeder = feeder_of(transform=lambda batch: (batch[0].float() / 2, threading.current_thread()))
     for x, thread in feeder:
         assert x.dtype == torch.float32
@@ -481,7 +481,7 @@ async def coroutine(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 2.0}, TypeError, "batch_size must be an int, got 2.0"),
@@ -500,15 +500,15 @@ async def coroutine(value: Any) -> Any:
         ({"seed": 1 << 70}, ValueError, "seed must be between"),
         ({"shuffle": 1}, TypeError, "shuffle must be"),
         ({"decode": None}, TypeError, "decode= is needed.*DecodeImage"),
-        ({"decode": DecodeImage}, TypeError, "the class DecodeImage; call it first"),
+        ({"decode": DecodeImage}, TypeError, "the class DecodeImage; pass an instance"),
         ({"decode": 3}, TypeError, "decode must be callable"),
         ({"collate_fn": 3}, TypeError, "collate_fn must be callable"),
         ({"limits": {"decode_threads": 1}}, TypeError, "limits must be"),
     ],
 )
-def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception], told: str) -> None:
-    """The message says what was given and what to write instead."""
-    with pytest.raises(error, match=told):
+def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """The message names the argument and its value, and says what to write instead."""
+    with pytest.raises(error, match=message):
         Feeder(Numbers(4), **{"decode": number, "batch_size": 2, **options})
 
 
@@ -518,30 +518,30 @@ class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("train/", "did you mean aiofeed.ImageFolder"),
         (Endless(), r"IterableDataset.*aiofeed\.prefetch"),
         (DataLoader(Squares()), "pass its dataset"),
         (3, "a source has __len__, key and async read"),
         ({"train": Squares()}, r"has the keys \['train'\]: pass one of its values"),
-        (["a.jpg", "b.jpg"], r"a list is taken for a Dataset; for files pass aiofeed.Files"),
+        (["a.jpg", "b.jpg"], r"a list is used as a Dataset; for files pass aiofeed.Files"),
     ],
 )
-def test_what_is_no_source_is_refused(source: Any, told: str) -> None:
-    """The message says what a source is, and what to use instead."""
-    with pytest.raises(TypeError, match=told):
+def test_other_objects_are_refused_as_a_source(source: Any, message: str) -> None:
+    """The message says what a source is and what to use instead."""
+    with pytest.raises(TypeError, match=message):
         Feeder(source, decode=number, batch_size=2)
 
 
 def test_a_dataset_takes_no_decoder() -> None:
-    """A Dataset's items come decoded."""
-    with pytest.raises(TypeError, match="come decoded"):
+    """decode= is refused for a Dataset, whose items are decoded."""
+    with pytest.raises(TypeError, match="are decoded"):
         Feeder(Squares(), decode=number, batch_size=2)
 
 
-def test_numpys_ints_are_taken() -> None:
-    """batch_size and seed may come from numpy; what is saved is plain all the same."""
+def test_numpy_integers_are_accepted() -> None:
+    """batch_size and seed may be numpy integers; the saved state contains plain ints."""
     feeder = Feeder(Numbers(8), decode=number, batch_size=np.int64(4), seed=np.int32(3))  # type: ignore[arg-type]
     state = feeder.state_dict()
     assert (type(state["batch_size"]), type(state["seed"])) == (int, int)
@@ -549,7 +549,7 @@ def test_numpys_ints_are_taken() -> None:
 
 
 def test_a_dict_of_numbers_is_a_dataset() -> None:
-    """What answers to 0, 1, ... does, whatever it is."""
+    """A dict with the keys 0, 1, ... is a Dataset."""
     assert [batch.tolist() for batch in Feeder({0: 5, 1: 6}, batch_size=2)] == [[5, 6]]
 
 
@@ -558,14 +558,14 @@ class ReadsAtOnce(Numbers):
         return b""
 
 
-def test_a_read_that_is_no_coroutine_is_told() -> None:
-    """The error says what a source's read has to be."""
+def test_a_read_that_is_not_a_coroutine_is_an_error() -> None:
+    """The error says that read must be `async def`."""
     with pytest.raises(aiofeed.ReadError, match=r"ReadsAtOnce\.read is not an `async def`"):
         list(Feeder(ReadsAtOnce(4), decode=number, batch_size=2))
 
 
 @pytest.mark.parametrize(
-    ("n", "options", "told"),
+    ("n", "options", "reason"),
     [
         (0, {}, "there are no samples"),
         (3, {"drop_last": True}, "3 samples do not fill a batch of 4, and drop_last=True"),
@@ -576,21 +576,21 @@ def test_a_read_that_is_no_coroutine_is_told() -> None:
         ),
     ],
 )
-def test_epochs_without_a_batch_are_told_once(
-    n: int, options: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+def test_epochs_without_a_batch_are_logged_once(
+    n: int, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop that does nothing is no error, but a line of the log says why."""
+    """A loop over no batches is not an error; one log line gives the reason."""
     feeder = feeder_of(n, **options)
     assert [len(list(feeder)) for _ in range(3)] == [0, 0, 0]
-    assert [record.getMessage() for record in caplog.records] == [f"an epoch has no batches: {told}"]
+    assert [record.getMessage() for record in caplog.records] == [f"an epoch has no batches: {reason}"]
 
 
-def test_an_iterator_says_where_it_stands() -> None:
-    """Open, ended or closed, and how many batches it gave; it is not pickled nor copied."""
+def test_the_repr_of_an_iterator() -> None:
+    """The repr gives the status and the number of batches; an iterator cannot be pickled or copied."""
     feeder = feeder_of(8)
     iterator = iter(feeder)
     assert repr(iterator) == "FeedIterator(open, batches handed out: 0)"
-    with pytest.raises(TypeError, match="take the feeder"):
+    with pytest.raises(TypeError, match="pickle the feeder"):
         copy.copy(iterator)
     list(iterator)
     assert repr(iterator) == "FeedIterator(ended, batches handed out: 2)"
@@ -600,7 +600,7 @@ def test_an_iterator_says_where_it_stands() -> None:
 
 
 def test_repr_and_len() -> None:
-    """A feeder says what it feeds."""
+    """A feeder has a repr, a length and a read-only batch size."""
     feeder = feeder_of()
     assert "batch_size=4" in repr(feeder)
     assert feeder.batch_size == 4
@@ -610,8 +610,8 @@ def test_repr_and_len() -> None:
     assert aiofeed.Feeder is Feeder
 
 
-def test_the_dataset_is_what_was_given() -> None:
-    """As of a DataLoader: a Dataset itself, wrapped or not, or the source."""
+def test_dataset_is_the_given_object() -> None:
+    """As with DataLoader, ``dataset`` is the Dataset itself, wrapped or not, or the source."""
     dataset = TensorDataset(torch.arange(10))
     source = Numbers(10)
     assert Feeder(dataset, batch_size=4).dataset is dataset
@@ -622,8 +622,8 @@ def test_the_dataset_is_what_was_given() -> None:
 
 @pytest.mark.parametrize("drop", [False, True], ids=["iterator kept", "iterator dropped"])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: bool) -> None:
-    """Who takes len() batches and never asks for the end, as Lightning does, keeps threads and look-ahead."""
+def test_a_consumer_that_counts_batches_completes_its_epochs(drop: bool, in_order: bool) -> None:
+    """A consumer that takes len() batches and never asks for the end, like Lightning, keeps its threads."""
     feeder = feeder_of(40, shuffle=True, in_order=in_order)
     threads = set()
     epochs = []
@@ -636,12 +636,12 @@ def test_a_consumer_that_counts_to_len_ends_its_epochs(drop: bool, in_order: boo
     assert epochs == [list(range(40))] * 5
     assert len(threads) == 1
     assert feeder.epoch == 4
-    assert feeder._session._in_a_row == 4
+    assert feeder._session._completed_in_a_row == 4
     feeder.close()
 
 
-def test_the_older_iterator_of_a_counting_consumer_is_over() -> None:
-    """Asked after all, once a newer one was begun, an iterator whose batches were all handed out has ended."""
+def test_the_older_iterator_of_a_counting_consumer_has_ended() -> None:
+    """An iterator whose batches were all handed out ends with StopIteration, also after a newer one was started."""
     feeder = feeder_of(8)
     first = iter(feeder)
     for _ in range(2):
@@ -651,32 +651,32 @@ def test_the_older_iterator_of_a_counting_consumer_is_over() -> None:
     assert len(list(second)) == 2
 
 
-def test_an_epoch_is_idle_no_longer_than_it_lasts_though_the_engine_hears_late() -> None:
-    """The engine waits until a batch is taken, and not until it is told."""
-    entered, held = threading.Event(), threading.Event()
+def test_idle_time_ends_when_the_batch_is_taken() -> None:
+    """idle_s counts until a batch is taken, not until the busy event loop learns of it."""
+    entered, released = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def block() -> None:
         entered.set()
-        held.wait(20)
+        released.wait(20)
 
     with feeder_of(8, limits=Limits(prefetch_batches=2)) as feeder:
         iterator = iter(feeder)
         while feeder.statistics().queue_depth < 2:
             threading.Event().wait(0.001)
-        feeder._session.pipeline.loop_thread.call(hold)  # type: ignore[union-attr]
+        feeder._session.pipeline.loop_thread.call(block)  # type: ignore[union-attr]
         assert entered.wait(20)
         assert len([next(iterator), next(iterator)]) == 2
         taken = feeder.statistics()
         threading.Event().wait(2 * taken.wall_s)
-        held.set()
+        released.set()
         while feeder.statistics().idle_s == 0:
             threading.Event().wait(0.001)
         assert feeder.statistics().idle_s <= taken.wall_s
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_cancellation_that_comes_as_the_threads_end_is_not_lost(turns: int) -> None:
-    """`aclose` is cancelled then as at any other moment, or has ended before."""
+async def test_a_cancellation_just_as_the_threads_end_is_not_lost(turns: int) -> None:
+    """`aclose` is cancelled at any moment before it ends."""
     feeder = feeder_of()
     list(feeder)
     pipeline: Any = feeder._session.pipeline
@@ -694,8 +694,8 @@ async def test_a_cancellation_that_comes_as_the_threads_end_is_not_lost(turns: i
     feeder.close()
 
 
-def test_an_epoch_is_idle_no_longer_than_it_lasts() -> None:
-    """A pause between epochs, during which the next one is ready, counts for neither."""
+def test_a_pause_between_epochs_is_not_idle_time() -> None:
+    """A pause between two epochs counts as idle time of neither."""
     feeder = feeder_of(40)
     for _ in range(4):
         list(feeder)

@@ -1,4 +1,4 @@
-"""prefetch: the bridge alone, for batches that somebody else makes."""
+"""``prefetch``: look-ahead and device copies for batches of any iterable."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def loader(n: int = 10, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(n), torch.arange(n) * 0.5), batch_size=4, **options)
 
 
-def test_a_dataloaders_batches_pass_through() -> None:
-    """Same batches, same order, any number of passes, len()."""
+def test_batches_of_a_dataloader() -> None:
+    """The batches and len() are those of the DataLoader, in any number of iterations."""
     batches = prefetch(loader())
     assert len(batches) == 3
     assert repr(batches) == "Prefetch(DataLoader, device=None)"
@@ -34,12 +34,12 @@ def test_a_dataloaders_batches_pass_through() -> None:
 
 
 async def test_async_for_over_a_dataloader() -> None:
-    """An ordinary iterable is awaited without blocking the loop."""
+    """`async for` over an ordinary iterable does not block the event loop."""
     assert [x.tolist() async for x, _ in prefetch(loader())] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_an_async_iterable_runs_on_a_loop_of_its_own() -> None:
-    """Its coroutine is never on the caller's thread."""
+    """An async iterable never runs in the caller's thread."""
     threads: set[threading.Thread] = set()
 
     async def batches() -> AsyncIterator[int]:
@@ -53,7 +53,7 @@ def test_an_async_iterable_runs_on_a_loop_of_its_own() -> None:
 
 
 def test_look_ahead_is_bounded() -> None:
-    """So many batches wait, one more is not begun before there is room."""
+    """At most ``prefetch_batches`` batches are made ahead."""
     made: list[int] = []
     made_two = threading.Event()
 
@@ -72,8 +72,8 @@ def test_look_ahead_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_error_comes_in_its_turn_as_it_is(asynchronous: bool) -> None:
-    """Batches before it come first; the exception is the iterable's own."""
+def test_an_error_is_raised_unchanged_after_earlier_batches(asynchronous: bool) -> None:
+    """The batches before the error come first; the exception is that of the iterable."""
 
     def batches() -> Iterator[int]:
         yield from range(3)
@@ -86,14 +86,14 @@ def test_an_error_comes_in_its_turn_as_it_is(asynchronous: bool) -> None:
     seen = []
     with pytest.raises(ZeroDivisionError, match="oops"):
         for number in prefetch(async_batches() if asynchronous else batches()):
-            seen.append(number)  # noqa: PERF402 - what came before the error is wanted
+            seen.append(number)  # noqa: PERF402 - keep the batches before the error
     assert seen == [0, 1, 2]
 
 
 @pytest.mark.parametrize("device", [None, SimulatedDevice()])
 @pytest.mark.parametrize("leave", ["break", "close", "drop"])
 def test_leaving_early_closes_the_generator_in_its_thread(leave: str, device: Any) -> None:
-    """A generator's finally runs, in the thread that ran the generator, and the threads end."""
+    """The finally block of a generator runs in the thread that ran the generator, and the threads end."""
     closed_in: list[threading.Thread] = []
     closed = threading.Event()
 
@@ -122,7 +122,7 @@ def test_leaving_early_closes_the_generator_in_its_thread(leave: str, device: An
 
 
 async def test_leaving_an_async_iterable_early_closes_it() -> None:
-    """An async generator's finally runs on its own loop."""
+    """The finally block of an async generator runs on its own event loop."""
     closed = threading.Event()
 
     async def batches() -> AsyncIterator[int]:
@@ -139,7 +139,7 @@ async def test_leaving_an_async_iterable_early_closes_it() -> None:
 
 
 def test_batches_reach_the_device() -> None:
-    """Nested tensors are copied through staging, transformed, and right; other things pass."""
+    """Nested tensors are copied to the device and transformed; other leaves are unchanged."""
     device = SimulatedDevice()
 
     def batches() -> Iterator[Any]:
@@ -154,7 +154,7 @@ def test_batches_reach_the_device() -> None:
 
 
 def test_a_failing_transform_is_a_device_copy_error() -> None:
-    """It is raised at the `for` line, chained."""
+    """An error of transform is raised at the `for` line as DeviceCopyError."""
 
     def broken(batch: Any) -> Any:
         raise ZeroDivisionError("oops")
@@ -163,8 +163,8 @@ def test_a_failing_transform_is_a_device_copy_error() -> None:
         list(prefetch(loader(), device=SimulatedDevice(), transform=broken))
 
 
-def test_what_cannot_be_iterated_is_refused() -> None:
-    """The message says what was given."""
+def test_an_object_that_cannot_be_iterated_is_refused() -> None:
+    """The message names the wrong argument."""
     with pytest.raises(TypeError, match="got 3"):
         prefetch(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefetch_batches"):
@@ -173,8 +173,8 @@ def test_what_cannot_be_iterated_is_refused() -> None:
         len(prefetch(iter([])))
 
 
-def test_an_async_iterable_that_cannot_begin_says_so() -> None:
-    """What its ``__aiter__`` raises comes at the `for` line."""
+def test_an_error_of_aiter_is_raised() -> None:
+    """An error of ``__aiter__`` is raised at the `for` line."""
 
     class Broken:
         def __aiter__(self) -> AsyncIterator[int]:
@@ -185,8 +185,8 @@ def test_an_async_iterable_that_cannot_begin_says_so() -> None:
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError("gone"), SystemExit(3)])
-def test_what_is_no_exception_ends_an_async_iterable_with_one(error: BaseException) -> None:
-    """What would end the loop, or pass for a cancelled task, reaches the consumer instead of leaving it waiting."""
+def test_a_base_exception_of_an_async_iterable_becomes_an_error(error: BaseException) -> None:
+    """SystemExit or CancelledError of the iterable is raised in the consumer as the cause of a FeedError."""
 
     async def batches() -> AsyncIterator[int]:
         yield 1
@@ -201,7 +201,7 @@ def test_what_is_no_exception_ends_an_async_iterable_with_one(error: BaseExcepti
 
 @pytest.mark.parametrize("swallowed", [True, False])
 def test_an_async_iterable_that_leaves_its_task_cancelled_loses_no_batch(swallowed: bool) -> None:
-    """As time limits do that never take their cancellation back, whether or not it was met."""
+    """An iterable may cancel its own task, as some time limits do, with or without suppressing it; no batch is lost."""
 
     async def batches() -> AsyncIterator[torch.Tensor]:
         for number in range(4):
@@ -217,8 +217,8 @@ def test_an_async_iterable_that_leaves_its_task_cancelled_loses_no_batch(swallow
     assert [int(batch) for batch in prefetch(batches())] == [0, 1, 2, 3]
 
 
-def test_dropping_an_async_iterable_at_its_wait_ends_the_copy_thread() -> None:
-    """The copy thread waits for a batch that never comes, and is told."""
+def test_dropping_the_iterator_of_a_waiting_async_iterable_ends_the_copy_thread() -> None:
+    """The copy thread ends though it waits for a batch that never comes."""
 
     async def batches() -> AsyncIterator[torch.Tensor]:
         yield torch.zeros(3)
@@ -235,8 +235,8 @@ def test_dropping_an_async_iterable_at_its_wait_ends_the_copy_thread() -> None:
 
 
 @pytest.mark.parametrize("ending", [False, True])
-async def test_an_iterable_that_fails_as_it_is_stopped_fails_for_nobody(ending: bool) -> None:
-    """Its error is the consumer's, and once the end was asked for it is not left in a task that nobody asks."""
+async def test_an_error_of_a_stopped_iterable_is_dropped(ending: bool) -> None:
+    """An error is put into the queue unless the iterable was stopped before."""
 
     async def failing() -> AsyncIterator[int]:
         yield 0

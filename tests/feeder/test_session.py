@@ -1,4 +1,4 @@
-"""Epochs that follow one another without a bubble, and batches that are handed out as they are finished."""
+"""Epochs that follow one another without a pause, and batches handed out as they are finished."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from aiofeed.testing import SimulatedDevice
 
 SECONDS = 10
 LIMITS = Limits(prefetch_batches=2, read_concurrency=4, decode_threads=1)
-"""With batches of two at most five are in flight."""
+"""At most five batches of two samples are in flight."""
 
 
 class Watched:
-    """A source of n samples; sample i is i. It notes what is read and decoded; one can wait for it, and hold it up."""
+    """A source of n samples; sample i is i. It records reads and decodes, and can block the samples in ``stuck``."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -31,7 +31,7 @@ class Watched:
         self.changed = threading.Condition()
         self.broken: Callable[[int, int], bool] = lambda index, times: False
         self.stuck: set[int] = set()
-        self._held: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._blocked: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def __len__(self) -> int:
         return self.n
@@ -48,7 +48,7 @@ class Watched:
             raise OSError("unreadable")
         if index in self.stuck:
             event = asyncio.Event()
-            self._held.append((asyncio.get_running_loop(), event))
+            self._blocked.append((asyncio.get_running_loop(), event))
             await event.wait()
         return b"%d" % index
 
@@ -58,19 +58,19 @@ class Watched:
             self.changed.notify_all()
         return torch.tensor(int(data))
 
-    def let_go(self) -> None:
-        """Let all that is held up go on."""
+    def unblock(self) -> None:
+        """Unblock all samples."""
         self.stuck = set()
-        for loop, event in self._held:
+        for loop, event in self._blocked:
             loop.call_soon_threadsafe(event.set)
-        self._held.clear()
+        self._blocked.clear()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, SECONDS), f"reads: {self.reads}"
 
     def wait_for_read(self, index: int, times: int) -> None:
-        """Until sample `index` has been read for the `times`-th time: in epoch `times - 1`, counted from 0."""
+        """Wait until sample `index` has been read `times` times, that is, in epoch `times - 1`."""
         self.wait_for(lambda: self.reads.count(index) >= times)
 
 
@@ -79,7 +79,7 @@ MakeFeeder = Callable[..., Feeder[Any]]
 
 @pytest.fixture
 def make() -> Iterator[MakeFeeder]:
-    """`make(source, **options)`: a feeder of twos with five batches in flight at most, closed after the test."""
+    """`make(source, **options)`: a feeder with batches of two, at most five in flight, closed after the test."""
     made: list[Feeder[Any]] = []
 
     def new(source: Watched, **options: Any) -> Feeder[Any]:
@@ -100,8 +100,8 @@ def shuffled(n: int, epoch: int) -> list[int]:
     return torch.randperm(n, generator=torch.Generator().manual_seed(epoch)).tolist()
 
 
-def settled(feeder: Feeder[Any], source: Watched) -> None:
-    """Let the engine do all that it may: its loop has gone round with nothing left to start."""
+def wait_until_idle(feeder: Feeder[Any], source: Watched) -> None:
+    """Wait until the engine has done all that its limits allow."""
     pipeline = feeder._session.pipeline
     assert pipeline is not None
     last = None
@@ -116,12 +116,12 @@ def settled(feeder: Feeder[Any], source: Watched) -> None:
         last = state
 
 
-# --- what is read ahead -----------------------------------------------------------------------------------------------
+# --- reading ahead ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"in_order": False}, {"device": SimulatedDevice}])
-def test_the_next_epoch_is_begun_before_the_last_batch_is_taken(make: MakeFeeder, options: dict[str, Any]) -> None:
-    """Inside epochs(n) the next is being read while this one is consumed, and nothing beyond the last of them."""
+def test_the_next_epoch_is_read_before_the_last_batch_is_taken(make: MakeFeeder, options: dict[str, Any]) -> None:
+    """Inside epochs(n) the next epoch is read while this one is consumed; nothing is read beyond the last."""
     source = Watched(20)
     options = {name: value() if callable(value) else value for name, value in options.items()}
     feeder = make(source, **options)
@@ -132,38 +132,38 @@ def test_the_next_epoch_is_begun_before_the_last_batch_is_taken(make: MakeFeeder
             source.wait_for_read(0, times=epoch + 2)
         got += iterator
         assert sorted(value for batch in got for value in batch.tolist()) == list(range(20))
-    settled(feeder, source)
+    wait_until_idle(feeder, source)
     assert Counter(source.reads) == dict.fromkeys(range(20), 4)
 
 
-def test_very_short_epochs_are_begun_several_ahead(make: MakeFeeder) -> None:
-    """Inside epochs(n), as many as there is room for: a batch is a batch."""
+def test_several_short_epochs_are_read_ahead(make: MakeFeeder) -> None:
+    """Inside epochs(n), short epochs are read ahead as far as the limits allow."""
     source = Watched(2)
     feeder = make(source)
     for epoch in feeder.epochs(9):
         iterator = iter(feeder)
         source.wait_for_read(1, times=min(epoch + 3, 9))
         assert flat(iterator) == [0, 1]
-    settled(feeder, source)
+    wait_until_idle(feeder, source)
     assert len(source.reads) == 18
 
 
 def test_a_single_pass_reads_nothing_beyond_its_end(make: MakeFeeder) -> None:
-    """Nor does epochs(1)."""
+    """A single iteration, or epochs(1), reads each sample once."""
     source = Watched(6)
     feeder = make(source)
     list(feeder)
-    settled(feeder, source)
+    wait_until_idle(feeder, source)
     assert source.reads == list(range(6))
     other = make(source)
     for _ in other.epochs(1):
         list(other)
-        settled(other, source)
+        wait_until_idle(other, source)
     assert len(source.reads) == 12
 
 
-def test_from_the_second_epoch_in_a_row_on_the_next_is_begun(make: MakeFeeder) -> None:
-    """In a plain loop: whoever goes through two epochs will probably want a third."""
+def test_after_a_complete_epoch_the_next_is_read_ahead(make: MakeFeeder) -> None:
+    """Without epochs(n), the next epoch is read ahead once an epoch was completed before."""
     source = Watched(20)
     feeder = make(source)
     assert flat(feeder) == list(range(20))
@@ -177,8 +177,8 @@ def test_from_the_second_epoch_in_a_row_on_the_next_is_begun(make: MakeFeeder) -
 
 
 @pytest.mark.parametrize("leave", ["break", "close", "error"])
-def test_an_epoch_that_was_not_finished_is_not_one_in_a_row(make: MakeFeeder, leave: str) -> None:
-    """After a break, close in mid-epoch or an error it takes a finished epoch again."""
+def test_after_an_incomplete_epoch_nothing_is_read_ahead(make: MakeFeeder, leave: str) -> None:
+    """After break, close in mid-epoch or an error, the next epoch is not read ahead."""
     source = Watched(20)
     feeder = make(source)
     list(feeder)
@@ -195,12 +195,12 @@ def test_an_epoch_that_was_not_finished_is_not_one_in_a_row(make: MakeFeeder, le
     feeder.close()
     before = len(source.reads)
     assert flat(feeder) == list(range(20))
-    settled(feeder, source)
+    wait_until_idle(feeder, source)
     assert len(source.reads) == before + 20
 
 
 def test_what_is_in_flight_is_bounded_across_epochs(make: MakeFeeder) -> None:
-    """With the consumer at a standstill anywhere, an epoch's end included: as much is read and decoded as elsewhere."""
+    """Wherever the consumer pauses, also at the end of an epoch, the same number of batches is read and decoded."""
     most = 2 + math.ceil(4 / 2) + 1
     source = Watched(8)
     feeder = make(source)
@@ -210,45 +210,45 @@ def test_what_is_in_flight_is_bounded_across_epochs(make: MakeFeeder) -> None:
             taken += 1
             left = 12 - taken
             source.wait_for(lambda: source.decoded >= 2 * (taken + min(2, left)))  # noqa: B023 - called at once
-            settled(feeder, source)
+            wait_until_idle(feeder, source)
             assert source.decoded == 2 * (taken + min(2, left))
             assert len(source.reads) <= 2 * (taken + most)
         assert taken == 4 * (epoch + 1)
 
 
 def test_memory_bytes_bounds_across_epochs(make: MakeFeeder) -> None:
-    """Where one batch is all that fits, one is in flight, of the next epoch as of this one."""
+    """If memory_bytes allows one batch, one is in flight, also across epochs."""
     source = Watched(4)
     feeder = make(source, limits=Limits(memory_bytes=1, prefetch_batches=8))
     taken = 0
     for _ in feeder.epochs(3):
         for _ in feeder:
             taken += 1
-            settled(feeder, source)
+            wait_until_idle(feeder, source)
             assert len(source.reads) <= 2 * (taken + 1)
     assert taken == 6
 
 
-def test_counters_are_the_epochs_own(make: MakeFeeder) -> None:
-    """What was read ahead counts for the epoch it belongs to."""
+def test_read_ahead_counts_for_its_own_epoch(make: MakeFeeder) -> None:
+    """Samples read ahead count in the statistics of the epoch they belong to."""
     source = Watched(8)
     feeder = make(source)
     for epoch in feeder.epochs(3):
         for batch in feeder:
             if batch[0] == 4 and epoch < 2:
                 source.wait_for_read(1, times=epoch + 2)
-        settled(feeder, source)
+        wait_until_idle(feeder, source)
         seen = feeder.statistics()
         assert (seen.samples, seen.batches, seen.bytes_read) == (8, 4, 8)
         assert feeder.statistics(total=True).samples == 8 * (epoch + 1)
     assert feeder.statistics(total=True).bytes_read == 24
 
 
-# --- what was read ahead and is not wanted ----------------------------------------------------------------------------
+# --- read ahead but not wanted ----------------------------------------------------------------------------------------
 
 
-def begun_ahead(make: MakeFeeder, **options: Any) -> tuple[Feeder[Any], dict[str, Any]]:
-    """A feeder at the end of epoch 1, epoch 2 begun; and a state in the middle of epoch 0."""
+def read_ahead(make: MakeFeeder, **options: Any) -> tuple[Feeder[Any], dict[str, Any]]:
+    """Return a feeder at the end of epoch 1 with epoch 2 read ahead, and a state in the middle of epoch 0."""
     source = Watched(20)
     feeder = make(source, shuffle=True, **options)
     iterator = iter(feeder)
@@ -265,49 +265,49 @@ def begun_ahead(make: MakeFeeder, **options: Any) -> tuple[Feeder[Any], dict[str
     return feeder, state
 
 
-def test_it_is_what_comes_next(make: MakeFeeder) -> None:
-    """Nothing said otherwise: the epoch that was begun."""
-    feeder, _ = begun_ahead(make)
+def test_the_epoch_read_ahead_comes_next(make: MakeFeeder) -> None:
+    """The next iteration gives the epoch that was read ahead."""
+    feeder, _ = read_ahead(make)
     assert flat(feeder) == shuffled(20, 2)
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2, 3, 50])
-def test_set_epoch_says_otherwise(make: MakeFeeder, epoch: int) -> None:
-    """The epoch that was chosen, whole, then the one after it."""
-    feeder, _ = begun_ahead(make)
+def test_set_epoch_replaces_the_epoch_read_ahead(make: MakeFeeder, epoch: int) -> None:
+    """After set_epoch the chosen epoch comes completely, then the one after it."""
+    feeder, _ = read_ahead(make)
     feeder.set_epoch(epoch)
     assert flat(feeder) == shuffled(20, epoch)
     assert flat(feeder) == shuffled(20, epoch + 1)
 
 
-def test_load_state_dict_says_otherwise(make: MakeFeeder) -> None:
-    """The loaded position, then the epoch after it."""
-    feeder, state = begun_ahead(make)
+def test_load_state_dict_replaces_the_epoch_read_ahead(make: MakeFeeder) -> None:
+    """After load_state_dict the rest of the loaded epoch comes, then the one after it."""
+    feeder, state = read_ahead(make)
     feeder.load_state_dict(state)
     assert flat(feeder) == shuffled(20, 0)[2:]
     assert flat(feeder) == shuffled(20, 1)
 
 
-def test_close_says_otherwise(make: MakeFeeder) -> None:
-    """The epoch begins anew; nothing of it was handed out."""
-    feeder, _ = begun_ahead(make)
+def test_close_drops_the_epoch_read_ahead(make: MakeFeeder) -> None:
+    """After close the epoch starts again; none of its batches were handed out."""
+    feeder, _ = read_ahead(make)
     feeder.close()
     assert feeder.state_dict()["epoch"] == 2
     assert flat(feeder) == shuffled(20, 2)
 
 
-def test_break_in_the_next_epoch(make: MakeFeeder) -> None:
-    """A break after its first batch, and the one after it is whole."""
-    feeder, _ = begun_ahead(make)
+def test_break_in_an_epoch_read_ahead(make: MakeFeeder) -> None:
+    """After a break in an epoch that was read ahead, the following epoch is complete."""
+    feeder, _ = read_ahead(make)
     for batch in feeder:
         assert batch.tolist() == shuffled(20, 2)[:2]
         break
     assert flat(feeder) == shuffled(20, 3)
 
 
-def test_iter_twice_in_the_next_epoch(make: MakeFeeder) -> None:
-    """Begun twice before a batch is taken, it is whole and counted once."""
-    feeder, _ = begun_ahead(make)
+def test_iter_twice_in_an_epoch_read_ahead(make: MakeFeeder) -> None:
+    """An epoch that was started twice before its first batch is complete and counted once."""
+    feeder, _ = read_ahead(make)
     iter(feeder)
     iter(feeder)
     assert flat(feeder) == shuffled(20, 2)
@@ -315,7 +315,7 @@ def test_iter_twice_in_the_next_epoch(make: MakeFeeder) -> None:
 
 
 def test_an_error_read_ahead_is_raised_in_its_own_epoch(make: MakeFeeder) -> None:
-    """This epoch ends as it should; the next raises at its first batch, and the state is its start."""
+    """This epoch ends normally; the next one raises at its first batch, and the state is its start."""
     source = Watched(8)
     source.broken = lambda index, times: index == 0 and times == 2
     feeder = make(source)
@@ -335,8 +335,8 @@ def test_an_error_read_ahead_is_raised_in_its_own_epoch(make: MakeFeeder) -> Non
 # --- epochs(n) --------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_gives_the_numbers(make: MakeFeeder) -> None:
-    """From 0 to n - 1, the order of each that of its number."""
+def test_epochs_yields_the_numbers(make: MakeFeeder) -> None:
+    """epochs(n) yields the remaining numbers below n; each epoch has the order of its number."""
     feeder = make(Watched(6), shuffle=True)
     assert [(epoch, flat(feeder)) for epoch in feeder.epochs(3)] == [(e, shuffled(6, e)) for e in range(3)]
     assert list(feeder.epochs(3)) == []
@@ -344,15 +344,15 @@ def test_epochs_gives_the_numbers(make: MakeFeeder) -> None:
 
 
 async def test_epochs_in_async_code(make: MakeFeeder) -> None:
-    """The same with `async for`."""
+    """epochs(n) works with `async for`."""
     feeder = make(Watched(6), shuffle=True)
     got = [[value async for batch in feeder for value in batch.tolist()] for _ in feeder.epochs(3)]
     assert got == [shuffled(6, epoch) for epoch in range(3)]
     await feeder.aclose()
 
 
-def test_epochs_begins_with_the_loaded_one(make: MakeFeeder) -> None:
-    """The rest of that epoch, then whole ones up to n."""
+def test_epochs_starts_with_the_loaded_one(make: MakeFeeder) -> None:
+    """After load_state_dict, epochs(n) starts with the rest of the loaded epoch."""
     first = make(Watched(6), shuffle=True)
     list(first)
     next(iter(first))
@@ -363,7 +363,7 @@ def test_epochs_begins_with_the_loaded_one(make: MakeFeeder) -> None:
 
 
 def test_epochs_skips_a_loaded_one_in_which_nothing_is_left(make: MakeFeeder) -> None:
-    """With drop_last and a larger batch the loaded epoch may be over; the numbers are those of the epochs iterated."""
+    """If nothing is left of the loaded epoch, for example with a larger batch size, epochs(n) starts with the next."""
     first = make(Watched(10), batch_size=4, drop_last=True)
     next(iter(first))
     feeder = make(Watched(10), batch_size=8, drop_last=True)
@@ -375,8 +375,8 @@ def test_epochs_skips_a_loaded_one_in_which_nothing_is_left(make: MakeFeeder) ->
     assert got == [(1, 1), (2, 2)]
 
 
-def test_an_epoch_left_early_or_not_iterated_counts(make: MakeFeeder) -> None:
-    """The loop's numbers go on by one, whatever its body does."""
+def test_epochs_counts_epochs_that_are_not_completed(make: MakeFeeder) -> None:
+    """The numbers go up by one, whatever the loop body iterates."""
     feeder = make(Watched(20), shuffle=True)
     firsts = []
     for epoch in feeder.epochs(4):
@@ -388,8 +388,8 @@ def test_an_epoch_left_early_or_not_iterated_counts(make: MakeFeeder) -> None:
     assert firsts == [shuffled(20, epoch)[:2] for epoch in (0, 9, 3)]
 
 
-def test_after_epochs_is_left_a_pass_is_a_single_one(make: MakeFeeder) -> None:
-    """The loop over epochs(n) was left in its first: nothing is read ahead for the others any more."""
+def test_after_a_break_in_epochs_nothing_is_read_ahead(make: MakeFeeder) -> None:
+    """After a break in the loop over epochs(n), a single iteration reads each sample once."""
     source = Watched(20)
     feeder = make(source)
     for _ in feeder.epochs(5):
@@ -398,29 +398,29 @@ def test_after_epochs_is_left_a_pass_is_a_single_one(make: MakeFeeder) -> None:
     feeder.close()
     before = len(source.reads)
     list(feeder)
-    settled(feeder, source)
+    wait_until_idle(feeder, source)
     assert len(source.reads) == before + 20
 
 
 @pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_epochs_takes_a_positive_int(make: MakeFeeder, n: Any, error: type[Exception]) -> None:
-    """Said at the call, not at the first iteration."""
+    """epochs() raises at the call, not at the first iteration."""
     with pytest.raises(error, match="n must be"):
         make(Watched(2)).epochs(n)
 
 
 def test_a_source_without_samples_has_empty_epochs(make: MakeFeeder) -> None:
-    """No batch, no error, n times."""
+    """Each epoch of an empty source has no batches and raises no error."""
     feeder = make(Watched(0))
     assert [(epoch, list(feeder)) for epoch in feeder.epochs(3)] == [(0, []), (1, []), (2, [])]
 
 
-# --- as they are finished ---------------------------------------------------------------------------------------------
+# --- in_order=False ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stuck", [0, 7, 18, 19])
-def test_a_stuck_sample_holds_up_its_own_batch_only(make: MakeFeeder, stuck: int) -> None:
-    """With in_order=False all others come, the first batch being stuck included; then, let go, that one."""
+def test_a_stuck_sample_delays_only_its_own_batch(make: MakeFeeder, stuck: int) -> None:
+    """With in_order=False all other batches come first, also if the first batch is stuck."""
     source = Watched(20)
     source.stuck = {stuck}
     feeder = make(source, in_order=False)
@@ -432,37 +432,37 @@ def test_a_stuck_sample_holds_up_its_own_batch_only(make: MakeFeeder, stuck: int
     number = stuck // 2
     assert state["position"] == number * 2
     assert state["handed_out"] == list(range(1, 10 - number))
-    source.let_go()
+    source.unblock()
     assert next(iterator).tolist() == its_batch
     assert next(iterator, None) is None
     assert feeder.state_dict()["epoch"] == 1
 
 
-def test_in_order_a_stuck_sample_holds_up_all_after_it(make: MakeFeeder) -> None:
-    """As promised: what was handed out is always the head of the epoch."""
+def test_in_order_a_stuck_sample_delays_all_later_batches(make: MakeFeeder) -> None:
+    """With in_order=True the batches handed out are always the first ones of the epoch."""
     source = Watched(20)
     source.stuck = {4}
     feeder = make(source)
     iterator = iter(feeder)
     assert flat(next(iterator) for _ in range(2)) == [0, 1, 2, 3]
     source.wait_for_read(5, times=1)
-    settled(feeder, source)
+    wait_until_idle(feeder, source)
     assert feeder.statistics().queue_depth == 0
-    source.let_go()
+    source.unblock()
     assert flat(iterator) == list(range(4, 20))
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_the_remaining_set_is_exact_after_a_resume(make: MakeFeeder, in_order: bool) -> None:
-    """Out of order, saved with holes: each batch comes once, bit for bit, and a feeder in order may finish it too."""
+    """A state saved out of order has holes; after a resume, in order or not, each remaining batch comes once."""
     source = Watched(20)
     source.stuck = {2, 11}
-    # Room to read beside the two that are stuck.
+    # Leave room to read beside the two stuck samples.
     first = make(source, in_order=False, shuffle=True, limits=Limits(prefetch_batches=2, read_concurrency=16))
     iterator = iter(first)
     before = [next(iterator).tolist() for _ in range(8)]
     state = first.state_dict()
-    source.let_go()
+    source.unblock()
     second = make(Watched(20), in_order=in_order, shuffle=True)
     second.load_state_dict(state)
     assert second.state_dict()["handed_out"] == state["handed_out"]
@@ -481,7 +481,7 @@ def test_the_remaining_set_is_exact_after_a_resume(make: MakeFeeder, in_order: b
 
 
 @pytest.mark.parametrize(
-    ("here", "told"),
+    ("here", "message"),
     [
         ({"batch_size": 4}, "batch_size: 2 in the state, 4 here"),
         ({"shard": (0, 4)}, "world_size: 2 in the state, 4 here"),
@@ -489,24 +489,26 @@ def test_the_remaining_set_is_exact_after_a_resume(make: MakeFeeder, in_order: b
     ],
 )
 @pytest.mark.parametrize("holes", [False, True])
-def test_restriping_is_refused(make: MakeFeeder, here: dict[str, Any], told: str, holes: bool) -> None:
-    """Batches out of order are known by number, and a number means nothing to other batches or ranks."""
+def test_another_batch_size_or_world_is_refused(
+    make: MakeFeeder, here: dict[str, Any], message: str, holes: bool
+) -> None:
+    """States of in_order=False store batch numbers, so batch size, world size and rank must not change."""
     source = Watched(20)
     source.stuck = {0} if holes else {4, 8, 12, 16}
     first = make(source, in_order=False, shard=(0, 2))
     next(iter(first))
-    source.let_go()
+    source.unblock()
     options = {"in_order": False, "shard": (0, 2), **here}
     state = first.state_dict()
     assert bool(state["handed_out"]) == holes
-    with pytest.raises(StateError, match=f"{told}.*in_order=False"):
+    with pytest.raises(StateError, match=f"{message}.*in_order=False"):
         make(Watched(20), **options).load_state_dict(state)
     list(first)
     make(Watched(20), **options).load_state_dict({**state, "position": 0, "handed_out": []})
 
 
-def test_nothing_of_the_next_epoch_before_the_end_of_this_one(make: MakeFeeder) -> None:
-    """The next epoch is read ahead, but not handed out, while a batch of this one is missing."""
+def test_no_batch_of_the_next_epoch_comes_before_the_end_of_this_one(make: MakeFeeder) -> None:
+    """While a batch of this epoch is missing, batches of the next one are read ahead but not handed out."""
     source = Watched(8)
     source.stuck = {2}
     feeder = make(source, in_order=False)
@@ -516,17 +518,17 @@ def test_nothing_of_the_next_epoch_before_the_end_of_this_one(make: MakeFeeder) 
         iterator = iter(feeder)
         assert sorted(flat(next(iterator) for _ in range(3))) == [0, 1, 4, 5, 6, 7]
         source.wait_for_read(0, times=2)
-        settled(feeder, source)
+        wait_until_idle(feeder, source)
         assert feeder.statistics().queue_depth == 0
-        source.let_go()
+        source.unblock()
         assert flat(iterator) == [2, 3]
 
 
-# --- nothing is left behind -------------------------------------------------------------------------------------------
+# --- leaks ------------------------------------------------------------------------------------------------------------
 
 
-def test_thousands_of_short_epochs_leave_nothing_behind(make: MakeFeeder) -> None:
-    """Neither threads nor objects grow with the number of epochs."""
+def test_thousands_of_short_epochs_leak_nothing(make: MakeFeeder) -> None:
+    """The numbers of threads and objects do not grow with the number of epochs."""
     source = Watched(2)
     feeder = make(source)
     threads, objects = set(), []
@@ -534,7 +536,7 @@ def test_thousands_of_short_epochs_leave_nothing_behind(make: MakeFeeder) -> Non
         assert sum(1 for _ in feeder) == 1
         if epoch % 1000 == 500:
             threads |= {thread.name for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
-            settled(feeder, source)
+            wait_until_idle(feeder, source)
             source.reads.clear()
             gc.collect()
             objects.append(len(gc.get_objects()))
@@ -544,15 +546,15 @@ def test_thousands_of_short_epochs_leave_nothing_behind(make: MakeFeeder) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"sampler": [0, 1]}])
-def test_plain_loops_over_short_epochs_leave_nothing_behind(make: MakeFeeder, options: dict[str, Any]) -> None:
-    """The same where each epoch is asked for by itself."""
+def test_single_short_epochs_leak_nothing(make: MakeFeeder, options: dict[str, Any]) -> None:
+    """Without epochs(n), the numbers of threads and objects do not grow either."""
     source = Watched(2)
     feeder = make(source, **options)
     objects = []
     for epoch in range(300):
         assert sum(1 for _ in feeder) == 1
         if epoch % 100 == 50:
-            settled(feeder, source)
+            wait_until_idle(feeder, source)
             gc.collect()
             objects.append(len(gc.get_objects()))
     assert objects[2] - objects[0] < 300

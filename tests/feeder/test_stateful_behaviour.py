@@ -1,6 +1,6 @@
-"""What torchdata's StatefulDataLoader promises, shown of a Feeder; where we promise otherwise, that.
+"""The guarantees of torchdata's StatefulDataLoader, tested on a Feeder; differences are tested, too.
 
-`docs/compatibility.md` is the table of both.
+`docs/compatibility.md` lists both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANY = Limits(read_concurrency=64, decode_threads=3, prefetch_batches=4)
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
-    """Sample i is i squared, in any thread."""
+    """A thread-safe dataset; sample i is i squared."""
 
     def __init__(self, n: int = 100) -> None:
         self.n = n
@@ -40,7 +40,7 @@ MakeFeeder = Callable[..., Feeder[Any]]
 
 @pytest.fixture
 def make() -> Iterator[MakeFeeder]:
-    """`make(n, **options)`: a feeder of n squares in sevens, closed after the test."""
+    """`make(n, **options)`: a feeder of n squares with batch size 7, closed after the test."""
     made: list[Feeder[Any]] = []
 
     def new(source: Any = 100, **options: Any) -> Feeder[Any]:
@@ -63,10 +63,8 @@ def values(batches: Any) -> list[list[int]]:
 @pytest.mark.parametrize("shuffle", [False, True, "keyed"])
 @pytest.mark.parametrize("interrupt", [0, 1, 10, 14])
 @pytest.mark.parametrize(("here", "there"), [(FEW, MANY), (MANY, FEW), (MANY, MANY)])
-def test_the_rest_is_what_it_would_have_been(
-    make: MakeFeeder, shuffle: Any, interrupt: int, here: Limits, there: Limits
-) -> None:
-    """Saved after so many batches, resumed in a new feeder with any concurrency: what the first would have given."""
+def test_a_resumed_epoch_is_exact(make: MakeFeeder, shuffle: Any, interrupt: int, here: Limits, there: Limits) -> None:
+    """A new feeder with any concurrency that loads the state gives the remaining batches of the first."""
     first = make(shuffle=shuffle, limits=here)
     iterator = iter(first)
     for _ in range(interrupt):
@@ -79,8 +77,8 @@ def test_the_rest_is_what_it_would_have_been(
     assert len(wanted) == 15 - interrupt
 
 
-def test_every_batch_is_a_point_to_resume_from(make: MakeFeeder) -> None:
-    """There are no snapshots every so many steps, with steps to be repeated between them."""
+def test_resume_after_every_batch(make: MakeFeeder) -> None:
+    """A state can be taken after every batch; there are no snapshots between which batches are repeated."""
     first = make(30, shuffle=True)
     got, states = [], []
     for batch in first:
@@ -93,14 +91,14 @@ def test_every_batch_is_a_point_to_resume_from(make: MakeFeeder) -> None:
 
 
 def test_concurrency_may_change(make: MakeFeeder) -> None:
-    """No count of workers is in the state, so none can mismatch."""
+    """The state contains no number of workers or threads, and loads with other limits."""
     state = make(limits=FEW).state_dict()
     assert not [name for name in state if "worker" in name or "thread" in name]
     make(limits=MANY).load_state_dict(state)
 
 
 def test_the_first_and_a_later_state_in_the_same_feeder(make: MakeFeeder) -> None:
-    """Both states of one shuffled epoch, loaded back one after the other: its rest, and all of it."""
+    """Two states of one shuffled epoch, loaded one after the other, give its rest and the complete epoch."""
     feeder = make(30, shuffle=True, batch_size=1)
     iterator = iter(feeder)
     at_first = feeder.state_dict()
@@ -113,7 +111,7 @@ def test_the_first_and_a_later_state_in_the_same_feeder(make: MakeFeeder) -> Non
 
 
 def test_random_augmentation_resumes_bit_for_bit() -> None:
-    """A decoder's rng comes from seed, epoch and position, so no generator's state has to be saved."""
+    """A decoder's rng depends on seed, epoch and position, so a resume repeats the augmentation exactly."""
 
     class Numbers:
         def __len__(self) -> int:
@@ -138,8 +136,8 @@ def test_random_augmentation_resumes_bit_for_bit() -> None:
         assert all(torch.equal(one, other) for one, other in zip(feeder, wanted, strict=True))
 
 
-def test_a_datasets_own_state_is_not_asked_for(make: MakeFeeder) -> None:
-    """A sample is a function of its index: what a Dataset remembers between samples is its own affair."""
+def test_a_datasets_own_state_is_not_saved(make: MakeFeeder) -> None:
+    """state_dict and load_state_dict of a Dataset are not called: a sample is a function of its index."""
 
     class Remembers(Squares):
         def state_dict(self) -> dict[str, Any]:
@@ -153,12 +151,12 @@ def test_a_datasets_own_state_is_not_asked_for(make: MakeFeeder) -> None:
     assert len(list(feeder)) == 14
 
 
-# --- where a state is taken -------------------------------------------------------------------------------------------
+# --- when a state is taken --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_state_before_the_first_iter_is_a_whole_epoch(make: MakeFeeder, shuffle: bool) -> None:
-    """Loaded in mid-epoch it begins that epoch again, and the next is the next."""
+    """A state from before the first iter(), loaded in mid-epoch, starts the epoch again; then the next epoch comes."""
     feeder = make(shuffle=shuffle)
     state = feeder.state_dict()
     wanted = values(feeder), values(feeder)
@@ -170,7 +168,7 @@ def test_a_state_before_the_first_iter_is_a_whole_epoch(make: MakeFeeder, shuffl
 
 @pytest.mark.parametrize("first", ["load", "state"])
 def test_a_load_and_a_state_in_either_order(make: MakeFeeder, first: str) -> None:
-    """state_dict() before a load does not disturb it; after a load it gives what was loaded."""
+    """state_dict() before a load does not change the result; after a load it returns the loaded state."""
     one = make(shuffle=True)
     iterator = iter(one)
     for _ in range(9):
@@ -186,8 +184,8 @@ def test_a_load_and_a_state_in_either_order(make: MakeFeeder, first: str) -> Non
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_within_the_loop_after_the_last_batch_it_is_the_next_epoch(make: MakeFeeder, shuffle: bool) -> None:
-    """As after the loop: a resume is a full epoch, never an empty one."""
+def test_a_state_after_the_last_batch_is_the_next_epoch(make: MakeFeeder, shuffle: bool) -> None:
+    """A state taken in the loop after the last batch is the start of the next epoch, as after the loop."""
     feeder = make(shuffle=shuffle)
     for _ in feeder:
         inside = feeder.state_dict()
@@ -198,8 +196,8 @@ def test_within_the_loop_after_the_last_batch_it_is_the_next_epoch(make: MakeFee
     assert other.epoch == 1
 
 
-def test_a_state_at_the_end_goes_on_with_the_next_epochs(make: MakeFeeder) -> None:
-    """Loaded in the middle of another run: epoch 1, then epoch 2."""
+def test_a_state_after_an_epoch_continues_with_the_next(make: MakeFeeder) -> None:
+    """A state after epoch 0, loaded in mid-epoch elsewhere, continues with epochs 1 and 2."""
     feeder = make(shuffle=True)
     list(feeder)
     state = feeder.state_dict()
@@ -213,7 +211,7 @@ def test_a_state_at_the_end_goes_on_with_the_next_epochs(make: MakeFeeder) -> No
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_two_epochs_and_two_more_are_four(make: MakeFeeder, shuffle: bool) -> None:
-    """Saved after the second epoch, resumed elsewhere."""
+    """Two epochs, a resume in another feeder, and two more equal four epochs without interruption."""
     whole = make(shuffle=shuffle)
     wanted = [values(whole) for _ in range(4)]
     first = make(shuffle=shuffle)
@@ -224,8 +222,8 @@ def test_two_epochs_and_two_more_are_four(make: MakeFeeder, shuffle: bool) -> No
     assert (wanted[0] == wanted[1]) is not shuffle
 
 
-def test_asking_often_changes_nothing(make: MakeFeeder) -> None:
-    """A state at every step, twice: the batches are the same, and so are the states."""
+def test_state_dict_changes_nothing(make: MakeFeeder) -> None:
+    """Calling state_dict() twice after every batch changes neither batches nor states."""
     feeder = make(shuffle=True)
     wanted = values(feeder)
     feeder.set_epoch(0)
@@ -237,7 +235,7 @@ def test_asking_often_changes_nothing(make: MakeFeeder) -> None:
 
 
 def test_a_state_is_a_copy(make: MakeFeeder) -> None:
-    """What was handed out does not change later, and changing it changes no feeder."""
+    """A state does not change later, and changing it does not change the feeder."""
     feeder = make()
     iterator = iter(feeder)
     next(iterator)
@@ -250,7 +248,7 @@ def test_a_state_is_a_copy(make: MakeFeeder) -> None:
 
 
 def test_json(make: MakeFeeder) -> None:
-    """A state goes through JSON."""
+    """A state survives JSON."""
     feeder = make(shuffle=True)
     iterator = iter(feeder)
     next(iterator)
@@ -261,7 +259,7 @@ def test_json(make: MakeFeeder) -> None:
 
 
 def test_the_state_is_the_feeders_not_the_iterators(make: MakeFeeder) -> None:
-    """An iterator has none of its own: there is one of them at a time."""
+    """An iterator has no state_dict; the feeder has."""
     assert not hasattr(iter(make()), "state_dict")
 
 
@@ -274,7 +272,7 @@ class Broken(Squares):
 
 
 def test_an_error_of_the_dataset_is_raised_at_the_loop(make: MakeFeeder) -> None:
-    """As a ReadError that names the sample, the dataset's own error its cause; iter() itself raises nothing."""
+    """An error of the dataset is a ReadError that names the sample, raised by next() and not by iter()."""
     iterator = iter(make(Broken()))
     with pytest.raises(ReadError, match=r"Broken\[0\]") as caught:
         next(iterator)
@@ -282,7 +280,7 @@ def test_an_error_of_the_dataset_is_raised_at_the_loop(make: MakeFeeder) -> None
 
 
 def test_an_iterable_dataset_is_refused(make: MakeFeeder) -> None:
-    """It has no index, so no position that could be saved; the message names what takes one."""
+    """An IterableDataset has no index and so no position to save; the message names aiofeed.prefetch."""
 
     class Stream(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[int]:
@@ -292,11 +290,11 @@ def test_an_iterable_dataset_is_refused(make: MakeFeeder) -> None:
         make(Stream())
 
 
-# --- others beside it -------------------------------------------------------------------------------------------------
+# --- several loaders --------------------------------------------------------------------------------------------------
 
 
 def test_two_feeders_and_a_dataloader_of_one_dataset(make: MakeFeeder) -> None:
-    """All give the same, also in turns."""
+    """Two feeders and a DataLoader of one dataset give the same batches, also when iterated alternately."""
     dataset = Squares()
     wanted = values(DataLoader(dataset, batch_size=7))
     one, other = iter(make(dataset)), iter(make(dataset))
@@ -313,7 +311,7 @@ def test_two_feeders_and_a_dataloader_of_one_dataset(make: MakeFeeder) -> None:
 def test_a_sampler_of_the_global_generator_with_the_same_seed(
     make: MakeFeeder, sampler: Callable[..., Any], interrupt: int
 ) -> None:
-    """Where it gives the same list because the global generator was seeded alike, a resume is exact."""
+    """If the global generator is seeded alike, a sampler that uses it resumes exactly."""
     torch.manual_seed(0)
     whole = values(make(sampler=sampler(range(100))))
     torch.manual_seed(0)
@@ -328,7 +326,7 @@ def test_a_sampler_of_the_global_generator_with_the_same_seed(
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_distributed_sampler_resumes(make: MakeFeeder, shuffle: bool) -> None:
-    """torch's own will do: it needs no stateful twin."""
+    """torch's DistributedSampler resumes exactly without a state of its own."""
 
     def sampler() -> Any:
         return DistributedSampler(range(100), 3, 1, shuffle=shuffle, seed=5)
@@ -344,8 +342,8 @@ def test_a_distributed_sampler_resumes(make: MakeFeeder, shuffle: bool) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_ranks_resume_and_cover_the_data(make: MakeFeeder, drop_last: bool) -> None:
-    """Without any sampler: three ranks, saved after two batches by one of them, resumed by all."""
+def test_ranks_resume_and_cover_the_dataset(make: MakeFeeder, drop_last: bool) -> None:
+    """Three ranks resume from the state of one of them and together cover the dataset."""
     options = {"batch_size": 5, "drop_last": drop_last, "shuffle": True}
     seen: list[int] = []
     for rank in range(3):
@@ -365,8 +363,8 @@ def test_ranks_resume_and_cover_the_data(make: MakeFeeder, drop_last: bool) -> N
         assert set(seen) == squares
 
 
-def test_the_seed_decides(make: MakeFeeder) -> None:
-    """Not the global generator: same seed, same order; another, another."""
+def test_the_order_depends_on_the_seed(make: MakeFeeder) -> None:
+    """The order depends on seed=, not on the global generator."""
     torch.manual_seed(1)
     one = values(make(shuffle=True, seed=7))
     torch.manual_seed(2)
@@ -378,7 +376,7 @@ def test_the_seed_decides(make: MakeFeeder) -> None:
 
 
 def test_out_of_order_with_a_slow_sample() -> None:
-    """Stopped while the first sample is stuck: it is not among those seen, and the resumed run brings all the rest."""
+    """A state taken while the first sample is stuck resumes with it and all other remaining samples."""
     stuck: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     reading = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Everything here needs PyTorch's simulated accelerator, and is skipped where there is none."""
+"""Tests that need PyTorch's simulated accelerator; they are skipped without it."""
 
 import importlib.util
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def why_not() -> str | None:
-    """Why these tests cannot run; ``None``: they can."""
+def skip_reason() -> str | None:
+    """Return the reason why these tests cannot run; ``None`` if they can."""
     if importlib.util.find_spec("torch_openreg") is None:
         return "torch_openreg, PyTorch's simulated accelerator, is not installed"
     import torch
@@ -19,8 +19,8 @@ def why_not() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
-    """Skip the tests of this folder where they cannot run."""
-    reason = why_not()
+    """Skip the tests of this folder if they cannot run."""
+    reason = skip_reason()
     for item in items:
         if reason is not None and HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The tensors are small: two threads would only wait for each other."""
+    """Use one torch thread: the tensors are small."""
     import torch
 
     before = torch.get_num_threads()
@@ -39,7 +39,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def record_stream():
-    """What record_stream was called with: (address of the storage, stream). The device has none of its own."""
+    """Return the list of record_stream calls, (address of the storage, stream). The device has no record_stream."""
     import torch
 
     calls = []
@@ -52,7 +52,7 @@ def record_stream():
 
 @pytest.fixture
 def backend(record_stream):
-    """The first of the two devices, with record_stream."""
+    """Return the backend of the first of the two devices, with record_stream."""
     from aiofeed.devices.resolve import resolve_device
 
     record_stream.clear()

@@ -1,4 +1,4 @@
-"""Whole feeders on PyTorch's simulated accelerator: streamed, resident, cached, static, over both of its devices."""
+"""Whole feeders on PyTorch's simulated accelerator: streamed, resident, cached, static, on one or two devices."""
 
 import asyncio
 import subprocess
@@ -16,18 +16,18 @@ BOTH = ["openreg:0", "openreg:1"]
 
 
 def in_turn(backend):
-    """The default stream and two others."""
+    """Return the default stream and two others."""
     return [backend.current_stream(), torch.Stream(backend.device), torch.Stream(backend.device)]
 
 
 def data(n, width):
-    """Rows that say which they are."""
+    """Return rows whose values identify them, and labels."""
     y = torch.arange(n)
     return y.unsqueeze(1).expand(n, width).contiguous().float(), y
 
 
 def assert_alike(there, here, device):
-    """The same batches, on the device and on the host."""
+    """Check that batches on the device equal those on the host."""
     for found, wanted in zip(there, here, strict=True):
         for a, b in zip(found, wanted, strict=True):
             assert a.device == torch.device(device)
@@ -42,15 +42,15 @@ class TestBytes:
     @pytest.mark.parametrize("device", ["openreg", "openreg:1", "auto", ["openreg:0"], BOTH])
     @pytest.mark.parametrize("static", [False, True])
     def test_no_wrong_byte(self, device, static):
-        """One device and both, streams taken in turn, batches dropped or overwritten at once."""
+        """On one or two devices and alternating streams, batches that are dropped or overwritten at once are right."""
         check_feeder(device, streams=in_turn, batches=500, static_batches=static)
 
     def test_from_processes(self):
-        """What is read and decoded in a process of its own."""
+        """Batches from a worker process are right."""
         check_feeder("openreg", streams=in_turn, batches=200, engine="process", limits=Limits(decode_threads=1))
 
     def test_static_addresses(self):
-        """Every batch of every epoch, ``close`` in between, is in the same memory."""
+        """Static batches are in the same memory over epochs and after ``close``."""
         feeder = Feeder(TensorDataset(torch.arange(64.0)), batch_size=8, static_batches=True, device="openreg")
         addresses = set()
         for _ in range(2):
@@ -73,7 +73,7 @@ class TestResident:
 
     @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.complex128])
     def test_odd_dtypes(self, dtype):
-        """They are carried as integers."""
+        """dtypes that the device does not support are gathered as integers."""
         x = torch.randint(0, 2, (64, dtype.itemsize * 3), dtype=torch.uint8).view(dtype)
         there = Feeder(Tensors(x), batch_size=7, shuffle=True, device="openreg")
         here = Feeder(Tensors(x), batch_size=7, shuffle=True)
@@ -82,7 +82,7 @@ class TestResident:
             assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
 
     def test_kept_batches_are_never_overwritten(self):
-        """Kept over epochs, written into beside each other: each stays what it was."""
+        """Batches that are kept over epochs do not change, also if others of their window are overwritten."""
         x, y = data(256, 64)
         limits = Limits(memory_bytes=1 << 16)
         feeder = Feeder(Tensors(x, y), batch_size=32, shuffle=True, device="openreg", limits=limits)
@@ -96,14 +96,14 @@ class TestResident:
         assert all(torch.equal(rows.cpu(), labels.cpu().unsqueeze(1).expand(-1, 64).float()) for rows, labels in kept)
 
     def test_data_on_the_device(self):
-        """Data that are there already."""
+        """Data on the device give the same batches."""
         x, y = data(100, 8)
         there = Feeder(Tensors(x.to("openreg"), y), batch_size=16, shuffle=True, device="openreg")
         assert_alike(there, Feeder(Tensors(x, y), batch_size=16, shuffle=True), "openreg:0")
 
     @pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
     def test_cache(self, device):
-        """Streamed and resident epochs of decoded samples, transformed; each sample is read once."""
+        """Streamed and resident epochs with a cache equal those on the host, and each sample is read once."""
         options = {"decode": Rows.row, "batch_size": 16, "shuffle": True}
         double = lambda batch: [batch[0] * 2, batch[1]]  # noqa: E731
         source = Rows(200)
@@ -116,7 +116,7 @@ class TestResident:
 
 
 class Rows:
-    """A source of n samples that say which they are."""
+    """A source of n samples whose values identify them."""
 
     def __init__(self, n):
         self.n = n
@@ -140,15 +140,15 @@ class Rows:
         return torch.full((3, 32), float(index))
 
 
-class TestBridge:
+class TestPrefetch:
     @pytest.mark.parametrize("pin_memory", [False, True])
     def test_a_dataloaders_batches(self, pin_memory):
-        """Those of a DataLoader, pinned by it or not."""
+        """``prefetch`` copies the batches of a DataLoader, pinned or not."""
         loader = DataLoader(TensorDataset(*data(100, 5)), batch_size=8, pin_memory=pin_memory)
         assert_alike(aiofeed.prefetch(loader, device="openreg:1"), loader, "openreg:1")
 
     def test_async_for(self):
-        """An event loop of the user's."""
+        """``prefetch`` works with `async for`."""
 
         async def labels():
             batches = aiofeed.prefetch(DataLoader(TensorDataset(*data(20, 5)), batch_size=8), device="openreg")
@@ -157,7 +157,7 @@ class TestBridge:
         assert asyncio.run(labels()) == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
 
     def test_both_devices(self):
-        """Each batch in two parts."""
+        """``prefetch`` splits batches over both devices."""
         seen = 0
         for first, second in aiofeed.prefetch([torch.arange(6)] * 3, device=BOTH):
             seen += 1
@@ -168,7 +168,7 @@ class TestBridge:
 
 class TestSeveral:
     def test_the_current_device_is_left_as_it_was(self):
-        """Feeding two devices leaves the calling thread's current device alone."""
+        """Feeding two devices does not change the calling thread's current device."""
         torch.accelerator.set_device_index(1)
         try:
             with Feeder(TensorDataset(torch.arange(8.0)), batch_size=4, device=BOTH) as feeder:
@@ -179,7 +179,7 @@ class TestSeveral:
             torch.accelerator.set_device_index(0)
 
     def test_scatter(self):
-        """From the host, pageable and pinned, and from a device."""
+        """``scatter`` works from pageable and pinned host memory and from a device."""
         x = torch.arange(100_001)
         for batch in (x, x.pin_memory(), x.to("openreg:1")):
             first, second = aiofeed.scatter({"x": batch}, BOTH)
@@ -189,7 +189,7 @@ class TestSeveral:
 
 class TestReport:
     def test_both_devices(self):
-        """Both are there, and copies were measured."""
+        """The report lists both devices with their copy rates."""
         report = aiofeed.device_report()
         assert report.absent is None
         assert [found.device for found in report.accelerators] == BOTH
@@ -199,7 +199,7 @@ class TestReport:
             assert found.pageable_bytes_per_s > 0
 
     def test_doctor(self):
-        """The command prints them."""
+        """The command prints both devices."""
         command = [sys.executable, "-m", "aiofeed", "doctor"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert "openreg:0" in done.stdout

@@ -174,9 +174,6 @@ class LateDevice:
     def pin(self, nbytes: int, /) -> Any:
         return np.empty(nbytes, np.uint8)
 
-    def is_pinned(self, tensor: torch.Tensor, /) -> bool:
-        return False
-
     def interprocess(self) -> LateDevice:
         return self
 

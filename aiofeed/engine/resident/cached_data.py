@@ -1,4 +1,4 @@
-"""What a cache holds, as resident data: tensors to be permuted, and how a batch is put together of their rows."""
+"""The contents of a cache as resident data: tensors from which rows are gathered, and batches formed of these rows."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from aiofeed.cache.item_codec import ItemCodec
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.core.types import HostTensor
 from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
 from aiofeed.runtime.buffers import HostBufferPool
-from aiofeed.runtime.tensors import as_tensor
+from aiofeed.runtime.tensors import as_tensors
 
 if TYPE_CHECKING:
     import torch
 
 
 class CachedData:
-    """Decoded samples and their targets, or a ``Dataset``'s items, where they are kept.
+    """Cached samples and their targets, or cached items of a ``Dataset``, in the memory of the cache.
 
     Args:
-        store: what is kept; samples that are not are never asked for.
-        axes: permutation of a sample's dimensions, from memory to what the user sees; ``None`` for none.
-        targets: whether a sample is ``(decoded, target)``.
+        store: The cache. Samples that are not cached are never requested.
+        axes: Permutation of a sample's dimensions from memory order to the user's order; ``None`` for none.
+        targets: Whether a sample is ``(decoded, target)``.
     """
 
     alias = False
@@ -36,21 +35,22 @@ class CachedData:
         self._name = f"{len(store):,} samples, each a {store.layout}"
         self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
         self.tensors: tuple[torch.Tensor, ...] = tuple(store.data())
-        # So many of the tensors, the first ones, are on the device.
-        self.there = len(self.tensors) if isinstance(store, DeviceStore) else 0
+        # The first `on_device` tensors are on the device.
+        self.on_device = len(self.tensors) if isinstance(store, DeviceStore) else 0
         self._items = store.layout if isinstance(store.layout, ItemLayout) else None
         self._structure: Any = None
         if targets:
             collated = _collated(store)
-            self.tensors += tuple(as_tensor(leaf) if type(leaf) is HostTensor else leaf for leaf in leaves(collated))
-            places = iter(range(1, len(self.tensors)))
-            self._structure = map_leaves(lambda leaf: next(places), collated)
+            self.tensors += tuple(leaves(as_tensors(collated)))
+            positions = iter(range(1, len(self.tensors)))
+            # The pytree of the targets, with positions in `tensors` as leaves.
+            self._structure = map_leaves(lambda leaf: next(positions), collated)
 
     def __repr__(self) -> str:
         return self._name
 
     def batch(self, rows: list[torch.Tensor]) -> Any:
-        """A batch as it comes from the source, of the rows of each tensor."""
+        """Return the batch that the source would give, made of the rows of each tensor."""
         if self._items is not None:
             return ItemCodec().batch(rows, self._items)
         first = rows[0] if self._axes is None else _permuted(rows[0], self._axes)
@@ -58,28 +58,28 @@ class CachedData:
             return first
         if self._structure == 1:
             return [first, rows[1]]
-        return [first, map_leaves(lambda place: rows[place], self._structure)]
+        return [first, map_leaves(lambda position: rows[position], self._structure)]
 
 
 def _permuted(rows: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    if torch.is_inference_mode_enabled():  # it may be trained on outside
+    if torch.is_inference_mode_enabled():  # an inference tensor could not be trained on later
         with torch.inference_mode(False):
             return rows.permute(axes)
     return rows.permute(axes)
 
 
 def _collated(store: ResidentStore) -> Any:
-    """All targets as one batch; in the places of samples that are not kept stand others'."""
+    """Collate all targets into one batch; a cached sample's target stands in for each sample that is not cached."""
     import torch
 
     at = np.flatnonzero(store.slots >= 0)
     builder = DefaultCollateBuilder(len(store), HostBufferPool(0))
-    known = store.targets
-    stand_in = known[int(at[0])]
-    kept = set(at.tolist())
+    targets = store.targets
+    stand_in = targets[int(at[0])]
+    cached = set(at.tolist())
     for index in range(len(store)):
-        builder.put(index, known[index] if index in kept else stand_in)
-    with torch.device("cpu"):  # the user may have set another as torch's default in this thread
+        builder.put(index, targets[index] if index in cached else stand_in)
+    with torch.device("cpu"):  # the user may have set another default device in this thread
         return builder.finish([])

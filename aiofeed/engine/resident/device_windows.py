@@ -1,10 +1,10 @@
-"""Data on a device, and windows of it that are permuted there, on the side stream, while the one before is used."""
+"""Windows of data on a device: permuted on the side stream while the consumer uses the window before."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -12,16 +12,8 @@ import numpy as np
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
-from aiofeed.engine.resident.host_windows import (
-    FIRST_LOOK_S,
-    LOOK_S,
-    Made,
-    Rows,
-    Window,
-    as_tensor,
-    row_bytes,
-    window_batches,
-)
+from aiofeed.devices.backend import poll
+from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
 from aiofeed.sampling.order import BatchRange
@@ -32,69 +24,68 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
     from aiofeed.devices.copier import Copier, PendingCopy
 
-# A device permutes that much in a fraction of a millisecond, which hides what it costs the host to say so.
+# A device permutes that much in a fraction of a millisecond, which is longer than the host takes to queue it.
 DEVICE_WINDOW_BYTES = 64 << 20
-# The one that is used, the next, and those whose last work may still be queued.
+# Windows whose last work may still be queued; beside them, the window in use and the next one.
 QUEUED_WINDOWS = 2
 DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
-# Of the device's free memory, windows take no more.
+# Windows use at most this fraction (1 / FREE_SHARE) of the device's free memory.
 FREE_SHARE = 4
-# What says which sample a row is goes to the device with each window: of small rows the larger part.
+# Each window is copied to the device with one index per row, which for small rows is larger than the rows.
 _INDEX_BYTES = 8
 
 
 class DeviceWindow(Window):
-    """Rows on a device, or on their way.
+    """Rows on a device, permuted there by work that may still be queued.
 
     Args:
-        copier: hands them to the consumer's stream.
-        in_flight: the rows.
-        begun: called when its first batch is handed out, with the list of the streams that use it, which still grows.
+        copier: Hands the rows to the consumer's stream.
+        pending: The rows.
+        in_use: Called at the first batch with the list of the streams that use the window; the list may still grow.
     """
 
-    def __init__(self, copier: Copier, in_flight: PendingCopy, begun: Callable[[list[Stream]], object]) -> None:
+    def __init__(self, copier: Copier, pending: PendingCopy, in_use: Callable[[list[Stream]], object]) -> None:
         self._copier = copier
-        self._in_flight = in_flight
+        self._pending = pending
         self._streams: list[Stream] = []
-        self._begun = begun
+        self._in_use = in_use
 
     def batch(self, first: int, last: int) -> list[torch.Tensor]:
-        """Rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
+        """Return rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
         import torch
 
         stream = self._copier.backend.current_stream()
         if stream not in self._streams:
-            self._copier.deliver(self._in_flight)
+            self._copier.deliver(self._pending)
             self._streams.append(stream)
             if len(self._streams) == 1:
-                self._begun(self._streams)
+                self._in_use(self._streams)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.batch(first, last)
-        # Views with a version counter of their own.
-        return [rows[first:last].data for rows in self._in_flight.batch]
+        # `.data` gives each view a version counter of its own.
+        return [rows[first:last].data for rows in self._pending.batch]
 
 
 class DeviceWindows:
-    """Data on a device, uploaded here, and permuted on the side stream.
+    """Uploads data to a device and makes windows of it there, on the side stream.
 
-    A window is fresh memory on the side stream each time, and dropped when its batches were handed out: the device's
-    allocator gives it out again once the last view is gone and the streams that used it are through. No finalizer of
-    ours has a part in it.
+    Each window is allocated on the side stream and dropped after its batches were handed out. The device's allocator
+    reuses its memory once the last view is gone and the streams that used it have caught up; no finalizer is involved.
 
     Args:
-        backend: the device.
-        source: the data.
-        batch_size: samples per batch.
-        memory_bytes: of all windows together, those that the user keeps not counted.
+        backend: The device.
+        source: The data.
+        batch_size: Samples per batch.
+        memory_bytes: Limit of all windows together, excluding those the user keeps.
 
     Raises:
-        DeviceCopyError: the data, and windows of one batch beside them, do not fit on the device.
+        DeviceCopyError: The data and two windows of one batch do not fit on the device.
     """
 
-    # It is made on the side stream while the one before is used.
+    # The side stream makes it while the consumer uses the one before.
     ahead = 1
-    stage = "copy"
+    statistic = "copy_s"
 
     def __init__(self, backend: DeviceBackend, source: Rows, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.devices.copier import Copier
@@ -106,35 +97,38 @@ class DeviceWindows:
         self._copier = Copier(backend, rows)
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
-        # Of windows of which batches were handed out: the streams that use them, and once no more are, what is queued.
-        self._begun: deque[list[Stream]] = deque()
+        # For each window with batches handed out: first the streams that use it, then, when its last batch was handed
+        # out, events after the work that is queued on them.
+        self._in_use: deque[list[Stream]] = deque()
         self._queued: deque[list[Event]] = deque()
-        self.waited: tuple[float, float] | None = None
-        self.follow()
+        self.wait_for_caller()
         rows.data = self._upload()
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
         if (memory := free_and_total(backend)) is not None:
             bounds.append(memory[0] // FREE_SHARE)
-        self.most = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
+        self.max_batches = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
 
-    def follow(self) -> None:
-        """Let the side stream wait for what the calling thread has queued: data that are made on the device, say."""
-        self._copier.follow()
+    def wait_for_caller(self) -> None:
+        """Make the side stream wait for the calling thread's queued work, e.g. data computed on the device."""
+        self._copier.wait_for_caller()
 
-    def behind(self) -> bool:
-        """Whether ``make`` would wait for the device."""
-        self._note_queued()
-        return self._exceeds(QUEUED_WINDOWS)
+    def device_ready(self) -> bool:
+        """Return whether queued work uses at most ``QUEUED_WINDOWS`` windows.
 
-    def make(self, batch_range: BatchRange) -> Made:
-        """A window, of a part of the stretch where memory is short.
+        Waiting for that before each window bounds the memory of a consumer that runs ahead of its device.
+        """
+        # A new window is made when the one before is used up or its iteration was left.
+        while self._in_use:
+            self._queued.append([self._backend.record(stream) for stream in self._in_use[0]])
+            self._in_use.popleft()
+        return self._at_most_queued(QUEUED_WINDOWS)
+
+    def make(self, batch_range: BatchRange) -> tuple[BatchRange, DeviceWindow]:
+        """Make a window of a batch range, or of its head if memory is short.
 
         Raises:
-            DeviceCopyError: there is no room for a single batch.
+            DeviceCopyError: A window of one batch does not fit.
         """
-        self._note_queued()
-        # A consumer that is further ahead of its device waits here: that bounds the memory, and the device has work.
-        self.waited = self._wait(QUEUED_WINDOWS)
         while True:
             try:
                 return batch_range, self._issue(batch_range)
@@ -143,93 +137,76 @@ class DeviceWindows:
                 if not _is_out_of_memory(cause):
                     raise
                 if len(batch_range.numbers) == 1:
-                    # Without the traceback, whose frames hold device memory.
+                    # Drop the traceback: its frames refer to device memory.
                     raise self._does_not_fit("a window of one batch") from cause.with_traceback(None)
-                # Its traceback's frames hold device memory.
+                # The traceback's frames refer to device memory.
                 del cause
-            # Pieces so small that as many as are alive at a time take half of what was refused.
-            self.most = max(len(batch_range.numbers) // (2 * DEVICE_WINDOWS), 1)
-            self._wait(0)
-            batch_range = batch_range.head(self.most)
+            # All windows alive at a time then take at most half of the refused size.
+            self.max_batches = max(len(batch_range.numbers) // (2 * DEVICE_WINDOWS), 1)
+            poll(partial(self._at_most_queued, 0))
+            batch_range = batch_range.head(self.max_batches)
 
-    def _note_queued(self) -> None:
-        # Another window is made once the one before is used up, or the pass that it was made for was left.
-        while self._begun:
-            self._queued.append([self._backend.record(stream) for stream in self._begun[0]])
-            self._begun.popleft()
-
-    def _exceeds(self, most: int) -> bool:
-        """Whether more windows than so many are used by work that is still queued."""
+    def _at_most_queued(self, windows: int) -> bool:
+        """Return whether queued work uses at most this number of windows."""
         try:
-            while len(self._queued) > most and all(event.query() for event in self._queued[0]):
+            while len(self._queued) > windows and all(event.query() for event in self._queued[0]):
                 self._queued.popleft()
         except Exception as error:
             raise DeviceCopyError(
                 f"{self._backend.name} failed in work queued before: {type(error).__name__}: {error}"
             ) from error
-        return len(self._queued) > most
-
-    def _wait(self, most: int) -> tuple[float, float] | None:
-        """Wait until no more windows than so many are used by work that is still queued; from when to when."""
-        if not self._exceeds(most):
-            return None
-        since = time.perf_counter()
-        # Looked at rather than waited for, which Ctrl-C could not break: a window may be minutes of steps.
-        pause_s = FIRST_LOOK_S
-        while self._exceeds(most):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOOK_S)
-        return since, time.perf_counter()
+        return len(self._queued) <= windows
 
     def _issue(self, batch_range: BatchRange) -> DeviceWindow:
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1]()
         start, count = int(batch_range.indices[0]), len(batch_range.indices)
         if batch_range.run:
-            in_flight = self._copier.issue((None, start, count))
+            pending = self._copier.issue((None, start, count))
         else:
             lease = self._indices.lease()
             indices = array(lease, (count,), np.dtype(np.int64))
             np.copyto(indices, batch_range.indices)
-            in_flight = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
-            self._copying.append((in_flight.copied, lease.give_back))
-        return DeviceWindow(self._copier, in_flight, self._begun.append)
+            pending = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
+            self._copying.append((pending.copied, lease.give_back))
+        return DeviceWindow(self._copier, pending, self._in_use.append)
 
     def _upload(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         import torch
 
         backend, side = self._backend, self._backend.side_stream()
         memory = free_and_total(backend)
-        if memory is not None and self._data_bytes(there=False) + 2 * self._batch_bytes > memory[0]:
-            raise self._does_not_fit("the whole")
-        resident = []
+        if memory is not None and self._data_bytes(only_to_copy=True) + 2 * self._batch_bytes > memory[0]:
+            raise self._does_not_fit("all")
+        uploaded = []
         try:
             with torch.inference_mode(False), torch.no_grad(), backend.use_stream(side):
-                for given in self._source.tensors:
-                    tensor = as_tensor(given)
-                    flat = view_as_integers(tensor.contiguous())
-                    there = backend.copy(flat)
-                    # It may be the user's own, made on another stream, and dropped while the side stream reads it.
-                    backend.record_stream(there, side)
-                    # The host's memory, ours or the user's, is read until then.
+                for data in self._source.tensors:
+                    tensor = user_tensor(data)
+                    # Keep this reference until the copy has run.
+                    host = view_as_integers(tensor.contiguous())
+                    copy = backend.copy(host)
+                    # It may be the user's tensor: allocated on another stream, dropped while the side stream reads it.
+                    backend.record_stream(copy, side)
+                    # The copy reads host memory until this event is complete.
                     backend.record(side).synchronize()
-                    resident.append((there, tensor.dtype))
+                    uploaded.append((copy, tensor.dtype))
         except Exception as error:
             if _is_out_of_memory(error):
-                raise self._does_not_fit("the whole") from error.with_traceback(None)
+                raise self._does_not_fit("all") from error.with_traceback(None)
             raise DeviceCopyError(
                 f"uploading {self._source!r} to {backend.name} failed: {type(error).__name__}: {error}"
             ) from error
-        return resident
+        return uploaded
 
-    def _data_bytes(self, *, there: bool) -> int:
-        """Bytes of the data; without ``there`` of those that are not on the device already."""
+    def _data_bytes(self, *, only_to_copy: bool) -> int:
+        """Return the bytes of the data, or with ``only_to_copy`` of those that are not on the device yet."""
         device = self._backend.device
-        first = 0 if there else getattr(self._source, "there", 0)
+        first = getattr(self._source, "on_device", 0) if only_to_copy else 0
         return sum(
             len(tensor) * tensor_row_bytes(tensor)
             for tensor in self._source.tensors[first:]
-            if there or device.type == "cpu" or getattr(tensor, "device", None) != device
+            if not only_to_copy or device.type == "cpu" or getattr(tensor, "device", None) != device
         )
 
     def _does_not_fit(self, what: str) -> DeviceCopyError:
@@ -237,33 +214,33 @@ class DeviceWindows:
         found = "" if memory is None else f", which has {format_bytes(memory[0])} free of {format_bytes(memory[1])}"
         return DeviceCopyError(
             f"{what} of {self._source!r} does not fit on {self._backend.name}{found}: the data take "
-            f"{format_bytes(self._data_bytes(there=True))}, and two windows of one batch each "
-            f"{format_bytes(2 * self._batch_bytes)} beside them. {self._way_out()}"
+            f"{format_bytes(self._data_bytes(only_to_copy=False))}, and two windows of one batch each "
+            f"{format_bytes(2 * self._batch_bytes)} more. {self._alternative()}"
         )
 
-    def _way_out(self) -> str:
-        if hasattr(self._source, "there"):
-            return 'cache="host" keeps them in host memory, from where batches are copied'
+    def _alternative(self) -> str:
+        if hasattr(self._source, "on_device"):
+            return 'cache="host" keeps the samples in host memory and copies batches from there'
         return (
-            "To have batches copied from host memory instead, pass the data as a Dataset: "
+            "To copy batches from host memory instead, pass the data as a Dataset: "
             "Feeder(torch.utils.data.TensorDataset(...), device=..., ...)"
         )
 
 
 class _DeviceRows:
-    """Data on a device, as integers, with their dtypes; called on the side stream. Refers to nothing else of ours."""
+    """Data on a device, as integers with their dtypes. Called by the copier on the side stream; holds only the data."""
 
     def __init__(self, alias: bool) -> None:
         self.data: list[tuple[torch.Tensor, torch.dtype]] = []
         self._alias = alias
 
     def __call__(self, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
-        """The rows of a window: those at indices, or ``count`` from ``start`` on."""
+        """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``."""
         import torch
 
         indices, start, count = wanted
         found = []
-        # Made under the user's torch.inference_mode, they could not be trained on outside it.
+        # Tensors made under the user's torch.inference_mode could not be trained on outside it.
         with torch.inference_mode(False), torch.no_grad():
             for data, dtype in self.data:
                 if indices is not None:
@@ -276,7 +253,7 @@ class _DeviceRows:
 
 
 def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
-    """Bytes of the device's memory that are free, and all of them; ``None`` where the backend cannot tell."""
+    """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()
 

@@ -1,178 +1,297 @@
-"""Batches of data that stay in memory, on the device or the host: views of windows that are permuted there.
+"""Batches of data that stay in memory, on a device or on the host: views of windows that are permuted there.
 
-There is no thread and no event loop behind it: the consumer's own thread makes what it asks for, on the host, or queues
-it one window ahead, on a device. Nothing here refers to itself in a circle: device memory goes when its feeder does,
-not when the collector comes by.
+There is no thread and no event loop: the consumer's own thread makes the windows, on a device one window ahead. No
+object refers to itself in a cycle, so that device memory is freed with the feeder and not by the garbage collector.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-import weakref
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.errors import DeviceCopyError
-from aiofeed.engine.resident.cursor import Pulled, Walk
+from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
+from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.host_windows import HostWindows, Rows, Windows
-from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
-from aiofeed.sampling.epochs import EpochStream
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
+from aiofeed.sampling.epochs import EpochStart, EpochStream
+from aiofeed.sampling.order import BatchRange
 
 if TYPE_CHECKING:
     import torch
 
+    from aiofeed.core.types import Transform
     from aiofeed.devices.backend import DeviceBackend
+
+log = logging.getLogger("aiofeed.engine")
 
 
 class ResidentData:
-    """Resident data, uploaded when first asked for. It outlives the streams that are served from it.
+    """Resident data, uploaded when first used. Outlives the pipelines that use it.
 
     Args:
-        source: the data.
-        batch_size: samples per batch.
-        backend: the device; ``None``: the host.
-        memory_bytes: of all windows together, those that the user keeps not counted.
+        source: The data.
+        batch_size: Samples per batch.
+        backend: The device; ``None`` for the host.
+        memory_bytes: Limit of all windows together, excluding those the user keeps.
     """
 
     def __init__(self, source: Rows, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
         self.source = source
-        self.batch_size = batch_size
-        self.backend = backend
+        self.windows: Windows | None = None
+        self._batch_size = batch_size
+        self._backend = backend
         self._memory_bytes = memory_bytes
-        self._windows: Windows | None = None
 
     def open(self) -> Windows:
-        """What makes windows of the data."""
-        if self._windows is None:
-            if self.backend is None:
-                self._windows = HostWindows(self.source, self.batch_size, self._memory_bytes)
+        """Upload the data, if necessary, and return the object that makes windows of it."""
+        if self.windows is None:
+            if self._backend is None:
+                self.windows = HostWindows(self.source, self._batch_size, self._memory_bytes)
             else:
-                self._windows = DeviceWindows(self.backend, self.source, self.batch_size, self._memory_bytes)
-        return self._windows
-
-    def follow(self) -> None:
-        """What the calling thread has queued on the device comes before later windows."""
-        if isinstance(self._windows, DeviceWindows):
-            self._windows.follow()
+                self.windows = DeviceWindows(self._backend, self.source, self._batch_size, self._memory_bytes)
+        return self.windows
 
     def clear(self) -> None:
-        """Let go of the data; they are uploaded again when asked for again."""
-        self._windows = None
+        """Drop the uploaded data; ``open`` uploads it again."""
+        self.windows = None
+
+
+class _Epoch:
+    """The batches of an epoch that are not made yet."""
+
+    def __init__(self, stream: EpochStream, start: EpochStart) -> None:
+        self.stream = stream
+        self.start = start
+        self.next_number = 0
+        self._ranges = stream.schedule.batch_ranges(start.position, start.permutation)
+
+    def next_range(self, windows: Windows) -> BatchRange | None:
+        """Return the batches of the next window; ``None`` at the end of the epoch."""
+        return self._ranges.at(self.next_number, windows.max_batches)
+
+    def following(self) -> _Epoch | None:
+        """Return the next epoch of the stream; ``None`` if the stream ends."""
+        start = self.stream.after(self.start)
+        return None if start is None else _Epoch(self.stream, start)
+
+    def make(self, windows: Windows, batch_range: BatchRange) -> list[QueueItem]:
+        """Make a window and return its batches."""
+        began = time.perf_counter()
+        batch_range, window = windows.make(batch_range)
+        seconds, stats = time.perf_counter() - began, self.start.counters
+        setattr(stats, windows.statistic, getattr(stats, windows.statistic) + seconds)
+        numbers, samples, size = batch_range.numbers, len(batch_range.indices), batch_range.batch_size
+        self.next_number = numbers[-1] + 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batches %d to %d: window made in %.1f ms", numbers[0], numbers[-1], seconds * 1e3)
+        items: list[QueueItem] = []
+        for at, number in enumerate(numbers):
+            first, last = at * size, min((at + 1) * size, samples)
+            items.append(ReadyBatch(number, last - first, (window, first, last), counters=stats))
+        return items
+
+
+class WindowQueue(BatchQueue[QueueItem]):
+    """A queue without a producer: when it is empty, the consumer's thread makes the next window and queues its batches.
+
+    Ctrl-C loses nothing between batches and while the queue waits for the device. A Ctrl-C that interrupts the making
+    of a window closes the queue, because it may have been made in part.
+
+    Args:
+        data: The data.
+    """
+
+    def __init__(self, data: ResidentData) -> None:
+        super().__init__()
+        self._data = data
+        self._epoch: _Epoch | None = None
+        # Windows made ahead, each as the list of its batches, and ends of epochs between them.
+        self._ahead: deque[list[QueueItem]] = deque()
+        # True while state changes in several steps; if it is still True at the next `peek`, Ctrl-C interrupted them.
+        self._changing = False
+
+    def __len__(self) -> int:
+        """Return 0: no batch is finished before the consumer asks for it."""
+        return 0
+
+    def start(self, stream: EpochStream) -> None:
+        """Give the batches of a stream from now on."""
+        self.stop()
+        self._epoch, self._changing = _Epoch(stream, stream.first), False
+        self.items.clear()
+
+    def stop(self) -> None:
+        """Drop all windows and give no more batches."""
+        self._epoch = None
+        self._ahead.clear()
+        self.items.clear()
+        self.items.append(Stopped())
+
+    def peek(self, timeout_s: float | None = None) -> QueueItem:
+        """Return the next item without removing it; make a window if there is none. An error becomes an item."""
+        while not self.items:
+            self._refill(None)
+        return self.items[0]
+
+    async def peek_async(self) -> QueueItem:
+        """Return the next item without removing it. Runs other tasks before it makes a window.
+
+        It waits for the device without blocking the event loop. Cancelling the task loses nothing.
+        """
+        if not self.items:
+            await asyncio.sleep(0)
+            began, waited = time.perf_counter(), False
+            for pause_s in poll_pauses():
+                if not self._must_wait():
+                    break
+                await asyncio.sleep(pause_s)
+                waited = True
+            self._refill((began, time.perf_counter()) if waited else None)
+        return self.peek()
+
+    def _must_wait(self) -> bool:
+        """Return whether the next window has to wait for the device."""
+        windows = self._data.windows
+        try:
+            return windows is not None and self._to_make(windows) is not None and not windows.device_ready()
+        except Exception:  # noqa: BLE001 - `_refill` meets the same error and puts it into the queue
+            return False
+
+    def _refill(self, waited: tuple[float, float] | None) -> None:
+        """Queue the batches of the next window, or the end of the epoch.
+
+        Args:
+            waited: When the caller began and ended to wait for the device.
+        """
+        if self._changing:
+            self.items.append(FeedFailure(IteratorClosedError(_INTERRUPTED)))
+            return
+        try:
+            windows = self._data.open()
+            while (epoch := self._to_make(windows)) is not None:
+                batch_range = epoch.next_range(windows)
+                if batch_range is not None:
+                    waited = poll(windows.device_ready) or waited
+                self._changing = True
+                if batch_range is not None:
+                    self._ahead.append(epoch.make(windows, batch_range))
+                else:
+                    self._epoch = epoch.following()
+                    self._ahead.append([EndOfEpoch()])
+                self._changing = False
+            self._changing = True
+            items = self._ahead.popleft() if self._ahead else [Stopped()]
+            if isinstance(items[0], ReadyBatch):
+                items[0].device_backlog = waited
+            self.items.extend(items)
+            self._changing = False
+        except Exception as error:  # noqa: BLE001 - the consumer raises it
+            self.items.append(FeedFailure(error))
+
+    def _to_make(self, windows: Windows) -> _Epoch | None:
+        """Return the epoch of which a window must be made before the next items can be queued; ``None`` if none."""
+        if self._ahead and isinstance(self._ahead[0][0], EndOfEpoch):
+            return None
+        made = sum(isinstance(items[0], ReadyBatch) for items in self._ahead)
+        return self._epoch if made <= windows.ahead else None
+
+
+_INTERRUPTED = (
+    "Ctrl-C interrupted this iterator while it made batches. To go on after the last batch it returned, call "
+    "feeder.load_state_dict(feeder.state_dict()) and iterate over the feeder again"
+)
 
 
 class ResidentPipeline:
-    """What stands behind a feeder of data that stay where they are: its store, and the batches of a stream.
+    """Gives the batches of resident data; see ``WindowQueue``. It has no threads.
 
     Args:
-        store: the data.
-        transform: applied to each batch, in the consumer's thread and on its stream; on a device in torch's default
-            modes, whatever the consumer has set, as in the thread where batches on their way are transformed.
-        shape: makes a batch of the rows of each tensor; ``None``: their list.
+        data: The data.
+        form_batch: Makes a batch of the rows of each tensor; ``None``: the list of rows is the batch.
     """
 
-    queue_depth = 0
     chunk_size = 0
     tuner = None
 
-    def __init__(
-        self,
-        store: ResidentData,
-        transform: Callable[[Any], Any] | None,
-        shape: Callable[[list[torch.Tensor]], Any] | None = None,
-    ) -> None:
-        self._store = store
-        self._transform = transform
-        self._shape = shape
-        self._pulled = Pulled()
-        self.queue: BatchQueue[QueueItem] = self._pulled
+    def __init__(self, data: ResidentData, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
+        self.data = data
+        self.queue = WindowQueue(data)
+        self._form_batch = form_batch
         self._pid = os.getpid()
         self._stopped = False
-        self._watched: weakref.ref[object] | None = None
-        # What stood in its place, and may not be gone yet.
-        self.before: Any = None
 
     def successor(self) -> ResidentPipeline:
-        """Another with the same data, where they have not been let go of."""
-        found = ResidentPipeline(self._store, self._transform, self._shape)
-        found.before = self.before
-        return found
-
-    @property
-    def source(self) -> Rows:
-        """The data."""
-        return self._store.source
-
-    @property
-    def delivery(self) -> ResidentPipeline:
-        """Itself."""
-        return self
+        """Return a new pipeline with the same data, which is not uploaded again."""
+        return ResidentPipeline(self.data, self._form_batch)
 
     @property
     def inherited(self) -> bool:
         """Whether it belongs to a parent process."""
         return self._pid != os.getpid()
 
-    def start(self, stream: EpochStream) -> None:
-        """Begin to give the batches of a stream; nothing is uploaded or permuted before the first is asked for."""
-        self._pulled.begin(Walk(self._store.open, stream))
+    def start(self) -> None:
+        """Make later windows wait for the work that the calling thread has queued on the device."""
+        if self.data.windows is not None:
+            self.data.windows.wait_for_caller()
+
+    def feed(self, stream: EpochStream) -> None:
+        """Give the batches of a stream. Nothing is uploaded or permuted before the first one is asked for."""
+        self.queue.start(stream)
 
     def watch(self, owner: object) -> None:
-        """Give no more to others once ``owner`` is dropped; it replaces the one watched before."""
-        self._watched = weakref.ref(owner)
-
-    def begin(self) -> None:
-        """A pass begins in the calling thread."""
-        self._store.follow()
+        """Do nothing: there are no threads to stop."""
 
     def take(self, item: ReadyBatch) -> Any:
-        """The batch, transformed where there is a transform."""
+        """Return the batch of an item; the calling thread's current stream waits for it."""
         window, first, last = item.batch
-        batch = window.batch(first, last)
-        if self._shape is not None:
-            batch = self._shape(batch)
-        if self._transform is None:
-            return batch
-        backend = self._store.backend
-        try:
-            if backend is None:
-                return self._transform(batch)
-            with _modes_of_a_new_thread(backend.device.type):
-                return self._transform(batch)
-        except Exception as error:
-            if backend is None:
-                error.add_note(f"in transform= of batch {item.number}")
-                raise
-            raise DeviceCopyError(
-                f"transform raised {type(error).__name__} on {backend.name}, in batch {item.number}: {error}"
-            ) from error
+        rows = window.batch(first, last)
+        return rows if self._form_batch is None else self._form_batch(rows)
 
     def reusable(self) -> bool:
-        """Whether another stream can be started."""
-        left = self._watched is not None and self._watched() is None
-        return not self._stopped and not left and not self.inherited
+        """Return whether it can feed another stream."""
+        return not self._stopped and not self.inherited
 
     def stop(self) -> None:
-        """Give no more. The data stay, for a successor."""
+        """Give no more batches. The data stay, for a successor."""
         self._stopped = True
-        self._pulled.begin(None)
+        self.queue.stop()
 
     def join(self, timeout_s: float) -> bool:
-        """Let go of the data, and wait for the end of what stood in its place; whether that has come."""
-        self._store.clear()
-        return self.before is None or bool(self.before.join(timeout_s))
+        """Drop the uploaded data."""
+        self.data.clear()
+        return True
 
     async def stopped(self) -> None:
-        """The same, without blocking the caller's loop."""
-        self._store.clear()
-        if self.before is not None:
-            await self.before.stopped()
+        """Drop the uploaded data."""
+        self.data.clear()
+
+
+def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transform:
+    """Wrap ``transform`` to run in the consumer's thread as it runs in the copy thread.
+
+    It runs in torch's default modes, whatever the consumer has set, and its errors are ``DeviceCopyError``.
+    """
+
+    def transformed(batch: Any) -> Any:
+        try:
+            with _default_modes(backend.device.type):
+                return transform(batch)
+        except Exception as error:
+            raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
+
+    return transformed
 
 
 @contextmanager
-def _modes_of_a_new_thread(device_type: str) -> Iterator[None]:
-    """No autocast, no inference mode, gradients on: an epoch that streams and one that does not give the same."""
+def _default_modes(device_type: str) -> Iterator[None]:
+    """Turn off autocast and inference mode and turn on gradients, as in a new thread."""
     import torch
 
     with ExitStack() as modes:

@@ -1,4 +1,4 @@
-"""A consumer that never waits for its device: what it holds there is bounded, and nobody waits for ever."""
+"""A consumer that never synchronises with its device: its device memory is bounded, and nothing hangs."""
 
 import asyncio
 import gc
@@ -21,13 +21,13 @@ from aiofeed.testing.simulated_streams import SimulatedEvent
 BOUND = DEVICE_BATCHES + QUEUED_BATCHES
 BLOCK = 512  # bytes, the least that the simulated device gives for a batch
 LATENCIES = ["late", "random", "early"]
-# Batches that can be had from a device that does nothing: the one whose take lets it fall behind, and those there then.
-UNSEEN = QUEUED_BATCHES - 1 + DEVICE_BATCHES
+# Batches that a device that runs nothing can hand out: until its backlog is full, and those copied by then.
+UNSYNCHRONISED = QUEUED_BATCHES - 1 + DEVICE_BATCHES
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The tensors are small: two threads would only wait for each other."""
+    """Use one torch thread: the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,12 +36,12 @@ def one_thread():
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """Whatever is asked of a simulated device, it has not come to it."""
+    """Make every event of a simulated device incomplete."""
     monkeypatch.setattr(SimulatedEvent, "query", lambda event: False)
 
 
 class Steps:
-    """What batches are on the way to a device, or there, until the step on them has run."""
+    """Counts the batches whose copy is issued and whose step has not run."""
 
     def __init__(self, device, streams=1):
         self.device = device
@@ -49,12 +49,12 @@ class Steps:
         self.issued = self.done = self.launched = self.most = 0
 
     def issue(self):
-        """A copy is queued; in the copy thread."""
+        """Count a copy; called in the copy thread."""
         self.issued += 1
         self.most = max(self.most, self.issued - self.done)
 
-    def on(self):
-        """The stream of the next step, another each time."""
+    def use_stream(self):
+        """Make the stream of the next step current; the streams alternate."""
         return self.device.use_stream(self.streams[self.launched % len(self.streams)])
 
     def launch(self):
@@ -91,7 +91,7 @@ class TestBound:
     @pytest.mark.parametrize("static", [False, True])
     @pytest.mark.parametrize("streams", [1, 3])
     def test_feeder(self, latency, static, streams):
-        """Through epochs, on one stream or several in turn: no more batches than the look-ahead and those queued."""
+        """Over epochs and on one or several streams, the batches in use never exceed the two limits."""
         device = SimulatedDevice(latency=latency)
         steps = Steps(device, streams)
 
@@ -103,19 +103,19 @@ class TestBound:
             for _ in feeder.epochs(3):
                 batches = iter(feeder)
                 while True:
-                    with steps.on():
+                    with steps.use_stream():
                         if next(batches, None) is None:
                             break
                         steps.launch()
         assert steps.launched == 120
         assert QUEUED_BATCHES <= steps.most <= BOUND
-        # One more that was dropped may not have been looked at; static batches have memory of their own.
+        # The memory of one more dropped batch may not be free yet; static batches have their own.
         assert blocks(device) <= BOUND + 1 + static
 
     @pytest.mark.parametrize("latency", LATENCIES)
     @pytest.mark.parametrize("static", [False, True])
     def test_two_devices(self, latency, static):
-        """Each of them; also where only one is behind."""
+        """The limits hold for each device, also if only one has a backlog."""
         devices = [SimulatedDevice(1, latency=latency), SimulatedDevice(2, latency=latency, index=1)]
         both = [Steps(device) for device in devices]
         calls = []
@@ -137,8 +137,8 @@ class TestBound:
         assert max(map(blocks, devices)) <= BOUND + 1 + static
 
     @pytest.mark.parametrize("latency", LATENCIES)
-    def test_prefetch_pass_after_pass(self, latency):
-        """Passes of two batches each, with threads of their own: copies wait for what was queued before their pass."""
+    def test_repeated_prefetch(self, latency):
+        """In repeated short iterations of ``prefetch``, copies wait for work queued before their iteration."""
         device = SimulatedDevice(latency=latency)
         steps = Steps(device)
         prefetched = aiofeed.prefetch([torch.ones(2), torch.ones(2)], device=device)
@@ -148,8 +148,8 @@ class TestBound:
         assert steps.launched == 40
         assert blocks(device) <= BOUND + 1 + DEVICE_BATCHES
 
-    def test_passes_that_are_left(self):
-        """A feeder whose epochs end by ``break``."""
+    def test_breaks(self):
+        """The limits hold for a feeder whose epochs end by ``break``."""
         device = SimulatedDevice(latency="late")
         steps = Steps(device)
         with feeder_of(8, device) as feeder:
@@ -160,24 +160,24 @@ class TestBound:
                         break
         assert blocks(device) <= BOUND + 1 + DEVICE_BATCHES
 
-    def test_as_far_as_said(self, stuck):
-        """The host gets so many batches though the device does nothing, and copies stop there."""
+    def test_a_stuck_device(self, stuck):
+        """With a device that completes nothing, the limits allow an exact number of batches, and copies stop there."""
         device = SimulatedDevice(latency="late")
         with feeder_of(40, device) as feeder:
             batches = iter(feeder)
-            for _ in range(UNSEEN):
+            for _ in range(UNSYNCHRONISED):
                 next(batches)
             waiting = threading.Thread(target=raises_closed, args=(batches,), daemon=True)
             waiting.start()
             waiting.join(0.2)
             assert waiting.is_alive()
-            assert device.copies == UNSEEN
+            assert device.copies == UNSYNCHRONISED
             feeder.close()
             waiting.join(5)
             assert not waiting.is_alive()
 
-    def test_in_bursts(self, stuck):
-        """Batches that are not on the device yet, though there is room for them, do not count."""
+    def test_bursts(self, stuck):
+        """Batches that may be copied but are not copied yet do not count."""
         device, go_on = SimulatedDevice(latency="late"), threading.Event()
         calls = []
 
@@ -196,12 +196,12 @@ class TestBound:
             for _ in range(QUEUED_BATCHES - 1):
                 next(batches)
 
-    def test_said_again(self, stuck):
-        """A take that was interrupted and is repeated makes room once."""
+    def test_a_repeated_take(self, stuck):
+        """An interrupted take that is repeated makes room once."""
         device = SimulatedDevice(latency="late")
         with feeder_of(40, device) as feeder:
             batches = iter(feeder)
-            delivery = feeder._session.pipeline.delivery
+            delivery = feeder._session.delivery
             item = delivery.queue.peek()
             for _ in range(5):
                 delivery.take(item)
@@ -215,23 +215,23 @@ class TestBound:
 
 class TestEnds:
     def test_the_end_is_not_waited_for(self, stuck):
-        """An epoch whose last batch was handed out ends, however far behind the device is."""
-        with feeder_of(UNSEEN, SimulatedDevice(latency="late")) as feeder:
-            assert len(list(feeder)) == UNSEEN
+        """After its last batch an epoch ends without waiting for the device."""
+        with feeder_of(UNSYNCHRONISED, SimulatedDevice(latency="late")) as feeder:
+            assert len(list(feeder)) == UNSYNCHRONISED
 
     def test_close(self, stuck):
-        """Closing does not wait for the device, and ends the thread that does."""
+        """close() ends the copy thread without waiting for the device."""
         feeder = feeder_of(40, SimulatedDevice(latency="late"))
         batches = iter(feeder)
-        for _ in range(UNSEEN):
+        for _ in range(UNSYNCHRONISED):
             next(batches)
         feeder.close()
         assert not copy_threads()
 
     def test_drop(self, stuck):
-        """An iterator that is dropped ends it, too."""
+        """Dropping the iterator ends the copy thread."""
         batches = iter(aiofeed.prefetch((torch.ones(2) for _ in range(40)), device=SimulatedDevice(latency="late")))
-        for _ in range(UNSEEN):
+        for _ in range(UNSYNCHRONISED):
             next(batches)
         del batches
         gc.collect()
@@ -241,14 +241,14 @@ class TestEnds:
 
     @pytest.mark.parametrize("end", ["stop", "drop"])
     def test_thread(self, stuck, end):
-        """The thread itself, with batches before it, ends at once."""
+        """The copy thread ends at once while it waits for the device."""
         incoming, outgoing, owner = BatchQueue(), BatchQueue(), Steps(SimulatedDevice(latency="late"))
         for number in range(10):
             incoming.put(ReadyBatch(number, 1, torch.ones(1)))
         thread = CopyThread(Copier(owner.device), incoming, outgoing, room=2, issued=lambda item: None)
         thread.watch(owner)
         thread.launch()
-        for _ in range(UNSEEN):
+        for _ in range(UNSYNCHRONISED):
             thread.take(outgoing.get())
         assert not thread.join(0.1)
         if end == "stop":
@@ -257,7 +257,7 @@ class TestEnds:
         assert thread.join(5)
 
     def test_failed_step(self):
-        """A step that fails on the device is raised as what it is."""
+        """A step that fails on the device is raised as a failure of earlier work."""
         device = SimulatedDevice(latency="late")
 
         def boom():
@@ -271,16 +271,16 @@ class TestEnds:
                 list(batches)
 
 
-def test_a_device_that_is_behind_is_no_stall(monkeypatch):
-    """The time in which ``next`` waits for the device is the engine's wait for the consumer."""
+def test_waiting_for_the_device_is_not_a_stall(monkeypatch):
+    """Time in which ``next`` waits for the device counts as idle time of the engine, not as a stall."""
     now = free_at = 100.0
     device = SimulatedDevice()
 
     class Step:
-        """Complete 20 ms after the one before it.
+        """An event that is complete 20 ms after the previous one.
 
-        The clock goes on while the device is asked and nobody else has anything to do: until the engine has filled its
-        queue, or comes to the end, it stands still.
+        The clock advances with each query while the engine's queue is full, and near the end; otherwise it stands
+        still.
         """
 
         def __init__(self):
@@ -294,7 +294,7 @@ def test_a_device_that_is_behind_is_no_stall(monkeypatch):
             return now >= self.at
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(Copier, "used", lambda copier: Step())
+    monkeypatch.setattr(Copier, "last_use_event", lambda copier: Step())
     with feeder_of(60, device) as feeder:
         list(feeder)
     statistics = feeder.statistics()
@@ -304,29 +304,29 @@ def test_a_device_that_is_behind_is_no_stall(monkeypatch):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_device_that_is_behind_with_resident_data_is_no_stall(monkeypatch, asynchronous):
-    """Nor is it counted as copying: the time in which the consumer waits before another window can be made."""
+def test_waiting_for_the_device_with_resident_data_is_not_a_stall(monkeypatch, asynchronous):
+    """Time in which the consumer waits for the device to make a window counts neither as stall nor as copying."""
     free_at = time.perf_counter()
     waited_s = 0.0
 
     class Used:
-        """Complete 100 ms after the window before; what is looked at in vain is waited for."""
+        """An event that is complete 100 ms after the previous window; counts the time of waiting for it."""
 
         def __init__(self, event):
             nonlocal free_at
             self.event = event
             self.at = free_at = max(free_at, time.perf_counter()) + 0.1
-            self.looked = None
+            self.polled = None
 
         def query(self):
             nonlocal waited_s
             now = time.perf_counter()
             if now < self.at:
-                self.looked = self.looked or now
+                self.polled = self.polled or now
                 return False
-            if self.looked is not None:
-                waited_s += self.at - self.looked
-                self.looked = None
+            if self.polled is not None:
+                waited_s += self.at - self.polled
+                self.polled = None
             return True
 
     class Device(SimulatedDevice):
@@ -355,7 +355,7 @@ def test_a_device_that_is_behind_with_resident_data_is_no_stall(monkeypatch, asy
 
 
 def test_a_host_that_is_slower_than_its_device_is_a_stall(monkeypatch):
-    """Where the device is done before the next batch is finished, the wait is for data."""
+    """If the device has no backlog, the consumer's wait counts as a stall."""
 
     class Done:
         def query(self):
@@ -369,7 +369,7 @@ def test_a_host_that_is_slower_than_its_device_is_a_stall(monkeypatch):
             time.sleep(0.005)
             return torch.tensor(index)
 
-    monkeypatch.setattr(Copier, "used", lambda copier: Done())
+    monkeypatch.setattr(Copier, "last_use_event", lambda copier: Done())
     with aiofeed.Feeder(Slow(), batch_size=4, device=SimulatedDevice()) as feeder:
         list(feeder)
     statistics = feeder.statistics()

@@ -1,4 +1,4 @@
-"""Rows gathered by torch's own threads: the same bytes as numpy's one gives, and no thread that is not there."""
+"""Rows gathered by torch's threads: the same bytes as numpy gives, and no hang in forked processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiofeed.sampling.order import BatchRange, BatchRanges, Shard, plans, shuffl
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """torch has two threads, however few cores there are."""
+    """Give torch two threads on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -29,7 +29,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each call of torch's has gathered; windows of any size are worth one."""
+    """Return the list of row counts that torch has gathered; windows of any size use torch's threads."""
     rows: list[int] = []
     select = torch.index_select
 
@@ -65,7 +65,7 @@ def raw(batch: torch.Tensor) -> bytes:
 def test_bytes_are_those_of_one_thread(
     dtype: torch.dtype, shape: tuple[int, ...], gathered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of every size and dtype, bit for bit."""
+    """torch's threads gather the same bytes as numpy, for every dtype and row size."""
     x = rows_of(dtype, *shape)
     if dtype is torch.bool:
         x = x.view(torch.uint8).bitwise_and(1).view(torch.bool)
@@ -77,26 +77,24 @@ def test_bytes_are_those_of_one_thread(
     assert [(raw(a), a.dtype, a.shape) for [a] in several] == [(raw(b), b.dtype, b.shape) for [b] in one]
 
 
-def test_one_thread_is_left_alone(gathered: list[int], two_threads: None) -> None:
-    """Where torch has one thread, numpy's is as good."""
+def test_a_single_torch_thread_is_not_used(gathered: list[int], two_threads: None) -> None:
+    """If torch has one thread, numpy gathers."""
     torch.set_num_threads(1)
     batches(torch.zeros(50, 100))
     assert gathered == []
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_an_interpreter_that_ends_begins_nothing_of_torchs(
-    gathered: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A daemon thread that comes back to it from C++ would abort the process."""
+def test_torch_threads_are_not_used_at_interpreter_exit(gathered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At interpreter exit numpy gathers: a daemon thread that returns from C++ would abort the process."""
     monkeypatch.setattr(threads, "_ending", True)
     batches(torch.zeros(50, 100))
     assert gathered == []
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_may_not_be_written_to(gathered: list[int]) -> None:
-    """torch has no such tensors, and warns of them."""
+def test_read_only_data(gathered: list[int]) -> None:
+    """numpy gathers read-only data; torch has no read-only tensors."""
     x = np.arange(100.0).reshape(50, 2)
     x.flags.writeable = False
     found = torch.cat([rows for [rows] in batches(x)])
@@ -106,14 +104,14 @@ def test_what_may_not_be_written_to(gathered: list[int]) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_rows_without_bytes(gathered: list[int]) -> None:
-    """There is nothing to gather in them."""
+    """Rows without bytes work."""
     assert [rows.shape for rows, _ in batches(torch.zeros(9, 0), torch.arange(9))] == [(7, 0), (2, 0)]
     assert gathered == []
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_under_inference_mode(gathered: list[int]) -> None:
-    """Begun under it or outside it, batches can be trained on."""
+    """Batches are no inference tensors, also if the epoch starts under inference_mode."""
     x = torch.arange(100.0).reshape(50, 2)
     feeder: Feeder[Any] = Feeder(Tensors(x), batch_size=7, shuffle=True)
     with torch.inference_mode():
@@ -127,9 +125,9 @@ def test_under_inference_mode(gathered: list[int]) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("allow", [False, True])
-@pytest.mark.parametrize("begun", ["before", "under it"])
-def test_under_a_mode_of_fake_tensors(gathered: list[int], begun: str, allow: bool) -> None:
-    """It has no failures, and no batch behind it has other rows than its own."""
+@pytest.mark.parametrize("started", ["before", "inside"])
+def test_under_a_fake_tensor_mode(gathered: list[int], started: str, allow: bool) -> None:
+    """Under FakeTensorMode nothing fails, and later batches have the right rows."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x = np.arange(100.0).reshape(50, 2)
@@ -137,13 +135,13 @@ def test_under_a_mode_of_fake_tensors(gathered: list[int], begun: str, allow: bo
         Tensors(x), batch_size=7, sampler=list(range(49, -1, -1)), limits=Limits(memory_bytes=1)
     )
     iterator = iter(feeder)
-    if begun == "before":
+    if started == "before":
         next(iterator)
     with FakeTensorMode(allow_non_fake_inputs=allow):
         next(iterator)
     found = torch.cat([rows for [rows] in iterator])
     assert torch.equal(found, torch.from_numpy(x[::-1].copy()[-len(found) :]))
-    assert len(found) == (36 if begun == "before" else 43)
+    assert len(found) == (36 if started == "before" else 43)
 
 
 FORKS = """
@@ -152,7 +150,7 @@ import torch
 
 torch.set_num_threads(2)
 x = torch.arange(200_000.0).reshape(2_000, 100)
-x[torch.randperm(2_000)].sum()  # torch's threads are there from now on, in this process
+x[torch.randperm(2_000)].sum()  # starts torch's threads in this process
 
 
 def child():
@@ -174,7 +172,7 @@ if sys.argv[1] == "fork":
 import multiprocessing
 
 if sys.argv[1] == "of a child":
-    sys.modules["__main__"].__name__ = "__mp_main__"  # as in a child that was not forked, which now forks another
+    sys.modules["__main__"].__name__ = "__mp_main__"  # as in a spawned child, which now forks
 process = multiprocessing.get_context("fork").Process(target=child)
 process.start()
 process.join()
@@ -182,20 +180,18 @@ sys.exit(process.exitcode)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork of threads is not safe at all")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork with threads is not safe")
 @pytest.mark.parametrize("way", ["fork", "multiprocessing", "of a child"])
-def test_a_forked_child_waits_for_no_thread(way: str) -> None:
-    """A fork does not copy OpenMP's threads, and asking them would hang; after any fork that may_be_fork() notices."""
+def test_a_forked_child_does_not_hang(way: str) -> None:
+    """A forked child that may_be_fork() notices does not use OpenMP's threads, which a fork does not copy."""
     command = [sys.executable, "-W", "ignore", "-c", FORKS, way]
     assert subprocess.run(command, timeout=120, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("skip", [frozenset[int](), frozenset({0, 4, 5})])
-def test_stretches_are_the_plans_whatever_is_computed_at_once(
-    batch_size: int, skip: frozenset[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks that are shorter than a stretch, longer, and met in their middle."""
+def test_batch_ranges_equal_the_plans(batch_size: int, skip: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch ranges equal the plans for blocks of indices of any size, also from the middle of a block."""
     shard = Shard(length=53, batch_size=batch_size, rank=1, world_size=3)
     permutation = shuffled(53, 1, 0)
     wanted = [(plan.number, plan.indices) for plan in plans(shard, lambda: permutation, 0, skip)]

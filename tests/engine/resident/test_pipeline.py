@@ -1,4 +1,4 @@
-"""Resident data: the batches of streaming, as views; whose memory is whose; and what does not fit."""
+"""Resident data: the same batches as with streaming, ownership of memory, and data that do not fit."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ LATENCIES = ("random", "late", "early")
 
 
 def data(n: int, width: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that say which they are."""
+    """Return rows whose values identify them, and labels."""
     x = torch.arange(n * width, dtype=torch.float32).reshape(n, width)
     return x, torch.arange(n) * 7
 
 
 def host(batch: Any) -> list[torch.Tensor]:
-    """A copy of a batch, made on the current stream."""
+    """Return a host copy of a batch, made on the current stream."""
     return [tensor.cpu().clone() for tensor in batch]
 
 
 def equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
-    """Whether batches are the same, bit for bit, dtypes and strides included."""
+    """Return whether batches are equal bit for bit, with dtypes and strides."""
     return len(one) == len(other) and all(
         len(left) == len(right)
         and all(
@@ -63,8 +63,8 @@ def equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> boo
 
 
 def windows_of(feeder: Feeder[Any]) -> Any:
-    """What makes the windows of a feeder that has begun."""
-    return feeder._session.pipeline._store.open()  # type: ignore[union-attr]
+    """Return the object that makes the windows of a feeder."""
+    return feeder._session.pipeline.data.open()  # type: ignore[union-attr]
 
 
 # --- the same as streaming --------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def simulated(device: tuple[Any, int] | None) -> testing.SimulatedDevice | None:
 def test_batches_and_states_are_those_of_streaming(
     config: dict[str, Any], memory: int | None, device: tuple[Any, int] | None, cut: int, alias: bool
 ) -> None:
-    """Any order, shard, window and device: batches, lengths and states after each batch, over a resume and epochs."""
+    """Batches, lengths and states equal those of streaming for any order, shard, window and device, over a resume."""
     x, y = data(config["n"])
     options = options_of(config) | {"in_order": True}
     streaming = Feeder(FromDataset(TensorDataset(x, y)), **options)
@@ -145,7 +145,7 @@ def test_batches_and_states_are_those_of_streaming(
 def test_a_state_with_gaps_resumes_to_what_is_left(
     config: dict[str, Any], handed_out: set[int], memory: int | None
 ) -> None:
-    """A state of in_order=False, as another feeder's batches may have left it, leaves out exactly those."""
+    """After a resume from a state with gaps, exactly the batches handed out before are left out."""
     x, y = data(config["n"])
     options = options_of(config) | {"in_order": False}
     limits = None if memory is None else Limits(memory_bytes=memory)
@@ -159,7 +159,7 @@ def test_a_state_with_gaps_resumes_to_what_is_left(
 
 
 def test_another_world_goes_on_with_what_is_left() -> None:
-    """A state of one rank, resumed by two with other batches."""
+    """A state of one rank, resumed by two ranks with another batch size, covers the remaining samples."""
     x, y = data(37)
     one = Feeder(Tensors(x, y), batch_size=4, shuffle=True, shard=(0, 1))
     seen = [batch[1] for batch in itertools.islice(one, 3)]
@@ -172,7 +172,7 @@ def test_another_world_goes_on_with_what_is_left() -> None:
 
 
 def test_a_sampler_is_respected_and_resumed() -> None:
-    """Indices in the sampler's order, repeats included; the state restores its generator."""
+    """A sampler's indices come in order, with repeats, and a resume restores its generator."""
     x, y = data(20)
 
     def feeder() -> Feeder[Any]:
@@ -197,7 +197,7 @@ DTYPES = [
 @pytest.mark.parametrize("device", [None, "simulated"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_arrives_as_it_is(name: str, device: str | None) -> None:
-    """Bytes and dtype are kept, those that numpy or index_select do not know too."""
+    """All dtypes keep their bytes, also dtypes that numpy or index_select does not support."""
     dtype = getattr(torch, name)
     x = torch.randint(0, 2, (11, 3, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator()).view(dtype)
     feeder = Feeder(Tensors(x), batch_size=4, shuffle=True, device=device and testing.SimulatedDevice(latency="late"))
@@ -209,14 +209,14 @@ def test_every_dtype_arrives_as_it_is(name: str, device: str | None) -> None:
 
 @pytest.mark.parametrize("column", [torch.arange(24).reshape(12, 2)[:, 1], torch.tensor([7]).expand(12)])
 def test_a_column_of_a_table_has_a_state(column: torch.Tensor) -> None:
-    """A single number of a strided or expanded tensor is told from others by its bytes as any row is."""
+    """A strided or expanded column has the same fingerprint as its contiguous copy."""
     feeder: Feeder[Any] = Feeder(Tensors(column), batch_size=5)
     assert feeder.state_dict() == Feeder(Tensors(column.clone()), batch_size=5).state_dict()
 
 
 @pytest.mark.parametrize("device", [None, "simulated"])
 def test_arrays_and_odd_strides_give_what_streaming_gives(device: str | None, tmp_path: Any) -> None:
-    """numpy arrays (backwards, a field of records, a read-only map), channels_last, expanded tensors, no elements."""
+    """Reversed, record-field and memory-mapped arrays, and strided, expanded and empty tensors equal streaming."""
     np.save(tmp_path / "rows.npy", np.arange(60, dtype=np.uint16).reshape(12, 5))
     tensors: list[Any] = [
         np.load(tmp_path / "rows.npy", mmap_mode="r"),
@@ -246,8 +246,8 @@ def test_arrays_and_odd_strides_give_what_streaming_gives(device: str | None, tm
     gc.collect()
 
 
-def test_async_for_gives_the_same_and_lets_others_run() -> None:
-    """The same batches; between windows other tasks have their turn, and a cancelled pass loses nothing."""
+def test_async_for_lets_other_tasks_run() -> None:
+    """`async for` gives the same batches, runs other tasks between windows, and a cancellation loses nothing."""
     x, y = data(40)
     limits = Limits(memory_bytes=1)
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=4, shuffle=True, limits=limits)
@@ -278,8 +278,8 @@ def test_async_for_gives_the_same_and_lets_others_run() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_device_that_is_behind_is_waited_for_so_that_others_run(asynchronous: bool) -> None:
-    """An event loop goes on, and a signal handler has its turn: a device is looked at, not waited for in one call."""
+def test_waiting_for_the_device_can_be_interrupted(asynchronous: bool) -> None:
+    """While ``next`` waits for the device, the event loop runs and Ctrl-C interrupts the wait; no batch is lost."""
 
     class Event:
         def __init__(self, of: Any) -> None:
@@ -289,7 +289,7 @@ def test_a_device_that_is_behind_is_waited_for_so_that_others_run(asynchronous: 
             return not closed and bool(self.of.query())
 
         def synchronize(self) -> None:
-            assert not closed, "waited for in one call"
+            assert not closed, "waited in one blocking call"
             self.of.synchronize()
 
     class Device(testing.SimulatedDevice):
@@ -336,10 +336,10 @@ def test_a_device_that_is_behind_is_waited_for_so_that_others_run(asynchronous: 
     assert equal(found + [host(batch) for batch in iterator], wanted)
 
 
-# --- whose memory is whose --------------------------------------------------------------------------------------------
+# --- ownership of memory ----------------------------------------------------------------------------------------------
 
 BIG = 30_000
-"""Floats in a row: windows are large enough to be used again."""
+"""Floats in a row: windows are large enough for their memory to be reused."""
 
 
 def device_of(kind: str | None, seed: int = 0) -> testing.SimulatedDevice | None:
@@ -348,7 +348,7 @@ def device_of(kind: str | None, seed: int = 0) -> testing.SimulatedDevice | None
 
 @pytest.mark.parametrize("kind", [None, *LATENCIES])
 def test_kept_batches_are_never_overwritten(kind: str | None) -> None:
-    """Batches of many epochs that are kept, of all or of some of their tensors, stay as they were."""
+    """Batches that are kept over epochs, completely or in part, do not change."""
     x, y = data(12, BIG)
     kept: list[tuple[Any, torch.Tensor]] = []
     feeder: Feeder[Any] = Feeder(
@@ -364,7 +364,7 @@ def test_kept_batches_are_never_overwritten(kind: str | None) -> None:
 
 @pytest.mark.parametrize("derive", ["detach", "view", "numpy", "numpy of a slice", "memoryview"])
 def test_what_is_derived_from_a_batch_keeps_its_memory(derive: str) -> None:
-    """Views and arrays of a batch whose tensor was dropped are not overwritten by later windows."""
+    """Views and arrays of a dropped batch tensor are not overwritten by later windows."""
     x, y = data(12, BIG)
     functions: dict[str, Any] = {
         "detach": lambda rows: rows.detach(),
@@ -391,7 +391,7 @@ def test_what_is_derived_from_a_batch_keeps_its_memory(derive: str) -> None:
 @pytest.mark.parametrize("kind", [None, *LATENCIES])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_writing_into_a_batch_changes_nothing_else(kind: str | None, shuffle: bool) -> None:
-    """Neither the data, nor the batches beside it in its window, nor later epochs."""
+    """Writing into a batch changes neither the data, nor other batches of its window, nor later epochs."""
     x, y = data(20)
     before = x.clone()
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=4, shuffle=shuffle, device=device_of(kind))
@@ -408,15 +408,15 @@ def test_writing_into_a_batch_changes_nothing_else(kind: str | None, shuffle: bo
 
 
 def test_padding_is_not_shared() -> None:
-    """A sample that padding repeats is there twice: writing into one changes not the other."""
+    """A repeated sample is copied: writing into one copy does not change the other."""
     [[rows]] = Feeder(Tensors(torch.zeros(1, 2)), batch_size=3, sampler=[0, 0, 0])
     rows[0] = 1
     assert rows.tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("device", [None, "device"])
-def test_autograd_does_not_take_batches_for_one(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write into the next batch does not spoil the gradients of the last, though both lie in one window."""
+def test_batches_have_their_own_version_counters(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write into one batch does not invalidate gradients of another batch of the same window."""
     x, _ = data(8)
     if device is None:
         one, other, *_ = [rows for [rows] in Feeder(Tensors(x), batch_size=2)]
@@ -433,7 +433,7 @@ def test_autograd_does_not_take_batches_for_one(device: str | None, monkeypatch:
 
 
 class PlainDevice(testing.SimulatedDevice):
-    """Tensors of torch itself: what is done to them is done at once."""
+    """A device with plain torch tensors, whose operations run at once."""
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
         return tensor.clone()
@@ -443,7 +443,7 @@ class PlainDevice(testing.SimulatedDevice):
 
 
 def test_saving_a_batch_saves_no_more_than_the_batch(tmp_path: Any) -> None:
-    """On the host a batch has a storage of its own."""
+    """On the host each batch has its own storage."""
     x, _ = data(64, 1000)
     [rows] = next(iter(Feeder(Tensors(x), batch_size=2, shuffle=True)))
     torch.save(rows, tmp_path / "batch.pt")
@@ -451,8 +451,8 @@ def test_saving_a_batch_saves_no_more_than_the_batch(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "random"])
-def test_batches_of_inference_mode_are_no_trap(kind: str | None) -> None:
-    """What was permuted ahead under inference_mode can be trained on after it."""
+def test_batches_made_under_inference_mode(kind: str | None) -> None:
+    """Batches made under inference_mode are not inference tensors."""
     x, _ = data(16)
     feeder: Feeder[Any] = Feeder(Tensors(x), batch_size=4, device=device_of(kind), limits=Limits(memory_bytes=1))
     iterator = iter(feeder)
@@ -464,7 +464,7 @@ def test_batches_of_inference_mode_are_no_trap(kind: str | None) -> None:
 
 @pytest.mark.parametrize("kind", [None, *LATENCIES])
 def test_with_alias_unshuffled_batches_are_the_data(kind: str | None) -> None:
-    """Views of the data themselves, in order; shuffled and sharded ones are copies all the same."""
+    """With alias=True unshuffled batches are views of the data; shuffled, sharded and sampled ones are copies."""
     x, y = data(11)
     source = Tensors(x, y, alias=True)
     feeder: Feeder[Any] = Feeder(source, batch_size=4, device=device_of(kind))
@@ -483,7 +483,7 @@ def test_with_alias_unshuffled_batches_are_the_data(kind: str | None) -> None:
 
 
 def test_memory_is_flat_over_thousands_of_epochs() -> None:
-    """On the host two blocks take turns for ever; what a user keeps is added, and goes when he lets go."""
+    """On the host a constant number of blocks is used; batches that the user keeps use more until they are dropped."""
     x, y = data(8, BIG)
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=2, shuffle=True, limits=Limits(memory_bytes=1))
     batch = None
@@ -504,7 +504,7 @@ def test_memory_is_flat_over_thousands_of_epochs() -> None:
 
 @pytest.mark.parametrize("latency", LATENCIES)
 def test_device_memory_is_flat_and_within_the_limit(latency: str) -> None:
-    """However slow the consumer's stream: the data once, and windows within memory_bytes."""
+    """With any latency, device memory holds the data once and windows within memory_bytes."""
     x, y = data(64, 256)
     backend = device_of(latency)
     assert backend is not None
@@ -513,14 +513,14 @@ def test_device_memory_is_flat_and_within_the_limit(latency: str) -> None:
     feeder: Feeder[Any] = Feeder(
         Tensors(x, y), batch_size=4, shuffle=True, device=backend, limits=Limits(memory_bytes=limit)
     )
-    assert backend.reserved_bytes == 0  # nothing before the first epoch
+    assert backend.reserved_bytes == 0  # nothing is uploaded before the first epoch
     for epoch in feeder.epochs(30):
         for rows, labels in feeder:
             backend.sleep(20)
             backend.launch(lambda a, b: None, rows, labels)
         if epoch == 4:
             reserved = backend.reserved_bytes
-    # Room of the consumer's own: indices, and what rounding adds.
+    # Allow for indices and rounding.
     assert backend.reserved_bytes <= total + limit + 16 * 1024
     assert backend.reserved_bytes <= reserved + 8 * 1024
     del rows, labels
@@ -530,8 +530,8 @@ def test_device_memory_is_flat_and_within_the_limit(latency: str) -> None:
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_device_memory_is_flat_where_every_pass_is_left(latency: Any) -> None:
-    """One batch of each pass, by a host that never waits: windows of passes that were left are waited for as others."""
+def test_device_memory_is_flat_with_breaks(latency: Any) -> None:
+    """The limit holds if every iteration is left after one batch and the host never synchronises."""
     x, y = data(64, 256)
     backend = testing.SimulatedDevice(latency=latency)
     limit = 32 * 1024
@@ -546,7 +546,7 @@ def test_device_memory_is_flat_where_every_pass_is_left(latency: Any) -> None:
 
 
 def test_indices_of_small_rows_count_as_memory() -> None:
-    """They are eight times as large as rows of one byte."""
+    """Indices, which are larger than small rows, count against memory_bytes."""
     n, limit = 1 << 20, 1 << 16
     backend = testing.SimulatedDevice()
     feeder: Feeder[Any] = Feeder(
@@ -564,7 +564,7 @@ def test_indices_of_small_rows_count_as_memory() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("latency", LATENCIES)
 def test_no_wrong_byte_behind_slow_kernels(latency: str, seed: int) -> None:
-    """The consumer's kernels run late, on several streams, with batches dropped at once: what they read is right."""
+    """Slow kernels on several streams read the right data from batches that are dropped at once."""
     x, y = data(40, 64)
     backend = testing.SimulatedDevice(seed, latency=latency)  # type: ignore[arg-type]
     streams = [backend.current_stream(), backend.new_stream(), backend.new_stream()]
@@ -593,7 +593,7 @@ def test_no_wrong_byte_behind_slow_kernels(latency: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("latency", LATENCIES)
 def test_batches_of_a_window_may_go_to_several_streams(latency: str, seed: int) -> None:
-    """``next`` under one stream and then another, of the same window: each waits, and keeps the memory."""
+    """If batches of one window are used on several streams, each stream waits and keeps the memory."""
     x, y = data(40, 64)
     backend = testing.SimulatedDevice(seed, latency=latency)  # type: ignore[arg-type]
     streams = [backend.current_stream(), backend.new_stream(), backend.new_stream()]
@@ -620,8 +620,8 @@ def test_batches_of_a_window_may_go_to_several_streams(latency: str, seed: int) 
     assert not any(wrong)
 
 
-def test_data_on_the_device_are_taken_as_they_are() -> None:
-    """Tensors that are on the device already are not copied, and what was queued for them comes first."""
+def test_data_on_the_device_are_not_copied() -> None:
+    """Tensors on the device are not copied, and work queued for them runs first."""
     backend = testing.SimulatedDevice(latency="late")
     x, y = data(20)
     source = Tensors(backend.copy(x) * 2, backend.copy(y))
@@ -632,11 +632,11 @@ def test_data_on_the_device_are_taken_as_they_are() -> None:
     assert source.fingerprint() == Tensors(x * 2, y).fingerprint()
 
 
-# --- uploading, and what does not fit ---------------------------------------------------------------------------------
+# --- uploading, and data that do not fit ------------------------------------------------------------------------------
 
 
 def test_the_data_are_uploaded_once() -> None:
-    """Not again by another epoch, a broken one, a state or a newer iterator; but after close they are gone."""
+    """The data are uploaded once for all epochs, resumes and iterators, dropped by close and then uploaded again."""
     x, y = data(20)
     backend = testing.SimulatedDevice()
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=5, device=backend)
@@ -657,7 +657,7 @@ def test_the_data_are_uploaded_once() -> None:
 
 
 def test_device_memory_goes_with_the_feeder() -> None:
-    """Nothing of ours waits for the collector."""
+    """Device memory is freed with the feeder, without the garbage collector."""
     x, y = data(20)
     backend = testing.SimulatedDevice()
     gc.disable()
@@ -674,15 +674,15 @@ def test_device_memory_goes_with_the_feeder() -> None:
         gc.enable()
 
 
-class Untold(testing.SimulatedDevice):
-    """A device that does not say how much memory it has."""
+class UnknownMemory(testing.SimulatedDevice):
+    """A device that does not report its memory."""
 
     memory = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", [testing.SimulatedDevice, Untold])
+@pytest.mark.parametrize("kind", [testing.SimulatedDevice, UnknownMemory])
 def test_data_that_do_not_fit_are_refused_with_the_figures(kind: Any) -> None:
-    """At the first ``for`` line, with what they need, what there is, and what to do; and nothing stays behind."""
+    """The error comes at the first ``for`` line with required and free bytes and an alternative; nothing is leaked."""
     x, y = data(1000, 1000)
     backend = kind(memory_bytes=3 << 20)
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=64, shuffle=True, device=backend)
@@ -693,28 +693,28 @@ def test_data_that_do_not_fit_are_refused_with_the_figures(kind: Any) -> None:
     assert "the data take 3.8 MiB" in message
     assert "two windows of one batch each 501.0 KiB" in message
     assert "TensorDataset" in message
-    if kind is not Untold:
+    if kind is not UnknownMemory:
         assert "has 3.0 MiB free of 3.0 MiB" in message
     assert backend.allocated_bytes == 0
     assert len(feeder) == 16
     assert feeder.state_dict()["position"] == 0
 
 
-@pytest.mark.parametrize("kind", [testing.SimulatedDevice, Untold])
+@pytest.mark.parametrize("kind", [testing.SimulatedDevice, UnknownMemory])
 @pytest.mark.parametrize("latency", LATENCIES)
 def test_windows_shrink_to_what_is_free(kind: Any, latency: str) -> None:
-    """Where memory is short an epoch is permuted in smaller windows, down to one batch; batches are the same."""
+    """If memory is short, windows are smaller, down to one batch; batches are the same."""
     x, y = data(512, 256)
     backend = kind(latency=latency, memory_bytes=x.nbytes + y.nbytes + 96 * 1024)
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=8, shuffle=True, device=backend)
     found = [host(batch) for _ in range(2) for batch in feeder]
     host_feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=8, shuffle=True)
     assert equal(found, [host(batch) for _ in range(2) for batch in host_feeder])
-    assert windows_of(feeder).most < 16
+    assert windows_of(feeder).max_batches < 16
 
 
 def test_a_window_that_no_longer_fits_is_an_error_with_the_figures() -> None:
-    """Where somebody else took the memory meanwhile, the pass ends at that batch, and a later one goes on there."""
+    """If other code takes the memory, the iteration ends with an error, and a resume continues at that batch."""
     x, y = data(64, 1024)
     backend = testing.SimulatedDevice(memory_bytes=x.nbytes + y.nbytes + (1 << 20))
     feeder: Feeder[Any] = Feeder(
@@ -735,6 +735,7 @@ def test_a_window_that_no_longer_fits_is_an_error_with_the_figures() -> None:
 
 
 def test_a_failed_upload_names_the_data() -> None:
+    """The error of a failed upload names data and device; the feeder can be iterated again."""
     backend = testing.SimulatedDevice(copy_fails_at=2)
     feeder: Feeder[Any] = Feeder(Tensors(*data(9)), batch_size=2, device=backend)
     with pytest.raises(
@@ -745,17 +746,17 @@ def test_a_failed_upload_names_the_data() -> None:
 
 
 def test_memory_bytes_bounds_the_windows_of_the_host() -> None:
-    """Two windows within the limit, where a batch allows."""
+    """Two windows fit into memory_bytes, with at least one batch each."""
     for memory_bytes, batches in ((1, 1), (2 * 4 * 8 * 100, 4), (1 << 40, HOST_WINDOW_BYTES // 800)):
-        assert HostWindows(Tensors(torch.zeros(10, 25)), 8, memory_bytes).most == batches
+        assert HostWindows(Tensors(torch.zeros(10, 25)), 8, memory_bytes).max_batches == batches
 
 
-# --- the feeder's other promises --------------------------------------------------------------------------------------
+# --- the feeder's other guarantees ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [None, "simulated"])
-def test_an_epoch_behind_one_that_was_left_has_all_of_its_batches(device: str | None) -> None:
-    """Left by ``break``, which drops the iterator: the next begins with its own first batch."""
+def test_an_epoch_after_a_break_is_complete(device: str | None) -> None:
+    """The epoch after a ``break`` starts with its own first batch."""
     backend = None if device is None else testing.SimulatedDevice()
     feeder: Feeder[Any] = Feeder(Tensors(torch.arange(6)), batch_size=2, device=backend)
     for [x] in feeder:
@@ -764,8 +765,8 @@ def test_an_epoch_behind_one_that_was_left_has_all_of_its_batches(device: str | 
     assert [x.tolist() for [x] in feeder] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_no_threads_and_no_draws() -> None:
-    """No thread is started, and the global random generators stay where they are."""
+def test_no_threads_and_no_global_random_state() -> None:
+    """No thread is started, and the global random generators do not change."""
     import random
     import threading
 
@@ -781,7 +782,7 @@ def test_no_threads_and_no_draws() -> None:
 
 
 def test_break_close_and_a_second_iterator() -> None:
-    """As with streaming: a newer iterator closes the older, close is not final, break begins a new epoch."""
+    """As with streaming, a newer iterator closes the older one, and the feeder can be iterated after close."""
     feeder: Feeder[Any] = Feeder(Tensors(*data(12)), batch_size=3, shuffle=True)
     older = iter(feeder)
     next(older)
@@ -803,8 +804,8 @@ def test_break_close_and_a_second_iterator() -> None:
         next(iterator)
 
 
-def test_one_who_counts_to_len_sees_epochs_too() -> None:
-    """Who never asks for the end goes on with the next epoch."""
+def test_a_consumer_that_counts_batches_completes_its_epochs() -> None:
+    """A consumer that takes len() batches and never asks for the end gets the next epoch."""
     feeder: Feeder[Any] = Feeder(Tensors(*data(12)), batch_size=3, shuffle=True)
     whole: Feeder[Any] = Feeder(Tensors(*data(12)), batch_size=3, shuffle=True)
     for _ in range(3):
@@ -814,7 +815,7 @@ def test_one_who_counts_to_len_sees_epochs_too() -> None:
 
 
 def test_statistics_count() -> None:
-    """Samples, batches, the time to the first batch, and the time of making windows."""
+    """Statistics count samples, batches, the time to the first batch and the time of making windows."""
     for kind, stage in ((None, "collate_s"), ("random", "copy_s")):
         feeder: Feeder[Any] = Feeder(Tensors(*data(11, 1000)), batch_size=3, device=device_of(kind))
         for _ in range(2):
@@ -827,8 +828,8 @@ def test_statistics_count() -> None:
         assert feeder.failures == ()
 
 
-def test_transform_is_given_each_batch() -> None:
-    """On the host and on a device; what it raises is raised at the ``for`` line."""
+def test_transform() -> None:
+    """transform gets each batch on the host or the device; its errors are raised at the ``for`` line."""
 
     def double(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return batch[0] * 2, batch[1]
@@ -844,11 +845,13 @@ def test_transform_is_given_each_batch() -> None:
     with pytest.raises(KeyError) as error:
         next(iter(Feeder(Tensors(x), batch_size=3, transform=fail)))
     assert error.value.__notes__ == ["in transform= of batch 0"]
-    with pytest.raises(DeviceCopyError, match="transform raised KeyError on simulated:0, in batch 0"):
+    with pytest.raises(DeviceCopyError, match="transform raised KeyError on simulated:0") as device_error:
         next(iter(Feeder(Tensors(x), batch_size=3, transform=fail, device=device_of("random"))))
+    assert device_error.value.__notes__ == ["in transform= of batch 0"]
 
 
-def test_a_pickled_feeder_begins_where_it_stood() -> None:
+def test_a_pickled_feeder_resumes() -> None:
+    """A pickled feeder continues from a state of the original."""
     feeder: Feeder[Any] = Feeder(Tensors(*data(20)), batch_size=3, shuffle=True)
     whole = [host(batch) for batch in feeder]
     again: Feeder[Any] = Feeder(Tensors(*data(20)), batch_size=3, shuffle=True)
@@ -861,7 +864,7 @@ def test_a_pickled_feeder_begins_where_it_stood() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_goes_on_by_itself() -> None:
-    """The parent's iterator is refused there; a new one works, and writes into nobody's batches."""
+    """In a forked child the parent's iterator raises; a new one works and does not change the parent's batches."""
     feeder: Feeder[Any] = Feeder(Tensors(*data(12, BIG)), batch_size=3, shuffle=True)
     iterator = iter(feeder)
     kept = next(iterator)
@@ -875,7 +878,7 @@ def test_a_forked_child_goes_on_by_itself() -> None:
             with pytest.raises(IteratorClosedError, match="parent process"):
                 next(iterator)
             for rows, _ in feeder:
-                rows.numpy()[...] = -1  # torch's own threads do not survive a fork
+                rows.numpy()[...] = -1  # without torch's threads, which do not survive a fork
             code = 0
         finally:
             os._exit(code)
@@ -884,7 +887,7 @@ def test_a_forked_child_goes_on_by_itself() -> None:
     assert len(list(iterator)) == 3
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -908,13 +911,14 @@ def test_a_forked_child_goes_on_by_itself() -> None:
         (lambda: Feeder(Tensors(torch.zeros(3)), batch_size=1, num_workers=4), TypeError, "num_workers"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Any, error: type[Exception], message: str) -> None:
+def test_invalid_arguments(make: Any, error: type[Exception], message: str) -> None:
+    """Invalid arguments of Tensors and Feeder are refused with a message."""
     with pytest.raises(error, match=message):
         make()
 
 
-def test_other_data_are_another_feed() -> None:
-    """The fingerprint knows dtype, shape and contents; tensor or array is the same."""
+def test_the_fingerprint() -> None:
+    """The fingerprint depends on dtype, shape and contents; a tensor and an array of the same data are equal."""
     x, y = data(3000)
     feeder: Feeder[Any] = Feeder(Tensors(x, y), batch_size=4)
     next(iter(feeder))
@@ -926,12 +930,13 @@ def test_other_data_are_another_feed() -> None:
 
 
 def test_any_policy_is_accepted() -> None:
-    """Nothing can fail, so that every policy is the same."""
+    """Every on_error policy is accepted; no sample can fail."""
     for policy in ("raise", "skip", "replace"):
         assert len(list(Feeder(Tensors(*data(9)), batch_size=2, on_error=policy))) == 5  # type: ignore[arg-type]
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
+    """The repr of Tensors lists dtypes and shapes."""
     source = Tensors(torch.zeros(3, 2), np.zeros(3, np.int16), alias=True)
     assert repr(source) == "Tensors(float32 [3, 2], int16 [3], alias=True)"
     assert source.key(2) == "Tensors[2]"
@@ -939,7 +944,7 @@ def test_it_says_what_it_is() -> None:
 
 
 def test_arrays_need_no_torch() -> None:
-    """``Tensors`` of arrays imports numpy alone; torch comes with the feeder."""
+    """``Tensors`` of arrays imports numpy but not torch."""
     import subprocess
 
     code = (

@@ -379,8 +379,8 @@ def test_waiting_batches_are_copied_when_the_server_closes(address: str, device:
         with aiofeed.attach(address, device=device) as feed:
             iterator = iter(feed)
             seen = [next(iterator)]
-            assert feed._attachment is not None
-            until(lambda: len(feed._attachment.receiver._in_blocks) >= 4)  # type: ignore[union-attr]
+            assert feed._subscription is not None
+            until(lambda: len(feed._subscription.receiver._in_blocks) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.receive() == "closed"
             server.process.join()  # its device memory is gone

@@ -128,7 +128,7 @@ def test_items_of_a_dataset_are_the_same() -> None:
 def test_batches_that_grow_and_shrink() -> None:
     """A batch that is larger than any slot gets new memory; all bytes are correct."""
     feeder = Feeder(parts.Numbers(300), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
-    for number, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
+    for number, batch in zip(feeder._order.schedule().plans(feeder._checkpoint.next_position()), feeder, strict=True):
         index = number.indices[0]
         assert batch.shape == (1, (1 + index) * 1024)
         assert bool((batch == index % 251).all())
@@ -138,7 +138,7 @@ def test_large_batches_of_many_arrays_are_copied_in_a_thread() -> None:
     """Above the size that the loop copies itself; all bytes are correct, and slots are freed."""
     options = {"collate_fn": parts.collate_apart, "batch_size": 20, "engine": "process", "shuffle": True}
     with Feeder(parts.Numbers(100), decode=parts.large, **options) as feeder:
-        for plan, batch in zip(feeder._order.schedule().plans(feeder._progress.next_position()), feeder, strict=True):
+        for plan, batch in zip(feeder._order.schedule().plans(feeder._checkpoint.next_position()), feeder, strict=True):
             assert sum(array.nbytes for array in batch) > INLINE_BYTES
             assert [int(array[-1]) for array in batch] == plan.indices
             assert all(bool((array == array[0]).all()) for array in batch)
