@@ -232,7 +232,7 @@ def _silent_about_the_gil(request: pytest.FixtureRequest) -> Iterator[None]:
     log = logging.getLogger("aiofeed.feeder")
 
     def other(record: logging.LogRecord) -> bool:
-        return "held up by the GIL" not in str(record.msg)
+        return "GIL-bound" not in str(record.msg)
 
     if "tuning" in request.module.__name__ or "test_concurrency" in request.module.__name__:
         yield

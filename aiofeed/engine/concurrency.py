@@ -13,7 +13,6 @@ from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("aiofeed.engine")
@@ -70,7 +69,7 @@ class Concurrency:
         """Let a job that was measured count, unless the consumer has enough: then it says nothing."""
         tuner.decoding.observe(job if wanted else replace(job, threads=0))
         self.follow(tuner)
-        if (found := tuner.news()) is not None and self._tell_limit is not None:
+        if (found := tuner.gil_report()) is not None and self._tell_limit is not None:
             self._tell_limit(found)
 
     def learn_reads(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
@@ -88,20 +87,18 @@ class JobTimer:
         pool: the job's.
     """
 
-    __slots__ = ("_cpu", "_pool", "_queued", "_threads", "_wall")
+    __slots__ = ("_cpu", "_pool", "_threads", "_wall")
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._threads = _at_work(pool)
-        self._queued = machine.queued_s()
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """What it took until now, for so many samples, of which it read and wrote so many bytes."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
-        queued = machine.queued_s() - self._queued
         threads = self._threads if self._threads == _at_work(self._pool) else 0
-        return JobTiming(samples, wall, cpu, queued, threads, nbytes)
+        return JobTiming(samples, wall, cpu, threads, nbytes)
 
 
 def _at_work(pool: ThreadPool) -> int:

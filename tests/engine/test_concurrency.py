@@ -55,7 +55,7 @@ class FakeMeter(JobTimer):
         self._max_running = pool.max_running
 
     def job(self, samples: int, nbytes: int) -> JobTiming:
-        return JobTiming(samples, self._max_running * samples * 1e-4, samples * 0.9e-4, 0.0, self._max_running)
+        return JobTiming(samples, self._max_running * samples * 1e-4, samples * 0.9e-4, self._max_running)
 
 
 @pytest.fixture
@@ -261,7 +261,6 @@ def test_a_meter_tells_work_from_waiting() -> None:
     assert job.threads == 1
     assert job.cpu_s >= 0.005
     assert job.wall_s >= 0.02 + job.cpu_s - 0.001
-    assert 0 <= job.queued_s <= job.wall_s
 
 
 def test_a_job_beside_an_idle_thread_says_so() -> None:
@@ -270,16 +269,6 @@ def test_a_job_beside_an_idle_thread_says_so() -> None:
     assert pool.submit(lambda: JobTimer(pool).job(1)).result(5).threads == 0
     pool.stop()
     assert pool.join(5)
-
-
-def test_a_system_without_the_counter_has_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system does not say how long a thread waited for a core, it is 0."""
-
-    def missing(*args: object) -> int:
-        raise FileNotFoundError
-
-    monkeypatch.setattr("os.open", missing)
-    assert machine.queued_s() == 0.0
 
 
 # --- the size of a chunk ----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def script(function: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(function)
     def run() -> None:
         # Decoders as small as these are Python alone, and a warning that the GIL limits them is right.
-        logging.getLogger("aiofeed.feeder").addFilter(lambda record: "held up by the GIL" not in str(record.msg))
+        logging.getLogger("aiofeed.feeder").addFilter(lambda record: "GIL-bound" not in str(record.msg))
         function()
 
     SCRIPTS[function.__name__] = run
