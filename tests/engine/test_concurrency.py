@@ -100,7 +100,7 @@ def test_threads_that_do_not_help_are_taken_away_and_statistics_say_so(caplog: p
             pass
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
-    for part in ("the GIL", "of the 90 us", "1 of 4 threads", 'engine="process:4"'):
+    for part in ("GIL-bound: 90 us", "1 of 4 decode threads", 'engine="process:4"'):
         assert part in told[0]
 
 
