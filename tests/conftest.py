@@ -236,7 +236,7 @@ def _no_gil_warning(request: pytest.FixtureRequest) -> Iterator[None]:
     log = logging.getLogger("aiofeed.feeder")
 
     def is_other(record: logging.LogRecord) -> bool:
-        return "GIL" not in str(record.msg)
+        return "GIL-bound" not in str(record.msg)
 
     if "tuning" in request.module.__name__ or "test_concurrency" in request.module.__name__:
         yield

@@ -12,7 +12,6 @@ from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("aiofeed.engine")
@@ -69,7 +68,7 @@ class Concurrency:
         """Pass a decode job's timing to the tuner; not ``saturated``: a finished batch waits for the consumer."""
         tuner.decoding.observe(job if saturated else replace(job, threads=0))
         self.apply(tuner)
-        if (limit := tuner.news()) is not None and self._on_gil_limit is not None:
+        if (limit := tuner.gil_report()) is not None and self._on_gil_limit is not None:
             self._on_gil_limit(limit)
 
     def observe_read(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
@@ -89,20 +88,18 @@ class JobTimer:
         pool: the job's threads.
     """
 
-    __slots__ = ("_cpu", "_pool", "_queued", "_threads", "_wall")
+    __slots__ = ("_cpu", "_pool", "_threads", "_wall")
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._threads = _busy_threads(pool)
-        self._queued = machine.queued_s()
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
-        queued = machine.queued_s() - self._queued
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
-        return JobTiming(samples, wall, cpu, queued, threads, nbytes)
+        return JobTiming(samples, wall, cpu, threads, nbytes)
 
 
 def _busy_threads(pool: ThreadPool) -> int:

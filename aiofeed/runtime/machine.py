@@ -24,19 +24,6 @@ def affinity() -> int:
         return os.cpu_count() or 1
 
 
-def queued_s() -> float:
-    """Seconds that the calling thread was runnable and waited for a core; 0 if the system does not report it."""
-    try:
-        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, AttributeError):  # not Linux, or a kernel without it
-        return 0.0
-    try:
-        fields = os.read(descriptor, 64).split()
-    finally:
-        os.close(descriptor)
-    return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
-
-
 def free_memory() -> int:
     """Bytes available without swapping, by the kernel's estimate and the cgroup's limit."""
     available = _meminfo_available()

@@ -55,7 +55,7 @@ class FakeTimer(JobTimer):
         self._max_running = pool.max_running
 
     def job(self, samples: int, nbytes: int) -> JobTiming:
-        return JobTiming(samples, self._max_running * samples * 1e-4, samples * 0.9e-4, 0.0, self._max_running)
+        return JobTiming(samples, self._max_running * samples * 1e-4, samples * 0.9e-4, self._max_running)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_useless_threads_are_removed_and_the_gil_is_reported(caplog: pytest.LogC
             pass
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
-    for part in ("the GIL", "of the 90 us", "1 of 4 threads", 'engine="process:4"'):
+    for part in ("GIL-bound: 90 us", "1 of 4 decode threads", 'engine="process:4"'):
         assert part in messages[0]
 
 
@@ -260,7 +260,6 @@ def test_a_timer_separates_work_from_waiting() -> None:
     assert job.threads == 1
     assert job.cpu_s >= 0.005
     assert job.wall_s >= 0.02 + job.cpu_s - 0.001
-    assert 0 <= job.queued_s <= job.wall_s
 
 
 def test_a_job_with_an_idle_thread_is_marked() -> None:
@@ -269,16 +268,6 @@ def test_a_job_with_an_idle_thread_is_marked() -> None:
     assert pool.submit(lambda: JobTimer(pool).job(1)).result(5).threads == 0
     pool.stop()
     assert pool.join(5)
-
-
-def test_a_system_without_the_counter_reports_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the system does not report how long a thread waited for a core, the wait is 0."""
-
-    def missing(*args: object) -> int:
-        raise FileNotFoundError
-
-    monkeypatch.setattr("os.open", missing)
-    assert machine.queued_s() == 0.0
 
 
 # --- chunk size -------------------------------------------------------------------------------------------------------

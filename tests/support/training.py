@@ -30,7 +30,7 @@ def script(function: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(function)
     def run() -> None:
         # These decoders are pure Python, so aiofeed may warn that the GIL limits them.
-        logging.getLogger("aiofeed.feeder").addFilter(lambda record: "GIL" not in str(record.msg))
+        logging.getLogger("aiofeed.feeder").addFilter(lambda record: "GIL-bound" not in str(record.msg))
         function()
 
     SCRIPTS[function.__name__] = run

@@ -1,61 +1,64 @@
-"""The GIL as what limits decoding: how much of the work is under it, by arithmetic, and what to tell of it."""
+"""Whether the GIL is what limits decoding, and the message that says so. Pure arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiofeed.engine.tuning.threads import Score
+
+# A larger number of threads is worth it if it brings this many times as much.
+MORE_BRING = 1.08
+# The chosen threads are on the processor for at least this part of their time, and more of them for less than that:
+# they wait for each other, not for storage.
+CHOSEN_AT_WORK = 0.6
+MORE_AT_WORK = 0.8
+# Larger samples wait for memory rather than for the GIL: a core copies 3 to 10 GB/s without it.
+LARGE_BYTES = 1 << 20
+# Passing the GIL on costs a sample no more processor time than this. More threads that each take longer by more than
+# this compete for memory.
+HANDOVER_S = 100e-6
 
 
 @dataclass(frozen=True)
 class GilLimit:
-    """The GIL keeps threads from decoding more.
+    """The GIL keeps more threads from decoding more.
 
     Args:
-        threads: that decode.
-        cpu_s: per sample.
-        held_s: of it, under the GIL or lost in passing it on.
+        threads: decode threads in use.
+        held_s: seconds per sample that hold the GIL, or wait for it.
     """
 
     threads: int
-    cpu_s: float
     held_s: float
 
     @property
     def ceiling(self) -> float:
-        """Samples per second at which one process stops to scale."""
+        """Samples per second that one process can decode."""
         return 1.0 / self.held_s
 
 
+def gil_limit(chosen: Score, more: Score | None) -> GilLimit | None:
+    """The limit that the GIL sets, if it is the reason why ``more`` threads decode no more than the ``chosen`` ones."""
+    if more is None or not chosen.cpu_s or chosen.nbytes > LARGE_BYTES * chosen.samples:
+        return None
+    if chosen.at_work < CHOSEN_AT_WORK or more.at_work >= MORE_AT_WORK:
+        return None
+    # If the threads would gain nothing even without waiting, memory is the limit.
+    unhindered_s = max(chosen.cpu_per_sample, more.cpu_per_sample - HANDOVER_S)
+    if more.threads / unhindered_s < MORE_BRING * chosen.rate:
+        return None
+    return GilLimit(chosen.threads, min(chosen.cpu_per_sample, 1.0 / chosen.rate))
+
+
 def gil_message(limit: GilLimit, *, cores: int, turbo: bool) -> str:
-    """What to tell of it, and the way out; ``turbo``: whether simplejpeg might help."""
+    """The log line; ``turbo`` says whether simplejpeg is not installed and may help."""
     ways = f'engine="process:{cores}"'
     if turbo:
         ways = f"pip install 'aiofeed[turbo]' for small JPEGs, or {ways}"
     return (
-        f"decoding is held up by the GIL: {limit.held_s * 1e6:.0f} of the {limit.cpu_s * 1e6:.0f} us that a sample "
-        f"takes are under it, or lost in passing it on, so that one process stops at {limit.ceiling:.0f} samples/s; "
-        f"{limit.threads} of {cores} threads decode. The way out: {ways}"
+        f"Decoding is GIL-bound: {limit.held_s * 1e6:.0f} us per sample hold or wait for the GIL, which limits one "
+        f"process to about {limit.ceiling:,.0f} samples/s ({limit.threads} of {cores} decode threads in use). "
+        f"Try {ways}."
     )
-
-
-def held_share(threads: int, effective: float) -> float:
-    """The part of their work that ``threads`` do one at a time, where together they are worth ``effective`` threads.
-
-    By mean value analysis of one server and a delay: Reiser and Lavenberg, 1980. Found by bisection, to a thousandth.
-    """
-    low, high = 1e-3, 1.0
-    while high - low > 1e-3:
-        share = (low + high) / 2
-        if _effective(threads, share) > effective:
-            low = share
-        else:
-            high = share
-    return high
-
-
-def _effective(threads: int, share: float) -> float:
-    waiting = flow = 0.0
-    for present in range(1, threads + 1):
-        held = share * (1 + waiting)
-        flow = present / (held + 1 - share)
-        waiting = flow * held
-    return flow

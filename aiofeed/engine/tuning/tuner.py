@@ -1,4 +1,4 @@
-"""How many samples are read at a time and how many threads decode, found out as they do, for one feeder."""
+"""The two tuners of one feeder, and when a GIL limit is reported."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.reads import READS_MOST, ReadTuner
 from aiofeed.engine.tuning.threads import ThreadTuner
 
-# A sample costs an engine process some 20 us beside its decoding: of less than twice that under the GIL nothing is won.
-WORTH_TELLING_S = 40e-6
-# Nobody starts processes for less decoding than this, and figures of a few hundredths of a second may be chance.
-TELL_AFTER_S = 2.0
+# A worker process costs some 20 us per sample beside decoding: less than twice that under the GIL gains nothing.
+REPORT_HELD_S = 40e-6
+# Less decoding than this is not worth starting processes for, and figures of a few hundredths of a second are chance.
+REPORT_AFTER_S = 2.0
 
 
 class Tuner:
-    """Both, for one feeder.
+    """Chooses threads and reads.
 
     Args:
-        decode_threads, threads_given, read_concurrency, reads_given, reads_most: as of ``ThreadTuner`` and
-            ``ReadTuner``.
+        decode_threads, threads_given: as of ``ThreadTuner``.
+        read_concurrency, reads_given, reads_most: as of ``ReadTuner``.
+
+    Attributes:
+        max_running: threads that decode now; fewer than chosen if samples are tiny.
     """
 
     def __init__(
@@ -31,14 +34,13 @@ class Tuner:
     ) -> None:
         self.decoding = ThreadTuner(decode_threads, given=threads_given)
         self.reading = ReadTuner(read_concurrency, given=reads_given, most=reads_most)
-        self.told = False
-        # Threads that may decode now, as whoever goes by this says: the samples may be such that it takes fewer.
         self.max_running = decode_threads
+        self._reported = False
 
-    def news(self) -> GilLimit | None:
-        """The GIL's limit, once, where there is a way out that would gain something."""
+    def gil_report(self) -> GilLimit | None:
+        """The GIL limit, once, if processes would gain something."""
         limit = self.decoding.gil
-        if self.told or limit is None or limit.held_s < WORTH_TELLING_S or self.decoding.worked_s < TELL_AFTER_S:
+        if self._reported or limit is None or limit.held_s < REPORT_HELD_S or self.decoding.worked_s < REPORT_AFTER_S:
             return None
-        self.told = True
+        self._reported = True
         return limit

@@ -235,16 +235,6 @@ def test_chunks_of_unknown_size_change_nothing(samples: int) -> None:
     assert tuner.concurrency == few
 
 
-def test_large_files_that_the_second_epoch_finds_in_the_page_cache_become_few() -> None:
-    """As many as slow storage wanted are given up, since nobody waits for them."""
-    feed = Feed(STORAGES["100 ms, 5 GB/s"], 8 * MB, 0.005)
-    feed.run(100 * BATCH)
-    assert feed.tuner.concurrency > 8
-    feed.storage = STORAGES["page cache"]
-    feed.run(200 * BATCH)
-    assert feed.tuner.concurrency == 8
-
-
 # --- where only the latency is given ----------------------------------------------------------------------------------
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from aiofeed.engine.tuning.gil import GilLimit, gil_message, held_share
-from aiofeed.engine.tuning.threads import JobTiming, ThreadTuner, _Sample, gil_limit
-from aiofeed.engine.tuning.tuner import TELL_AFTER_S, Tuner
+from aiofeed.engine.tuning.gil import GilLimit, gil_limit, gil_message
+from aiofeed.engine.tuning.threads import JobTiming, Score, ThreadTuner
+from aiofeed.engine.tuning.tuner import REPORT_AFTER_S, Tuner
 
 BATCH = 64
 
@@ -102,7 +102,7 @@ class Pool:
         cpu = samples * work.cpu(threads)
         queued = wall * work.queued / (1 - work.queued)
         at_work, nbytes = threads if saturated else 0, samples * work.nbytes
-        job = JobTiming(samples, wall + queued, cpu, queued, at_work, nbytes) if self.tuner.listening else None
+        job = JobTiming(samples, wall + queued, cpu, at_work, nbytes) if self.tuner.listening else None
         self._serial += 1
         heapq.heappush(self._running, (self.now + wall + queued, self._serial, job, samples))
 
@@ -135,11 +135,11 @@ def test_after_twenty_batches_it_is_within_five_per_cent_of_the_best_number(name
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
-def test_cores_that_others_have_too_are_all_used(cores: int) -> None:
-    """Where threads wait for cores that other programs have, none of them is taken away."""
+def test_cores_that_other_programs_use_too_are_all_used(cores: int) -> None:
+    """If threads wait for cores that other programs have, all of them stay: fewer threads decode less."""
     pool = Pool(ThreadTuner(cores))
-    pool.batches(replace(CPU_BOUND, queued=0.5), 40)
-    assert set(pool.used) == {cores}
+    pool.batches(replace(CPU_BOUND, queued=0.5), 20)
+    assert pool.batches(replace(CPU_BOUND, queued=0.5), 200) >= 0.9 * CPU_BOUND.rate(cores) / 2
 
 
 def test_threads_of_one_core_each_are_never_taken_away_to_look() -> None:
@@ -171,19 +171,9 @@ def test_other_work_is_looked_at_at_once() -> None:
     pool = Pool(ThreadTuner(2))
     pool.batches(GIL_BOUND, 20)
     assert pool.tuner.threads == 1
-    pool.tuner._look_s = 1e9
+    pool.tuner._retry_s = 1e9
     pool.batches(CPU_BOUND, 60)
     assert pool.tuner.threads == 2
-
-
-def test_more_jobs_decide_where_others_want_the_cores_too() -> None:
-    """Twelve and not four, where the clock on the wall is what counts."""
-    tuner = ThreadTuner(2)
-    tuner.warm = True
-    for number in range(12):
-        assert tuner.threads == 2, number
-        tuner.observe(JobTiming(64, 4.0, 1.0, 2.0, 2))
-    assert tuner.threads == 1
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -205,7 +195,7 @@ def test_neighbours_that_give_the_same_do_not_take_turns() -> None:
     bare = ThreadTuner(2)
     for threads, rate in ((2, 1.05), (1, 1.0)):
         while bare.threads == threads and bare._search is not None:
-            bare.observe(JobTiming(10, 10 * threads / rate, 7.0, 0.0, threads))
+            bare.observe(JobTiming(10, 10 * threads / rate, 7.0, threads))
     assert bare.threads == 2
 
 
@@ -224,21 +214,6 @@ def test_nothing_is_measured_before_the_first_batch() -> None:
     assert not tuner.listening
     tuner.warm = True
     assert tuner.listening
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_gil_is_found_where_others_want_the_cores_too(seed: int) -> None:
-    """Who holds the GIL may wait for a core, and who waits for the GIL does not show it: the clock on the wall does."""
-    tuner = ThreadTuner(2)
-    tuner.warm = True
-    noise = random.Random(seed)
-    for _ in range(400):
-        # Two threads give what one does; but half their time is called waiting for a core.
-        wall = 64 * 1e-4 * (2.6 if tuner.threads == 2 else 1.3) * noise.gauss(1, 0.05)
-        queued = wall - 64 * 1e-4 * (1.2 if tuner.threads == 2 else 1.0)
-        tuner.observe(JobTiming(64, wall, 64 * 0.95e-4, queued, tuner.threads))
-    assert tuner._chosen is not None
-    assert tuner._chosen.threads == 1
 
 
 @pytest.mark.parametrize("most", [2, 4])
@@ -282,7 +257,6 @@ def test_the_gil_is_found_to_be_the_limit_and_how_much_of_a_sample_is_under_it(m
     limit = pool.tuner.gil
     assert limit is not None
     assert limit.threads == 1
-    assert limit.cpu_s == pytest.approx(100e-6)
     assert 90e-6 <= limit.held_s <= 100e-6
     assert limit.ceiling == pytest.approx(1 / limit.held_s)
 
@@ -314,31 +288,28 @@ def test_memory_is_not_taken_for_the_gil(work: Work, most: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 2048, 150_000, 1 << 20])
 def test_the_gil_is_found_beside_copying(nbytes: int) -> None:
-    """A small sample is no copy, however fast it passes, nor is a large one that Python is long at."""
+    """Samples of up to 1 MiB do not count as copying, however fast they are."""
     pool = Pool(ThreadTuner(2))
     pool.batches(replace(GIL_BOUND, nbytes=nbytes), 20)
-    assert pool.tuner.gil is not None
-    pool = Pool(ThreadTuner(2))
-    pool.batches(Work(held_s=9e-3, free_s=1e-3, handover=0.3, nbytes=16 << 20), 20)
     assert pool.tuner.gil is not None
 
 
 def test_what_it_costs_to_pass_the_gil_on_is_its_own() -> None:
-    """Two threads that pass it to and fro take more of the processors' time, some of it for nothing."""
-    one, two = _Sample(1), _Sample(2)
-    one.add(JobTiming(1000, 0.110, 0.105, 0.0, 1))
-    two.add(JobTiming(1000, 0.300, 0.180, 0.0, 2))
+    """Two threads that pass the GIL to and fro use more processor time per sample, and the GIL is still found."""
+    one, two = Score(1), Score(2)
+    one.add(JobTiming(1000, 0.110, 0.105, 1))
+    two.add(JobTiming(1000, 0.300, 0.180, 2))
     limit = gil_limit(one, two)
     assert limit is not None
     assert limit.held_s == pytest.approx(105e-6, rel=0.01)
 
 
 @pytest.mark.parametrize(("cpu_2_ms", "blamed"), [(1.4, True), (2.0, True), (2.8, False), (3.8, False)])
-def test_threads_that_slow_each_other_on_the_processor_are_not_held_up(cpu_2_ms: float, blamed: bool) -> None:
-    """Where two give no more even if neither waited, what they wait for makes no difference."""
-    one, two = _Sample(1), _Sample(2)
-    one.add(JobTiming(100, 0.140, 0.139, 0.0, 1))
-    two.add(JobTiming(100, 0.1 * cpu_2_ms / 0.75, 0.1 * cpu_2_ms, 0.0, 2))
+def test_threads_that_slow_each_other_on_the_processor_are_not_gil_bound(cpu_2_ms: float, blamed: bool) -> None:
+    """If two threads gain nothing even without waiting, memory is the limit."""
+    one, two = Score(1), Score(2)
+    one.add(JobTiming(100, 0.140, 0.139, 1))
+    two.add(JobTiming(100, 0.1 * cpu_2_ms / 0.75, 0.1 * cpu_2_ms, 2))
     assert (gil_limit(one, two) is not None) == blamed
 
 
@@ -351,36 +322,25 @@ def test_the_gil_is_forgotten_where_work_changes() -> None:
     assert pool.tuner.gil is None
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_the_share_under_the_gil_follows_from_what_two_threads_are_worth(share: float) -> None:
-    """Two threads that are at it one at a time for a share s of their work are worth 2 / (1 + s * s) threads."""
-    assert held_share(2, 2 / (1 + share * share)) == pytest.approx(share, abs=2e-3)
-
-
-def test_threads_worth_no_more_than_one_hold_it_all() -> None:
-    """The share is never more than everything."""
-    assert held_share(2, 0.7) == held_share(16, 1.0) == 1.0
-
-
 def test_the_message_names_the_gil_the_figures_and_the_way_out() -> None:
     """What is held, where one process stops, and what to do."""
-    limit = GilLimit(1, 120e-6, 100e-6)
-    told = gil_message(limit, cores=4, turbo=True)
-    for part in ("the GIL", "100 of the 120 us", "10000 samples/s", "1 of 4 threads", "aiofeed[turbo]", '"process:4"'):
-        assert part in told
+    limit = GilLimit(1, 100e-6)
+    message = gil_message(limit, cores=4, turbo=True)
+    for part in ("GIL-bound: 100 us", "10,000 samples/s", "1 of 4 decode threads", "aiofeed[turbo]", '"process:4"'):
+        assert part in message
     assert "turbo" not in gil_message(limit, cores=4, turbo=False)
 
 
 def test_the_gil_is_told_of_once() -> None:
     """News is new once."""
     tuner = Tuner(decode_threads=2, threads_given=False, read_concurrency=64, reads_given=False)
-    tuner.decoding.worked_s = TELL_AFTER_S
-    assert tuner.news() is None
-    tuner.decoding.gil = GilLimit(1, 3e-5, 3e-5)
-    assert tuner.news() is None
-    tuner.decoding.gil = GilLimit(1, 1e-4, 1e-4)
-    assert tuner.news() == GilLimit(1, 1e-4, 1e-4)
-    assert tuner.news() is None
+    tuner.decoding.worked_s = REPORT_AFTER_S
+    assert tuner.gil_report() is None
+    tuner.decoding.gil = GilLimit(1, 3e-5)
+    assert tuner.gil_report() is None
+    tuner.decoding.gil = GilLimit(1, 1e-4)
+    assert tuner.gil_report() == GilLimit(1, 1e-4)
+    assert tuner.gil_report() is None
 
 
 def test_the_gil_is_not_told_of_for_a_little_work() -> None:
@@ -388,13 +348,13 @@ def test_the_gil_is_not_told_of_for_a_little_work() -> None:
     tuner = Tuner(decode_threads=2, threads_given=False, read_concurrency=64, reads_given=False)
     pool = Pool(tuner.decoding)
     found_s = worked_s = 0.0
-    while tuner.news() is None:
+    while tuner.gil_report() is None:
         pool.batches(GIL_BOUND, 1)
         worked_s += BATCH * GIL_BOUND.held_s
         found_s = found_s or (worked_s if tuner.decoding.gil is not None else 0.0)
-        assert worked_s < 2 * TELL_AFTER_S, "it is never told of"
-    assert 0 < found_s < TELL_AFTER_S / 4
-    assert worked_s > 0.75 * TELL_AFTER_S
+        assert worked_s < 2 * REPORT_AFTER_S, "it is never told of"
+    assert 0 < found_s < REPORT_AFTER_S / 4
+    assert worked_s > 0.75 * REPORT_AFTER_S
 
 
 def test_work_that_nobody_waits_for_does_not_count() -> None:
