@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 import tomllib
@@ -133,6 +134,25 @@ def test_architecture_names_every_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = [path.parent.name for path in (ROOT / "aiofeed").glob("*/**/__init__.py")]
     assert [room for room in rooms if f"`{room}/`" not in text] == []
+
+
+def test_architecture_names_existing_functions() -> None:
+    """Each `room/file.py` of docs/architecture.md is a file, and a `Class.method` after it is defined there."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = re.findall(r"`(\w+/[\w/]+\.py)`", text)
+    assert [file for file in files if not (ROOT / "aiofeed" / file).exists()] == []
+    named = re.findall(r"`([\w/]+\.py)`[ \n]+`([\w.]+)`", text)
+    assert len(named) > 30
+    missing = []
+    for file, function in named:
+        body: list[ast.stmt] = ast.parse((ROOT / "aiofeed" / file).read_text(encoding="utf-8")).body
+        for name in function.split("."):
+            found = [node for node in body if getattr(node, "name", None) == name]
+            if not found:
+                missing.append(f"{file} {function}")
+                break
+            body = getattr(found[0], "body", [])
+    assert missing == []
 
 
 def local_links(path: Path, text: str) -> list[tuple[str, Path, str]]:
