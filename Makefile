@@ -40,11 +40,11 @@ $(DOCS_STAMP): $(STAMP)
 # The same examples each time: `make test-long` draws others.
 test: export CI ?= true
 test: ARGS ?= -m "not slow"
-test: $(STAMP)  ## the tests, without the slow ones
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## the tests, without the slow ones, on all cores
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 test-long: $(STAMP)  ## all tests
-	AIOFEED_EXAMPLES=20000 $(BIN)/python -m pytest --timeout 600 $(ARGS)
+	AIOFEED_EXAMPLES=20000 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --timeout 600 $(ARGS)
 
 soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS="--seed 7 --minutes 10"`
 	$(BIN)/python -m tests.soak $(ARGS)
