@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     check_arguments(parser, options, "benchmark", MODULES)
     if options.write and (options.names or options.quick or options.rounds < LEAST_ROUNDS):
-        parser.error(f"--write takes all benchmarks, real inputs and {LEAST_ROUNDS} rounds or more")
+        parser.error(f"--write needs all benchmarks, real inputs and {LEAST_ROUNDS} rounds or more")
     return options
 
 

@@ -21,7 +21,7 @@ README_ROWS = (
     ("Three trainings, one server", "Three trainings on one host", "three attached / three DataLoaders"),
     (
         "JPEG 3000x2000, native / Pillow",
-        "JPEGs by faster decoders, batch 64, second epoch",
+        "Backends for JPEGs, batch 64, second epoch",
         "3000x2000 to 224: speed, native / DataLoader, Pillow",
     ),
     (
