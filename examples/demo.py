@@ -1,10 +1,12 @@
-"""Trains a small convolutional network on photographs, fed by aiofeed and by DataLoader, and compares both.
+"""Loads photographs with DataLoader and with aiofeed, trains a small network on them, and compares.
 
-    make demo                            or: python examples/demo.py --images 1000 --epochs 1
+    make demo                            or: python examples/demo.py --images 300 --epochs 1
 
 The photographs are part of scikit-learn and scikit-image. Each is a class; its images are crops at random places and
-scales, written once as JPEGs of 500 x 400 and reused by the next run. Both sides start from the same weights and get
-the same pixels in the same order. They alternate epoch by epoch, so that other load on the machine affects both.
+scales, written once as JPEGs of 1600 x 1280 and reused by the next run. There are three sides, with the same images in
+the same batches and order: DataLoader, aiofeed with the same Pillow calls, and aiofeed as it comes, which decodes
+JPEGs at a smaller scale if the network needs fewer pixels. First each side loads without training, then each trains
+from the same weights. They alternate epoch by epoch, so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import aiofeed
 
 DATA = Path(__file__).resolve().parent.parent / ".demo-data"
-WIDTH, HEIGHT = 500, 400
+WIDTH, HEIGHT = 1600, 1280
 SEED = 0
 WORKERS = 2
 
@@ -68,10 +72,10 @@ def make_images(folder: Path, count: int, progress: Progress) -> None:
     task = progress.add_task("images", total=count, note="")
     pictures = photographs()
     names = list(pictures)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    unfinished = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
     for name in names:
-        (partial / name).mkdir(parents=True)
+        (unfinished / name).mkdir(parents=True)
 
     def write(number: int) -> None:
         name = names[number % len(names)]
@@ -82,7 +86,7 @@ def make_images(folder: Path, count: int, progress: Progress) -> None:
         left, upper = random.uniform(0, picture.width - width), random.uniform(0, picture.height - height)
         box = (left, upper, left + width, upper + height)
         image = picture.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC, box)
-        image.save(partial / name / f"{number:05d}.jpg", quality=90)
+        image.save(unfinished / name / f"{number:05d}.jpg", quality=90)
 
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
@@ -90,12 +94,12 @@ def make_images(folder: Path, count: int, progress: Progress) -> None:
             progress.advance(task)
     finally:
         pool.shutdown(cancel_futures=True)
-    partial.rename(folder)
+    unfinished.rename(folder)
 
 
 def image_folder(data: Path, count: int, progress: Progress) -> Path:
     """The folder with ``count`` images; creates it if it does not exist."""
-    folder = data / f"photographs-{count}"
+    folder = data / f"photographs-{WIDTH}x{HEIGHT}-{count}"
     if not folder.is_dir():
         data.mkdir(parents=True, exist_ok=True)
         (data / ".gitignore").write_text("*\n")
@@ -131,11 +135,14 @@ class Side:
         name: heading of its column.
         begin: starts an epoch, given its number.
         model: the network that this side trains.
+        loading, training: images per second of each epoch, without and with training.
     """
 
     name: str
     begin: Callable[[int], Batches]
     model: nn.Module
+    loading: list[float] = field(default_factory=list)
+    training: list[float] = field(default_factory=list)
     images: int = 0
     wall_s: float = 0.0
     stall_s: float = 0.0
@@ -149,7 +156,7 @@ class Side:
 
 
 def network(classes: int) -> nn.Module:
-    """Four convolutions, always with the same weights; a step takes about as long as loading a batch."""
+    """Four convolutions, always with the same weights; a step is shorter than loading a batch."""
     torch.manual_seed(SEED)
     layers: list[nn.Module] = []
     channels = 3
@@ -161,10 +168,10 @@ def network(classes: int) -> nn.Module:
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-def two_sides(
+def new_sides(
     source: aiofeed.ImageFolder, options: argparse.Namespace
 ) -> tuple[aiofeed.Feeder[list[torch.Tensor]], list[Side]]:
-    """The feeder, and both sides, with the same images, order, batches and weights."""
+    """The three sides, with the same images, order, batches and weights, and the feeder of the last."""
     dataset = Photographs(source.paths, source.targets, options.size)
     # With one replica, the sampler only shuffles each epoch by seed + epoch, as Feeder does.
     sampler = DistributedSampler[tuple[torch.Tensor, int]](dataset, num_replicas=1, rank=0, shuffle=True, seed=SEED)
@@ -176,24 +183,32 @@ def two_sides(
         num_workers=WORKERS,
         persistent_workers=True,
     )
-    feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
-        source,
-        decode=aiofeed.DecodeImage(options.size, scaled=False),
-        batch_size=options.batch_size,
-        shuffle=True,
-        seed=SEED,
-        drop_last=True,
-    )
+
+    def new_feeder(decode: aiofeed.DecodeImage) -> aiofeed.Feeder[list[torch.Tensor]]:
+        return aiofeed.Feeder(
+            source, decode=decode, batch_size=options.batch_size, shuffle=True, seed=SEED, drop_last=True
+        )
+
+    same_calls = new_feeder(aiofeed.DecodeImage(options.size, scaled=False, backend="pillow"))
+    default = new_feeder(aiofeed.DecodeImage(options.size))
 
     def begin_loader(epoch: int) -> Batches:
         sampler.set_epoch(epoch)
         return iter(loader)
 
     classes = len(source.classes)
-    return feeder, [
+    return default, [
         Side(f"DataLoader, {WORKERS} workers", begin_loader, network(classes)),
-        Side("aiofeed", lambda epoch: iter(feeder), network(classes)),
+        Side("aiofeed, same decoding", partial(begin_feeder, same_calls), network(classes)),
+        Side("aiofeed, its decoder", partial(begin_feeder, default), network(classes)),
     ]
+
+
+def begin_feeder(feeder: aiofeed.Feeder[list[torch.Tensor]], epoch: int) -> Batches:
+    """An epoch; the feeder is closed after it, so that it does not read ahead while another side is measured."""
+    feeder.set_epoch(epoch)
+    with feeder:
+        yield from feeder
 
 
 def train_step(side: Side, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
@@ -205,6 +220,15 @@ def train_step(side: Side, images: torch.Tensor, labels: torch.Tensor) -> tuple[
     loss.backward()
     side.optimizer.step()
     return loss.item(), int((logits.argmax(1) == labels).sum())
+
+
+def load_epoch(side: Side, epoch: int, progress: Progress, task: TaskID) -> None:
+    """Measure one epoch without training."""
+    started, seen = time.perf_counter(), 0
+    for _, labels in side.begin(epoch):
+        seen += len(labels)
+        progress.update(task, advance=1, note="")
+    side.loading.append(seen / (time.perf_counter() - started))
 
 
 def train_epoch(side: Side, epoch: int, progress: Progress, task: TaskID) -> None:
@@ -226,6 +250,7 @@ def train_epoch(side: Side, epoch: int, progress: Progress, task: TaskID) -> Non
     ended = time.perf_counter()
     side.stall_s += ended - requested
     side.wall_s += ended - started
+    side.training.append(seen / (ended - started))
     side.cpu_s += cpu_seconds() - cpu
     side.images += seen
     side.loss, side.accuracy = loss / seen, correct / seen
@@ -248,24 +273,23 @@ def cpu_seconds() -> float:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Create the images, train, print the tables."""
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         folder = image_folder(options.data, options.images, progress)
         source = aiofeed.ImageFolder(folder)
         for path in source.paths:
             Path(path).read_bytes()  # fill the page cache for both sides
 
-        feeder, sides = two_sides(source, options)
+        feeder, sides = new_sides(source, options)
         warm_up(options, len(source.classes))
-        with feeder:
+        for measure in (load_epoch, train_epoch):
             for epoch in range(options.epochs):
                 # Reverse the order in every other epoch, so that a machine that slows down favours neither side.
                 for side in sides if epoch % 2 == 0 else reversed(sides):
-                    name = f"{epoch + 1}: {side.name}"
-                    task = progress.add_task(name, total=len(feeder), note="")
-                    train_epoch(side, epoch, progress, task)
+                    name = f"{'load' if measure is load_epoch else 'train'} {epoch + 1}: {side.name}"
+                    measure(side, epoch, progress, progress.add_task(name, total=len(feeder), note=""))
     console.print(comparison(sides))
-    console.print(where_the_time_went(feeder.statistics(total=True)))
+    console.print(where_the_time_went(feeder.statistics()))
     console.print(f"The images stay in {folder}", soft_wrap=True)
 
 
@@ -278,8 +302,11 @@ def warm_up(options: argparse.Namespace, classes: int) -> None:
 
 def comparison(sides: list[Side]) -> Table:
     """A table with one column per side."""
-    caption = "CPU time: all processes, with the training. The very first batch waits for workers or threads to start."
-    table = Table(title="The same training, fed by", caption=caption, title_justify="left", caption_justify="left")
+    caption = (
+        "Rates are medians over epochs. CPU time: all processes, with the training. Same decoding: the Pillow calls of "
+        "the Dataset. Its decoder: DecodeImage as it comes."
+    )
+    table = Table(title="The same images, from", caption=caption, title_justify="left", caption_justify="left")
     table.add_column("")
     for side in sides:
         table.add_column(side.name, justify="right")
@@ -287,40 +314,42 @@ def comparison(sides: list[Side]) -> Table:
     def row(label: str, value: Callable[[Side], str]) -> None:
         table.add_row(label, *[value(side) for side in sides])
 
-    row("images per second", lambda side: f"{side.images / side.wall_s:.0f}")
+    def rate(rates: list[float], base: list[float]) -> str:
+        return f"{statistics.median(rates):.0f}  ({statistics.median(rates) / statistics.median(base):.2f} x)"
+
+    row("loading alone, images per second", lambda side: rate(side.loading, sides[0].loading))
+    row("training, images per second", lambda side: rate(side.training, sides[0].training))
     row("share of time waiting for data", lambda side: f"{side.stall_s / side.wall_s:.1%}")
-    row("first batch, first epoch", lambda side: f"{side.first_batch_s[0] * 1000:.0f} ms")
-    if all(side.first_batch_s[1:] for side in sides):
-        row("first batch, later epochs", lambda side: f"{np.mean(side.first_batch_s[1:]) * 1000:.0f} ms")
+    row("first batch of an epoch", lambda side: f"{statistics.median(side.first_batch_s) * 1000:.0f} ms")
     row("CPU seconds per 1,000 images", lambda side: f"{side.cpu_s / side.images * 1000:.2f}")
     row("loss in the last epoch", lambda side: f"{side.loss:.4f}")
     row("accuracy in the last epoch", lambda side: f"{side.accuracy:.1%}")
     return table
 
 
-def where_the_time_went(statistics: aiofeed.FeedStatistics) -> Table:
-    """A table of aiofeed's statistics over all epochs."""
-    table = Table(title=f"Where aiofeed's {statistics.wall_s:.1f} s went", title_justify="left")
+def where_the_time_went(stats: aiofeed.FeedStatistics) -> Table:
+    """A table of aiofeed's statistics of one epoch."""
+    table = Table(title=f"Where the {stats.wall_s:.1f} s of the last epoch of aiofeed went", title_justify="left")
     table.add_column("")
     table.add_column("seconds", justify="right")
     table.add_column("share of time", justify="right")
     table.add_column("")
     for name, seconds, meaning in (
-        ("read", statistics.read_s, "sum over reads, which overlap"),
-        ("decode", statistics.decode_s, f"sum over {statistics.decode_threads} threads"),
-        ("collate", statistics.collate_s, "putting batches together"),
-        ("copy", statistics.copy_s, "issuing copies to a device"),
-        ("stall", statistics.stall_s, "the training waited for a batch"),
-        ("idle", statistics.idle_s, "aiofeed waited for the training"),
+        ("read", stats.read_s, "sum over reads, which overlap"),
+        ("decode", stats.decode_s, f"sum over {stats.decode_threads} threads"),
+        ("collate", stats.collate_s, "putting batches together"),
+        ("copy", stats.copy_s, "issuing copies to a device"),
+        ("stall", stats.stall_s, "the training waited for a batch"),
+        ("idle", stats.idle_s, "aiofeed waited for the training"),
     ):
-        table.add_row(name, f"{seconds:.2f}", f"{seconds / statistics.wall_s:.1%}", meaning)
+        table.add_row(name, f"{seconds:.2f}", f"{seconds / stats.wall_s:.1%}", meaning)
     return table
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=3000, help="number of images to generate (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--images", type=int, default=600, help="number of images to generate (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--size", type=int, default=224, help="side of the network's input in pixels (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--data", type=Path, default=DATA, help="folder for the images (%(default)s)")
