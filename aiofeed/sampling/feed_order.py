@@ -1,16 +1,17 @@
-"""The order of a feeder as its arguments specify it: shuffled, sampled, sharded."""
+"""The order of a feeder as its arguments specify it: shuffled, sampled, sharded by rank and world size."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aiofeed.sampling.order import ListPermutation
+from aiofeed.sampling.order import Int64
 from aiofeed.sampling.sampler import SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule, Shuffle
-from aiofeed.sampling.sharding import check_shard, find_shard
 
 log = logging.getLogger("aiofeed.sampling")
 
@@ -25,12 +26,12 @@ class EpochPlan:
     Args:
         schedule: The order of samples.
         start: Where the epoch starts; in the middle of it after a resume.
-        permutation: The sampler's indices; ``None`` without a sampler.
+        sampled: The sampler's indices; ``None`` without a sampler.
     """
 
     schedule: Schedule
     start: Position
-    permutation: ListPermutation | None = None
+    sampled: Int64 | None = None
 
 
 class FeedOrder:
@@ -94,13 +95,13 @@ class FeedOrder:
         if not self._epoch_used:
             self._sampler.repeat_last_epoch()
         while True:
-            permutation = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
-            schedule = replace(self._base, length=len(permutation.indices))
+            sampled = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
+            schedule = replace(self._base, length=len(sampled))
             start = schedule.normalize(position)
             if start.epoch == position.epoch:
                 self._epoch_used = False
                 self._warn_if_empty(schedule)
-                return EpochPlan(schedule, start, permutation)
+                return EpochPlan(schedule, start, sampled)
             position = start
 
     def normalize(self, position: Position) -> Position:
@@ -120,7 +121,7 @@ class FeedOrder:
 
     def _warn_if_empty(self, schedule: Schedule) -> None:
         """Warn once about an epoch without batches, which looks like one that has ended."""
-        if self._warned or schedule.shard().batches:
+        if self._warned or schedule.batches():
             return
         self._warned = True
         ranks = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
@@ -144,3 +145,41 @@ class FeedOrder:
         assert self._sampler is not None
         self._sampler.load_state(state)
         self._epoch_used = True
+
+
+def find_shard() -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) without a launcher.
+
+    Uses ``torch.distributed`` if it is initialised, else ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
+
+    Raises:
+        ValueError: The environment's values are no rank and world size.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        shard = (int(distributed.get_rank()), int(distributed.get_world_size()))
+        log.info("shard %d of %d, from torch.distributed", *shard)
+        return shard
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return (0, 1)
+    try:
+        shard = check_shard((int(rank), int(world_size)))
+    except ValueError as error:
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}") from error
+    log.info("shard %d of %d, from RANK and WORLD_SIZE", *shard)
+    return shard
+
+
+def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
+    """The shard as a tuple; ``TypeError`` or ``ValueError`` if it is not (rank, world size)."""
+    if (
+        not isinstance(shard, tuple | list)
+        or len(shard) != 2
+        or not all(isinstance(number, int) and not isinstance(number, bool) for number in shard)
+    ):
+        raise TypeError(f"shard must be (rank, world_size), None or 'auto', got {shard!r}")
+    rank, world_size = shard
+    if not 0 <= rank < world_size:
+        raise ValueError(f"shard must be (rank, world_size) with 0 <= rank < world_size, got {shard!r}")
+    return (rank, world_size)

@@ -165,7 +165,7 @@ class EpochProgress:
         self.start = start
         self._schedule = schedule
         self._last = -1
-        self._left = schedule.shard(start.consumed).batches - len(start.ahead)
+        self._left = schedule.batches(start.consumed) - len(start.ahead)
         self.ended = False
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
