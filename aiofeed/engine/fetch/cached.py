@@ -26,9 +26,8 @@ from aiofeed.core.errors import CacheError, FeedError, SampleError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, HostTensor, Row
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, Positions, RowBatchBuilder, compact
 from aiofeed.engine.fetch.dataset import DatasetFetcher
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Positions, compact
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place, generator_of, seed_of, takes_rng
 from aiofeed.engine.fetch.user_errors import without_our_frames
@@ -172,8 +171,6 @@ class CachedFetcher(Fetcher):
 
         def encode(position: int, value: Any) -> None:
             nonlocal found
-            if isinstance(value, BaseException):
-                raise value
             try:
                 parts, layout = self._codec.encode(value, self._store.layout)
                 found = [part.copy() for part in parts], layout  # a Dataset may reuse its memory
@@ -322,8 +319,6 @@ class CachedFetcher(Fetcher):
         return partial(self._place_sample, chunk)
 
     def _place_sample(self, chunk: Chunk, position: int, value: Any) -> None:
-        if isinstance(value, BaseException):
-            raise value
         index, cached = chunk.plan.indices[position], value is CACHED
         parts, layout = (self._store.parts(index), self._store.layout) if cached else self._encode(value)
         assert layout is not None
@@ -338,8 +333,6 @@ class CachedFetcher(Fetcher):
             self._store.put(index, parts)
 
     def _place_row(self, chunk: Chunk, builder: RowBatchBuilder, position: int, value: Any) -> None:
-        if isinstance(value, BaseException):
-            raise value
         index, cached = chunk.plan.indices[position], value is CACHED
         out = memory = builder.arrays(position)
         if chunk.control.deadline is not None:
@@ -434,8 +427,7 @@ class DeviceBatchBuilder(RowBatchBuilder):
         self._indices[at] = indices
         self._cached[at] = cached
 
-    def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
-        """The batch, to be completed on the device."""
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         for leaf in self._leaves:
             leaf.memory = compact(leaf.memory, positions)
         indices, cached = compact(self._indices, positions), compact(self._cached, positions)

@@ -14,8 +14,7 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import BatchBuilder
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
 from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -74,6 +73,7 @@ class Chunk:
     def decode_each(self, place: Place) -> int:
         """Call ``place`` for each position and value, until stopped. Returns how many samples were reached.
 
+        A value that is an exception is the sample's error.
         Under a deadline each call is timed as one sample; for a value that is ``UNREAD``, ``place`` starts the clock.
         It must change the batch inside ``commit`` only.
 
@@ -88,6 +88,8 @@ class Chunk:
             value, values[reached] = values[reached], None
             reached += 1
             try:
+                if isinstance(value, BaseException):
+                    raise value
                 if deadline is not None and value is not UNREAD:
                     deadline.begin(position)
                 place(position, value)

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from aiofeed.core.errors import FeedError
+from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, RowDecoder, Source
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
-from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
-from aiofeed.engine.fetch.default_collate import misfit_error
+from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
-from aiofeed.engine.fetch.user_errors import decode_error, read_error, untrace
+from aiofeed.engine.fetch.user_errors import sample_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import StopFlag
@@ -75,7 +74,10 @@ class SourceFetcher(Fetcher):
         self.limit_s = self.policy.decode_timeout_s
         self.target = getattr(source, "target", None)
         self._reader = AsyncReader(source, self.policy)
-        self._blocking_reader = blocking_reader(source, self.policy)
+        # Reads in decode threads, if the source can do it, and without a time limit.
+        self._blocking_reader: BlockingReader | None = None
+        if (read_now := getattr(source, "read_now", None)) is not None and self.policy.read_timeout_s is None:
+            self._blocking_reader = BlockingReader(read_now, self.policy)
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
             self._decode_many = getattr(decoder, "decode_many_into", None)
@@ -194,59 +196,35 @@ class SourceFetcher(Fetcher):
 
     def _decode_one(self, chunk: Chunk) -> Place:
         """A function that decodes one sample into the batch: tiny samples gain from tests made once per chunk."""
-        plan, builder, target = chunk.plan, chunk.builder, self.target
-        indices, put = plan.indices, builder.put
-        if chunk.control.deadline is not None:
-            return partial(self._decode_outside, chunk)
+        plan, builder, target, decoder = chunk.plan, chunk.builder, self.target, self._decoder
+        indices, timed = plan.indices, chunk.control.deadline is not None
         if self._in_place:
             assert isinstance(builder, RowBatchBuilder)
-            row_decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+            row_decoder: RowDecoder = decoder  # type: ignore[assignment]
             rows = builder.rows
 
             def decode_into_row(position: int, value: Any) -> None:
-                if isinstance(value, BaseException):
-                    raise value
-                seed = seed_of(plan, position) if self._takes_seed else None
-                row_decoder.decode_into(value, rows[position], seed)
-                if target is not None:
-                    put(position, target(indices[position]))
+                row = rows[position]
+                # An abandoned job must not write into the batch later.
+                out = np.empty_like(row) if timed else row
+                row_decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
+                label = None if target is None else target(indices[position])
+                if timed:
+                    with chunk.commit():
+                        row[...] = out
+                        builder.put(position, label)
+                elif target is not None:
+                    builder.put(position, label)
 
             return decode_into_row
-        plain = None if self._takes_rng else self._decoder
+        put = chunk.commit_sample if timed else builder.put
+        takes_rng = self._takes_rng
 
         def decode(position: int, value: Any) -> None:
-            if isinstance(value, BaseException):
-                raise value
-            sample = self._sample(plan, position, value) if plain is None else plain(value)
+            sample = decoder(value, rng=generator_of(plan, position)) if takes_rng else decoder(value)
             put(position, sample if target is None else (sample, target(indices[position])))
 
         return decode
-
-    def _decode_outside(self, chunk: Chunk, position: int, value: Any) -> None:
-        """Decode outside the batch, and commit: an abandoned job must not write into the batch later."""
-        if isinstance(value, BaseException):
-            raise value
-        plan, builder = chunk.plan, chunk.builder
-        row = out = None
-        sample: Any = None
-        if self._in_place:
-            assert isinstance(builder, RowBatchBuilder)
-            decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-            row = builder.rows[position]
-            out = np.empty_like(row)
-            decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
-        else:
-            sample = self._sample(plan, position, value)
-        target = None if self.target is None else self.target(plan.indices[position])
-        with chunk.commit():
-            if row is not None:
-                row[...] = out
-                builder.put(position, target)
-            else:
-                builder.put(position, sample if self.target is None else (sample, target))
-
-    def _sample(self, plan: BatchPlan, position: int, value: Any) -> Any:
-        return self._decoder(value, rng=generator_of(plan, position)) if self._takes_rng else self._decoder(value)
 
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
         """A ``ReadError``, a ``DecodeError``, or a ``CollateError`` if the sample does not fit into its batch."""
@@ -254,19 +232,19 @@ class SourceFetcher(Fetcher):
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return decode_error(error, key, index, traced=self.stop_at_error)
+            return sample_error(DecodeError, error, key, index, traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "'await' expression" in str(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
         if isinstance(error, IndexError):
             with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
-        return read_error(error, key, index, hint, traced=self.stop_at_error)
+        return sample_error(ReadError, error, key, index, hint, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
         """The ``DecodeError`` of a sample over its time limit."""
         late = TimeoutError(f"not decoded within decode_timeout_s={self.policy.decode_timeout_s:g}")
-        return decode_error(late, self.key(index), index)
+        return sample_error(DecodeError, late, self.key(index), index)
 
 
 def seed_of(plan: BatchPlan, position: int) -> int:
@@ -352,9 +330,3 @@ class BlockingReader:
         if isinstance(data, BaseException):
             raise data
         return data
-
-
-def blocking_reader(source: Source[Any], policy: FailurePolicy) -> BlockingReader | None:
-    """A reader for decode threads; ``None`` if the source has no ``read_now``, or reads have a time limit."""
-    read_now: Callable[[Sequence[int]], Sequence[Any]] | None = getattr(source, "read_now", None)
-    return None if read_now is None or policy.read_timeout_s is not None else BlockingReader(read_now, policy)
