@@ -13,7 +13,7 @@ from aiofeed.cache.resident import WAY_OUT, ResidentStore
 from aiofeed.core.errors import CacheError, DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
-from aiofeed.runtime.tensors import integer_dtype
+from aiofeed.runtime.tensors import as_tensor, integer_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +110,6 @@ class DeviceStore(ResidentStore):
         samples = BatchSamples(indices, cached, self, pinned=pinned)
         return [CachedRows(rows, samples, column) for column, rows in enumerate(columns)]
 
-    def gather(self, indices: torch.Tensor, column: int) -> torch.Tensor:
-        """A copy of a column's rows at indices on the device; on the current stream."""
-        return self.memory[column].index_select(0, indices)
-
     def scatter(self, at: torch.Tensor, rows: torch.Tensor, indices: NDArray[np.int64], column: int) -> None:
         """Copy rows of a batch into a column; on the current stream.
 
@@ -188,14 +184,14 @@ class CachedRows(DeferredTensor):
         assert store.layout is not None
         with torch.no_grad():
             if len(samples.cached) == len(samples.indices):
-                rows = store.gather(samples.on_device("indices", samples.indices, copy), column)
+                rows = store.memory[column].index_select(0, samples.on_device("indices", samples.indices, copy))
             else:
                 memory = self._rows.memory
                 rows = copy(HostTensor(memory.view(integer_dtype(memory.dtype)), pinned=self._rows.pinned))
                 self._store_new(rows, copy)
                 if len(cached := samples.cached):
                     indices = samples.on_device("cached indices", samples.indices[cached], copy)
-                    found = store.gather(indices, column)
+                    found = store.memory[column].index_select(0, indices)
                     rows.index_copy_(0, samples.on_device("cached", cached, copy), found)
             rows = rows.view(torch_dtype(store.layout.parts[column]))
         axes = self._rows.axes
@@ -214,9 +210,4 @@ class CachedRows(DeferredTensor):
 
 def torch_dtype(layout: Layout) -> torch.dtype:
     """The torch dtype of a layout's elements."""
-    import torch
-
-    if layout.torch_dtype is not None:
-        found: torch.dtype = getattr(torch, layout.torch_dtype)
-        return found
-    return torch.from_numpy(np.empty(0, layout.dtype)).dtype
+    return as_tensor(HostTensor(np.empty(0, layout.dtype), torch_dtype=layout.torch_dtype)).dtype

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.decoder_codec import NotCacheableError
-from aiofeed.cache.host import check_max_bytes
 from aiofeed.cache.item_codec import deserialized, serialized
 from aiofeed.cache.layout import ItemLayout, Layout, Parts, pack
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +62,8 @@ class DiskCache:
         if not isinstance(self.path, str | os.PathLike):
             raise TypeError(f"DiskCache takes the path of a file, got {self.path!r}")
         object.__setattr__(self, "path", os.fspath(self.path))
-        check_max_bytes("DiskCache", self.max_bytes)
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", check_positive_int("DiskCache(max_bytes=...)", self.max_bytes))
         try:
             import fcntl  # noqa: F401 - to find out whether it exists
         except ImportError:
@@ -263,7 +264,6 @@ class DiskStore(SampleStore):
                     place = new_row
                 file.write(index, place, row, crc)
                 self._damaged.discard(index)
-            file.populate(place)
             self._slots[index] = place
         except OSError as error:
             with self._lock:

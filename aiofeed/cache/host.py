@@ -13,6 +13,7 @@ from aiofeed.cache.layout import Layout, Parts, pack
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
 
 log = logging.getLogger("aiofeed.cache")
 
@@ -34,17 +35,8 @@ class HostCache:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        check_max_bytes("HostCache", self.max_bytes)
-
-
-def check_max_bytes(kind: str, value: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a valid limit."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{kind}(max_bytes=...) must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{kind}(max_bytes=...) must be at least 1, got {value}")
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", check_positive_int("HostCache(max_bytes=...)", self.max_bytes))
 
 
 class HostStore(SampleStore):

@@ -14,6 +14,8 @@ from aiofeed.cache.layout import ItemLayout, Layout, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
+from aiofeed.core.types import HostTensor
+from aiofeed.runtime.tensors import as_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -155,11 +157,9 @@ class HostRows(ResidentStore):
 
     def data(self) -> list[torch.Tensor]:
         """A tensor for each part of the layout; views."""
-        import torch
-
         assert self.layout is not None
-        found = []
-        for part, rows in zip(self.layout.parts, self._columns, strict=True):
-            typed = torch.from_numpy(rows.view(part.dtype).reshape(self.samples, *part.shape))
-            found.append(typed if part.torch_dtype is None else typed.view(getattr(torch, part.torch_dtype)))
-        return found
+        columns = zip(self.layout.parts, self._columns, strict=True)
+        return [
+            as_tensor(HostTensor(rows.view(part.dtype).reshape(len(self), *part.shape), torch_dtype=part.torch_dtype))
+            for part, rows in columns
+        ]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
+from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.engine.fetch.source import decodes_in_place
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline

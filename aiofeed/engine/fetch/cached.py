@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, decoder_codec
-from aiofeed.cache.item_codec import ItemCodec, build_item
+from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec
+from aiofeed.cache.item_codec import build_item
 from aiofeed.cache.layout import ItemLayout, Layout, Parts
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError, FeedError, SampleError
@@ -29,7 +29,7 @@ from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, Positions, RowBatchBuilder, compact
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
-from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place, generator_of, seed_of, takes_rng
+from aiofeed.engine.fetch.source import SourceFetcher, generator_of, seed_of
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -325,10 +325,7 @@ class CachedFetcher(Fetcher):
         sample = self._codec.sample(parts, layout, partial(generator_of, chunk.plan, position))
         if self.target is not None:
             sample = sample, self._target(index, cached)
-        if chunk.control.deadline is None:
-            chunk.builder.put(position, sample)
-        else:
-            chunk.commit_sample(position, sample)
+        chunk.put(position, sample)
         if not cached:
             self._store.put(index, parts)
 
@@ -434,17 +431,6 @@ class DeviceBatchBuilder(RowBatchBuilder):
         columns = self._store.complete(self._leaves, indices, cached, pinned=self._leaf.pinned)
         batch = self._codec.batch(columns, self._layout)
         return batch if self._targets is None else [batch, self._targets.finish(keys, positions)]
-
-
-def new_codec(decode: Callable[..., Any] | None) -> SampleCodec:
-    """The codec of a decoder's output; without a decoder the codec of a ``Dataset``'s items.
-
-    Raises:
-        TypeError: The decoder is random and lacks separate methods for decoding and augmentation.
-    """
-    if decode is None:
-        return ItemCodec()
-    return decoder_codec(decode, rows=decodes_in_place(decode), random=takes_rng(decode))
 
 
 def _indices(plan: BatchPlan, positions: Sequence[int]) -> NDArray[np.int64]:

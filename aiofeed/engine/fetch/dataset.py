@@ -50,8 +50,7 @@ class DatasetFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Request a chunk's items and put them into the batch."""
-        place = chunk.builder.put if chunk.control.deadline is None else chunk.commit_sample
-        self._run(chunk, chunk.positions, place)
+        self._run(chunk, chunk.positions, chunk.put)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
         """Call ``place`` for each position and value of a chunk, after requesting the items that are ``UNREAD``."""

@@ -115,10 +115,13 @@ class Chunk:
         """
         return _NO_DEADLINE if self.control.deadline is None else self.control.deadline.commit()
 
-    def commit_sample(self, position: int, sample: Any) -> None:
-        """Put a sample into the batch under the job's deadline."""
-        assert self.control.deadline is not None
-        with self.control.deadline.commit():
+    @property
+    def put(self) -> Place:
+        """A function that puts a sample into the batch, inside ``commit``."""
+        return self.builder.put if self.control.deadline is None else self._commit_sample
+
+    def _commit_sample(self, position: int, sample: Any) -> None:
+        with self.commit():
             self.builder.put(position, sample)
 
     @property

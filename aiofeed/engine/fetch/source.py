@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, RowDecoder, Source
+from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
@@ -217,7 +216,7 @@ class SourceFetcher(Fetcher):
                     builder.put(position, label)
 
             return decode_into_row
-        put = chunk.commit_sample if timed else builder.put
+        put = chunk.put
         takes_rng = self._takes_rng
 
         def decode(position: int, value: Any) -> None:
@@ -260,20 +259,6 @@ def generator_of(plan: BatchPlan, position: int) -> Any:
 
         generator = _generators.torch = torch.Generator()
     return generator.manual_seed(seed_of(plan, position))
-
-
-def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
-    try:
-        parameter = inspect.signature(decoder).parameters.get("rng")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-
-
-def decodes_in_place(decoder: object) -> bool:
-    """Whether a decoder writes into rows of the batch's memory."""
-    return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
 
 
 class BlockingReader:
