@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeviceStore(ResidentStore):
-    """Samples on a device. Each arrives there with its batch and is copied out of the batch on the side stream.
-
-    Args:
-        samples, batch_size: As for ``ResidentStore``.
-    """
+    """Samples on a device. Each arrives there with its batch and is copied out of the batch on the side stream."""
 
     on_device = True
 
@@ -117,7 +113,7 @@ class DeviceStore(ResidentStore):
         """
         self.memory[column].index_copy_(0, at, rows)
         if column == len(self.memory) - 1:
-            self._slots[indices] = indices
+            self.slots[indices] = indices
 
     def data(self) -> list[torch.Tensor]:
         """A tensor for each part of the layout, on the device; use them on the side stream."""

@@ -209,7 +209,7 @@ class DiskStore(SampleStore):
         if self._file is None:
             return indices[:0]
         rows = self._table["row"][indices]
-        found: NDArray[np.int64] = indices[(rows != 0) & (self._slots[indices] < 0)]
+        found: NDArray[np.int64] = indices[(rows != 0) & (self.slots[indices] < 0)]
         if self._damaged and len(found):
             found = np.array([index for index in found.tolist() if index not in self._damaged], np.int64)
         return found
@@ -227,14 +227,14 @@ class DiskStore(SampleStore):
     def _verify(self, index: int) -> None:
         row = _valid_row(index, self._table[index], self._arena)
         if row is not None:
-            self._slots[index] = row
+            self.slots[index] = row
             return
         assert self._file is not None
         # The row may be in the middle of a write: verify it again while nobody writes.
         with self._lock, self._file.locked():
             row = _valid_row(index, self._table[index], self._arena)
             if row is not None:
-                self._slots[index] = row
+                self.slots[index] = row
                 return
             self._damaged.add(index)
             if not self._damage_logged:
@@ -246,7 +246,7 @@ class DiskStore(SampleStore):
     def put(self, index: int, parts: Parts) -> None:
         """Write a sample, unless it is written already or there is no room."""
         file = self._file
-        if file is None or not self._writable or self._slots[index] >= 0:
+        if file is None or not self._writable or self.slots[index] >= 0:
             return
         row = pack(parts)
         crc = _checksum(index, row)
@@ -264,7 +264,7 @@ class DiskStore(SampleStore):
                     place = new_row
                 file.write(index, place, row, crc)
                 self._damaged.discard(index)
-            self._slots[index] = place
+            self.slots[index] = place
         except OSError as error:
             with self._lock:
                 was_writable, self._writable = self._writable, False

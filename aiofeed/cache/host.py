@@ -42,10 +42,7 @@ class HostCache:
 class HostStore(SampleStore):
     """Samples in one block of memory, in the order in which they were decoded.
 
-    Args:
-        samples: Length of the source.
-        cache: The user's settings.
-        free_memory: Returns the bytes of free memory.
+    ``free_memory`` returns the bytes of free memory.
     """
 
     def __init__(self, samples: int, cache: HostCache, free_memory: Callable[[], int]) -> None:
@@ -79,13 +76,13 @@ class HostStore(SampleStore):
     def put(self, index: int, parts: Parts) -> None:
         """Cache a copy of a sample, unless it is cached already or there is no room."""
         with self._lock:
-            if self._slots[index] != EMPTY or self._used == len(self._arena):
+            if self.slots[index] != EMPTY or self._used == len(self._arena):
                 return
             slot = self._used
             self._used += 1
-            self._slots[index] = WRITING
+            self.slots[index] = WRITING
         self._arena[slot] = pack(parts)
-        self._slots[index] = slot
+        self.slots[index] = slot
 
 
 def local_ranks() -> int:

@@ -25,12 +25,7 @@ WAY_OUT = 'cache="host" caches as many as fit into host memory, and DiskCache(pa
 
 
 class ResidentStore(SampleStore):
-    """Samples and targets of one process. Row ``i`` is sample ``i``, so that whole epochs can be permuted.
-
-    Args:
-        samples: Length of the source.
-        batch_size: Samples per batch.
-    """
+    """Samples and targets of one process. Row ``i`` is sample ``i``, so that whole epochs can be permuted."""
 
     needs_layout = True
 
@@ -51,19 +46,14 @@ class ResidentStore(SampleStore):
         return self.samples
 
     @property
-    def slots(self) -> NDArray[np.int64]:
-        """For each sample a number that is negative unless the sample is cached."""
-        return self._slots
-
-    @property
     def cached_samples(self) -> int:
         """How many samples are cached."""
-        return int(np.count_nonzero(self._slots >= 0))
+        return int(np.count_nonzero(self.slots >= 0))
 
     def has_all(self, indices: NDArray[np.int64] | None = None) -> bool:
         """Whether these samples are cached; without ``indices`` whether all are."""
         return self.layout is not None and bool(
-            (self._slots if indices is None else self._slots[indices]).min(initial=0) >= 0
+            (self.slots if indices is None else self.slots[indices]).min(initial=0) >= 0
         )
 
     def put_target(self, index: int, target: Any) -> None:
@@ -111,12 +101,7 @@ class ResidentStore(SampleStore):
 
 
 class HostRows(ResidentStore):
-    """Samples in host memory.
-
-    Args:
-        samples, batch_size: As for ``ResidentStore``.
-        free_memory: Returns the bytes of free memory.
-    """
+    """Samples in host memory. ``free_memory`` returns the bytes of free memory."""
 
     def __init__(self, samples: int, batch_size: int, free_memory: Callable[[], int]) -> None:
         self._free_memory = free_memory
@@ -140,12 +125,12 @@ class HostRows(ResidentStore):
     def put(self, index: int, parts: Parts) -> None:
         """Cache a copy of a sample, unless it is cached already."""
         with self._lock:
-            if self._slots[index] != EMPTY:
+            if self.slots[index] != EMPTY:
                 return
-            self._slots[index] = WRITING
+            self.slots[index] = WRITING
         for column, part in zip(self._columns, parts, strict=True):
             column[index] = as_bytes(part)
-        self._slots[index] = index
+        self.slots[index] = index
 
     def parts(self, index: int) -> Parts:
         """The arrays of a cached sample; read-only views."""

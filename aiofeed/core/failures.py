@@ -19,8 +19,6 @@ log = logging.getLogger("aiofeed.core")
 KEPT_MOST = 10_000
 LOGGED_MOST = 100
 
-_PREFIXES = {"raise": "", "skip": "skipped: ", "replace": "replaced: "}
-
 
 @public
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ class FailureLog:
 
     def __init__(self, policy: FailurePolicy) -> None:
         self._policy = policy
+        self._treatment = "replaced" if policy.action == "replace" else "skipped"
         self._failures: list[Failure] = []
         self._keys: set[str] = set()
         self._logged = 0
@@ -135,7 +134,7 @@ class FailureLog:
         self._keys.add(error.key)
         self._logged += 1
         more = "; further failures are only listed in feeder.failures" if self._logged == LOGGED_MOST else ""
-        log.warning("%s%s%s", _PREFIXES[self._policy.action], error, more)
+        log.warning("%s: %s%s", self._treatment, error, more)
 
     def summarise(self, epoch: int, counters: EpochStats) -> None:
         """Log the number of failures of an epoch that has ended, if any."""
@@ -147,7 +146,7 @@ class FailureLog:
             epoch,
             len(self._seen),
             stages,
-            "replaced" if self._policy.action == "replace" else "skipped",
+            self._treatment,
             counters.samples,
             self._first,
         )

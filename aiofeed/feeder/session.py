@@ -136,15 +136,14 @@ class FeederSession(Generic[BatchT]):
         completed = self._finish_complete_epoch()
         if not completed:
             self._close_iterator("a newer iterator of the same feeder was started")
-        plan = self._order.plan_epoch(self._checkpoint.next_position())
-        start, sampled = plan.start, plan.sampled is not None
+        schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
+        start, sampled = first.position, first.sampled is not None
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
         if completed and stream is not None and not sampled and _may_read_ahead(self.config, self.pipeline):
-            stats = stream.take_over(plan.schedule, start)
+            stats = stream.take_over(schedule, start)
         if stats is None or stream is None:
-            stats = EpochStats()
-            stream = EpochStream(plan.schedule, start, stats, plan.sampled)
+            stats, stream = first.counters, EpochStream(schedule, first)
         if not sampled and _may_read_ahead(self.config, None):
             # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
             self._read_ahead(stream, start.epoch)
@@ -153,7 +152,7 @@ class FeederSession(Generic[BatchT]):
         self.stats = stats
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
-        self._epoch = EpochProgress(plan.schedule, start, self.config.in_order)
+        self._epoch = EpochProgress(schedule, start, self.config.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, self._epoch))
         self._iterator = weakref.ref(iterator)
         delivery.watch(iterator)

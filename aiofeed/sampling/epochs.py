@@ -45,19 +45,16 @@ class EpochStream:
 
     Args:
         schedule: The order of samples.
-        start: Where the first epoch starts.
-        counters: The statistics of the first epoch.
-        sampled: The sampler's indices of the first epoch; ``None`` without a sampler.
+        first: The first epoch.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, counters: EpochStats, sampled: Int64 | None = None) -> None:
+    def __init__(self, schedule: Schedule, first: EpochStart) -> None:
         self.schedule = schedule
-        self._start = start
-        self._sampled = sampled
+        self.first = first
         self._lock = threading.Lock()
-        self._counters = {start.epoch: counters}
+        self._counters = {first.position.epoch: first.counters}
         # The last epochs that the consumer has taken over, that may be planned, and that are being planned.
-        self._taken = self._permitted = self._planned = start.epoch
+        self._taken = self._permitted = self._planned = first.position.epoch
         self._over = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -67,11 +64,6 @@ class EpochStream:
             yield from self.schedule.plans(start.position, start.sampled)
             yield EpochEnds()
             start = self.after(start)
-
-    @property
-    def first(self) -> EpochStart:
-        """The first epoch."""
-        return EpochStart(self._counters_of(self._start.epoch), self._start, self._sampled)
 
     def after(self, start: EpochStart) -> EpochStart | None:
         """The epoch after one that has been planned; ``None`` if no further epoch is permitted.
@@ -84,11 +76,7 @@ class EpochStream:
                 self._over = True
                 return None
             self._planned = max(self._planned, position.epoch)
-        return EpochStart(self._counters_of(position.epoch), position)
-
-    def _counters_of(self, epoch: int) -> EpochStats:
-        with self._lock:
-            return self._counters.setdefault(epoch, EpochStats())
+            return EpochStart(self._counters.setdefault(position.epoch, EpochStats()), position)
 
     def permit_until(self, epoch: int) -> None:
         """Permit epochs up to this one to be planned before they are taken over."""

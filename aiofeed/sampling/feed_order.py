@@ -6,10 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from aiofeed.sampling.order import Int64
+from aiofeed.core.statistics import EpochStats
+from aiofeed.sampling.epochs import EpochStart
 from aiofeed.sampling.sampler import SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule, Shuffle
 
@@ -17,21 +18,6 @@ log = logging.getLogger("aiofeed.sampling")
 
 # The index list of a shuffled epoch of this length takes 80 MB and 0.1 s to make.
 LARGE_EPOCH = 10_000_000
-
-
-@dataclass(frozen=True, eq=False)
-class EpochPlan:
-    """An epoch about to be iterated.
-
-    Args:
-        schedule: The order of samples.
-        start: Where the epoch starts; in the middle of it after a resume.
-        sampled: The sampler's indices; ``None`` without a sampler.
-    """
-
-    schedule: Schedule
-    start: Position
-    sampled: Int64 | None = None
 
 
 class FeedOrder:
@@ -85,13 +71,13 @@ class FeedOrder:
             length = self._base.length if self._sampler is None else len(self._sampler)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])
 
-    def plan_epoch(self, position: Position) -> EpochPlan:
-        """The epoch that the next ``iter()`` iterates from ``position``; the next one if none of it is left."""
+    def plan_epoch(self, position: Position) -> tuple[Schedule, EpochStart]:
+        """The order and start of the epoch at ``position``, or of the next one if none of it is left."""
         if self._sampler is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
             self._warn_if_empty(schedule)
-            return EpochPlan(schedule, schedule.normalize(position))
+            return schedule, EpochStart(EpochStats(), schedule.normalize(position))
         if not self._epoch_used:
             self._sampler.repeat_last_epoch()
         while True:
@@ -101,7 +87,7 @@ class FeedOrder:
             if start.epoch == position.epoch:
                 self._epoch_used = False
                 self._warn_if_empty(schedule)
-                return EpochPlan(schedule, start, sampled)
+                return schedule, EpochStart(EpochStats(), start, sampled)
             position = start
 
     def normalize(self, position: Position) -> Position:

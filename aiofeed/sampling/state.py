@@ -8,7 +8,7 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aiofeed.core.errors import StateError
@@ -37,21 +37,13 @@ class SavedState:
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain values, for JSON and ``torch.load(weights_only=True)``; always with the same keys."""
-        schedule, position = self.schedule, self.position
         return {
             "version": VERSION,
-            "seed": schedule.seed,
-            "epoch": position.epoch,
-            "position": position.consumed,
-            "handed_out": sorted(position.ahead),
-            "batch_size": schedule.batch_size,
-            "rank": schedule.rank,
-            "world_size": schedule.world_size,
-            "shuffle": schedule.shuffle,
-            "drop_last": schedule.drop_last,
-            "pad": schedule.pad,
+            "epoch": self.position.epoch,
+            "position": self.position.consumed,
+            "handed_out": sorted(self.position.ahead),
+            **asdict(self.schedule),
             "in_order": self.in_order,
-            "length": schedule.length,
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
         }

@@ -389,14 +389,7 @@ class CachedFetcher(Fetcher):
 
 
 class DeviceBatchBuilder(RowBatchBuilder):
-    """Builder of a batch that is completed on the device with cached samples.
-
-    Args:
-        samples, lease, targets: As for ``RowBatchBuilder``.
-        codec: Codec of the cached arrays.
-        store: Store on the device.
-        layout: Layout of a sample.
-    """
+    """Builder of a batch that ``store`` completes on the device with cached samples, which have ``layout``."""
 
     def __init__(
         self, samples: int, lease: BufferLease, codec: SampleCodec, store: SampleStore, layout: Layout, *, targets: bool
@@ -405,7 +398,7 @@ class DeviceBatchBuilder(RowBatchBuilder):
         super().__init__(row, samples, lease, targets=targets)
         others = [array(lease, (samples, *part.shape), np.dtype(part.dtype)) for part in layout.parts[1:]]
         self._leaves = [self._leaf, *[HostTensor(rows, pinned=lease.pinned) for rows in others]]
-        self._columns = [self.rows, *others]
+        self._columns = [leaf.memory for leaf in self._leaves]
         self._indices: NDArray[np.int64] = array(lease, (samples,), np.dtype(np.int64))
         self._cached = np.zeros(samples, np.bool_)
         self._codec, self._store, self._layout = codec, store, layout

@@ -50,14 +50,11 @@ class DatasetFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Request a chunk's items and put them into the batch."""
-        self._run(chunk, chunk.positions, chunk.put)
+        self.decode_with(chunk, chunk.put)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
         """Call ``place`` for each position and value of a chunk, after requesting the items that are ``UNREAD``."""
-        values = zip(chunk.positions, chunk.values, strict=True)
-        self._run(chunk, [position for position, value in values if value is UNREAD], place)
-
-    def _run(self, chunk: Chunk, requested: Sequence[int], place: Place) -> None:
+        requested = chunk.unread()
         outcome, retries = chunk.outcome, chunk.outcome.retries
         with DatasetSlot(self._source, chunk.plan.indices[requested[0]], chunk.control) as slot:
             started = time.perf_counter()

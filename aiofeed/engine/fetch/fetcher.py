@@ -70,6 +70,10 @@ class Chunk:
         if self.control.deadline is not None:
             self.control.deadline.outcome = self.outcome  # it is all that remains of an abandoned job
 
+    def unread(self) -> list[int]:
+        """The positions of values that are ``UNREAD``."""
+        return [position for position, value in zip(self.positions, self.values, strict=True) if value is UNREAD]
+
     def decode_each(self, place: Place) -> int:
         """Call ``place`` for each position and value, until stopped. Returns how many samples were reached.
 

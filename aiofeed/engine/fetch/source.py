@@ -134,20 +134,20 @@ class SourceFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Decode a chunk into the batch."""
-        if chunk.values[0] is UNREAD:
-            self._read_now(chunk, chunk.positions)
+        self._read_now(chunk)
         clock = time.perf_counter(), time.thread_time()
         self._run(chunk, self._decode_all(chunk) or self._decode_one(chunk), clock)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
         """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``."""
-        unread = [position for position, value in zip(chunk.positions, chunk.values, strict=True) if value is UNREAD]
-        if unread:
-            self._read_now(chunk, unread)
+        self._read_now(chunk)
         self._run(chunk, place, (time.perf_counter(), time.thread_time()))
 
-    def _read_now(self, chunk: Chunk, positions: Sequence[int]) -> None:
-        """Read samples of a chunk in this thread."""
+    def _read_now(self, chunk: Chunk) -> None:
+        """Read the samples of a chunk that are ``UNREAD``, in this thread."""
+        positions = chunk.unread()
+        if not positions:
+            return
         assert self._blocking_reader is not None
         indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
         encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
@@ -266,10 +266,6 @@ class BlockingReader:
 
     Threads take turns. Reading a file takes the GIL several times, for a microsecond each: threads that read at the
     same time pass it back and forth, which costs more than the reads.
-
-    Args:
-        read_now: Method of the source.
-        policy: Retries.
     """
 
     def __init__(self, read_now: Callable[[Sequence[int]], Sequence[Any]], policy: FailurePolicy) -> None:
