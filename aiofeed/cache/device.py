@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import ItemLayout, Layout, Parts
-from aiofeed.cache.resident import WAY_OUT, ResidentStore
-from aiofeed.core.errors import CacheError, DeviceCopyError
+from aiofeed.cache.resident import ResidentStore
+from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
 from aiofeed.runtime.tensors import as_tensor, integer_dtype
@@ -82,16 +82,8 @@ class DeviceStore(ResidentStore):
     def _check_target_memory(self, target: ItemLayout) -> None:
         # Targets are copied to the device once all samples are cached. The check runs with the first target, before
         # any batch is on the device.
-        layout, each = self.layout, target.nbytes
-        assert layout is not None
-        free, where = self._free_memory()
-        batches = 2 * self._samples_of_batch() * (layout.nbytes + each)
-        if free is not None and self.samples * each + batches > free:
-            raise CacheError(
-                f'cache="device" does not fit {where}, which has {format_bytes(free)} free beside its samples: '
-                f"{self.samples:,} targets of {format_bytes(each)} each ({target}) take "
-                f"{format_bytes(self.samples * each)}, and two batches {format_bytes(batches)} beside them; {WAY_OUT}"
-            )
+        assert self.layout is not None
+        self._check_memory(target, *self._free_memory(), what="targets", cached=self.layout.nbytes)
 
     def put(self, index: int, parts: Parts) -> None:
         """Do nothing: a sample is cached when its batch is on the device."""

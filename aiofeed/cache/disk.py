@@ -148,11 +148,7 @@ class DiskStore(SampleStore):
                 self.layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
 
     def set_layout(self, layout: Layout) -> bool:
-        """Set the layout of all samples; False if they have another one already.
-
-        Raises:
-            CacheError: There is no room, or the file has items of another layout.
-        """
+        """As ``SampleStore.set_layout``; raises ``CacheError`` also if the file has items of another layout."""
         return super().set_layout(serialized(layout) if isinstance(layout, ItemLayout) else layout)
 
     def _allocate(self, layout: Layout) -> None:
@@ -272,11 +268,7 @@ class DiskStore(SampleStore):
                 log.warning("the cache %s is not written to any more: %s", file.path, str(error))
 
     def claim(self, index: int) -> bool:
-        """Whether the calling thread may make an item now; False if another thread or process is making it.
-
-        Raises:
-            CacheError: The file can neither be opened nor created.
-        """
+        """Whether the calling thread may make an item now; False if another thread or process is making it."""
         from aiofeed.cache.disk_format import open_file
 
         with self._lock:
@@ -313,11 +305,7 @@ class DiskStore(SampleStore):
         return int(cached[0]) if len(cached) else None
 
     def compare(self, index: int, key: str, found: Parts | NotCacheableError) -> None:
-        """Warn if the source gives another sample than the file has.
-
-        Raises:
-            CacheError: The sample has another layout.
-        """
+        """Warn if the source gives another sample than the file has."""
         if isinstance(found, NotCacheableError):
             raise self._other_content([f"layout of a sample: {self.layout} in the file; here {found}"]) from None
         if any(new.tobytes() != old.tobytes() for new, old in zip(found, self.parts(index), strict=True)):

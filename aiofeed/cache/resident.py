@@ -82,21 +82,27 @@ class ResidentStore(SampleStore):
         """A tensor for each part of the layout, [samples, ...], on the device if there is one; not a copy."""
         raise NotImplementedError
 
-    def _check_memory(self, layout: Layout, free: int | None, where: str) -> None:
-        """Raise ``CacheError`` unless all samples and two batches fit into the free memory, if that is known."""
-        if free is not None and (self.samples + 2 * self._samples_of_batch()) * layout.nbytes > free:
-            raise self._no_memory(layout, free, where)
+    def _check_memory(
+        self, layout: Layout, free: int | None, where: str, *, what: str = "samples", cached: int = 0
+    ) -> None:
+        """Raise ``CacheError`` unless all samples, or targets, and two batches fit into the free memory, if known.
 
-    def _samples_of_batch(self) -> int:
-        return min(self._batch_size, self.samples)
+        ``cached``: bytes of each sample that are allocated already; a batch has them, too.
+        """
+        if free is not None and self.samples * layout.nbytes + self._two_batches(layout.nbytes + cached) > free:
+            raise self._no_memory(layout, free, where, what=what, cached=cached)
 
-    def _no_memory(self, layout: Layout, free: int | None, where: str) -> CacheError:
+    def _two_batches(self, sample_bytes: int) -> int:
+        return 2 * min(self._batch_size, self.samples) * sample_bytes
+
+    def _no_memory(
+        self, layout: Layout, free: int | None, where: str, *, what: str = "samples", cached: int = 0
+    ) -> CacheError:
         found = "" if free is None else f", which has {format_bytes(free)} free"
         return CacheError(
-            f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {format_bytes(layout.nbytes)} '
+            f'cache="device" does not fit {where}{found}: {self.samples:,} {what} of {format_bytes(layout.nbytes)} '
             f"each ({layout}) take {format_bytes(self.samples * layout.nbytes)}, and two batches "
-            f"{format_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
-            f"{WAY_OUT}"
+            f"{format_bytes(self._two_batches(layout.nbytes + cached))} beside them; {WAY_OUT}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from aiofeed.core.statistics import EpochStats
 from aiofeed.sampling.epochs import EpochStart
 from aiofeed.sampling.sampler import SamplerAdapter
-from aiofeed.sampling.schedule import Position, Schedule, Shuffle
+from aiofeed.sampling.schedule import Position, Schedule
 
 log = logging.getLogger("aiofeed.sampling")
 
@@ -24,7 +24,8 @@ class FeedOrder:
     """The order of a feeder. Finds rank and world size when they are first needed.
 
     Args:
-        length, batch_size, shuffle, seed, drop_last, pad, sampler, shard: See ``Feeder``.
+        base: The order without sampler and shard.
+        sampler, shard: See ``Feeder``.
 
     Raises:
         TypeError: The sampler or the shard has the wrong type.
@@ -32,23 +33,12 @@ class FeedOrder:
     """
 
     def __init__(
-        self,
-        *,
-        length: int,
-        batch_size: int,
-        shuffle: Shuffle,
-        seed: int,
-        drop_last: bool,
-        pad: bool,
-        sampler: Iterable[int] | None,
-        shard: tuple[int, int] | Literal["auto"] | None,
+        self, base: Schedule, sampler: Iterable[int] | None, shard: tuple[int, int] | Literal["auto"] | None
     ) -> None:
-        if sampler is not None and shuffle:
-            raise ValueError(f"sampler= decides the order, so shuffle={shuffle!r} has no effect; leave it out")
-        self._base = Schedule(
-            length=length, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, pad=pad
-        )
-        self._sampler = None if sampler is None else SamplerAdapter(sampler, length)
+        if sampler is not None and base.shuffle:
+            raise ValueError(f"sampler= decides the order, so shuffle={base.shuffle!r} has no effect; leave it out")
+        self._base = base
+        self._sampler = None if sampler is None else SamplerAdapter(sampler, base.length)
         self._shard: tuple[int, int] | None = None
         if sampler is not None or shard is None:
             self._shard = (0, 1)
