@@ -114,14 +114,7 @@ class DeviceStore(ResidentStore):
 
 
 class BatchSamples:
-    """The samples of one batch, and which of them a store has. Shared by the columns of the batch.
-
-    Args:
-        indices: int64 [N], the samples.
-        cached: bool [N], which of them were cached when they were requested.
-        store: The store.
-        pinned: Whether ``indices`` is page-locked.
-    """
+    """The samples of one batch, and which of them were cached when they were requested; shared by its columns."""
 
     def __init__(
         self, indices: NDArray[np.int64], cached: NDArray[np.bool_], store: DeviceStore, *, pinned: bool
@@ -152,13 +145,10 @@ class BatchSamples:
 class CachedRows(DeferredTensor):
     """A column of a batch. On the device it gets the cached samples' rows, and the store gets the new samples' rows.
 
-    Args:
-        rows: The batch in host memory; rows of cached samples are undefined.
-        samples: The samples of the batch.
-        column: Index of the store's column.
+    Before that, the rows of cached samples are undefined.
     """
 
-    def __init__(self, rows: HostTensor, samples: BatchSamples, column: int = 0) -> None:
+    def __init__(self, rows: HostTensor, samples: BatchSamples, column: int) -> None:
         self._rows = rows
         self._samples = samples
         self._column = column

@@ -43,10 +43,6 @@ class Failure:
 class FailureCounter:
     """Counts the failed samples of one epoch, each once. Used on the engine's loop only.
 
-    Args:
-        policy: The maximum number of failures.
-        length: The number of samples of the source.
-
     Attributes:
         known: The samples that are known to fail, by index, counted or not; they replace no other sample.
     """
@@ -86,11 +82,7 @@ class FailureCounter:
 
 
 class FailureLog:
-    """The failures of the batches that were handed out; logs each key once.
-
-    Args:
-        policy: What is done with failed samples; named in the log.
-    """
+    """The failures of the batches that were handed out; logs each key once."""
 
     def __init__(self, policy: FailurePolicy) -> None:
         self._policy = policy

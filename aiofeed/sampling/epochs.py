@@ -40,12 +40,8 @@ class EpochStream:
     """The steps of an engine: one epoch, and the following ones that were permitted or taken over in time.
 
     The engine's thread iterates. The consumer's thread permits epochs to be planned ahead, and takes over the next
-    epoch when its ``iter()`` is called. When an epoch has been planned, a decision under a lock says whether another
-    one follows: an epoch taken over before it is planned, and an epoch taken over later needs a new stream.
-
-    Args:
-        schedule: The order of samples.
-        first: The first epoch.
+    epoch when its ``iter()`` is called. When an epoch has been planned, ``after`` decides under a lock whether another
+    one follows. If none does, an epoch that is taken over later needs a new stream.
     """
 
     def __init__(self, schedule: Schedule, first: EpochStart) -> None:

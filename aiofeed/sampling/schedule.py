@@ -159,12 +159,7 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class PermutedOrder:
-    """The order of one epoch; positions from ``length`` on start again at 0.
-
-    Args:
-        length: The number of samples of the epoch.
-        permutation: Maps positions to indices.
-    """
+    """The order of one epoch; positions from ``length`` on start again at 0."""
 
     length: int
     permutation: Permutation

@@ -90,18 +90,10 @@ class SavedState:
         Raises:
             StateError: It cannot; the message lists all differences.
         """
-        differences = [
-            f"{name}: {saved!r} in the state, {own!r} here"
-            for name, saved, own in (
-                ("seed", self.schedule.seed, mine.schedule.seed),
-                ("shuffle", self.schedule.shuffle, mine.schedule.shuffle),
-                ("drop_last", self.schedule.drop_last, mine.schedule.drop_last),
-                ("pad", self.schedule.pad, mine.schedule.pad),
-                ("length", self.schedule.length, mine.schedule.length),
-                ("fingerprint of the source", self.fingerprint, mine.fingerprint),
-            )
-            if saved != own
-        ]
+        fixed = ("seed", "shuffle", "drop_last", "pad", "length")
+        values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
+        values.append(("fingerprint of the source", self.fingerprint, mine.fingerprint))
+        differences = [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
         if bool(self.sampler) != bool(mine.sampler):
             names = ("one", "none") if self.sampler else ("none", "one")
             differences.append("sampler: {} in the state, {} here".format(*names))

@@ -58,12 +58,7 @@ Encoded: TypeAlias = tuple[Parts, Layout]
 
 
 class CachedFetcher(Fetcher):
-    """Fetches each sample once from another fetcher, and afterwards from a store.
-
-    Args:
-        inner: Fetches samples that are not cached.
-        codec: Converts between the inner fetcher's values, cached arrays and samples.
-        store: Store of the cached arrays.
+    """Fetches each sample once from the inner fetcher, and afterwards from a store.
 
     Raises:
         CacheError: The store cannot be used.

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 ItemT = TypeVar("ItemT")
 
-MISSING = object()
-"""Placeholder for a sample that has not arrived."""
-
 Positions: TypeAlias = Sequence[int] | None
 """Positions of the samples that make up the batch, in order; ``None``: all."""
 
@@ -72,7 +69,6 @@ class DefaultCollateBuilder(BatchBuilder):
         self._samples = samples
         self._lease = lease
         self._root: _Node | None = None
-        self._first = 0
         self._lock = threading.Lock()
 
     def put(self, position: int, sample: Any) -> None:
@@ -82,7 +78,6 @@ class DefaultCollateBuilder(BatchBuilder):
             with self._lock:
                 if self._root is None:
                     self._root = _node(sample, self._samples, self._lease)
-                    self._first = position
                 root = self._root
         root.put(position, sample)
 
@@ -158,7 +153,7 @@ class _ListNode:
 
     def __init__(self, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any]) -> None:
         self._texts = texts
-        self._values: list[Any] = [MISSING] * samples
+        self._values: list[Any] = [None] * samples
         self._lease = lease
         self.nbytes = 0
 
@@ -295,7 +290,7 @@ class CollateBatchBuilder(BatchBuilder):
     nbytes = 0
 
     def __init__(self, samples: int, collate_fn: Collate, lease: BufferLease | None) -> None:
-        self._samples: list[Any] = [MISSING] * samples
+        self._samples: list[Any] = [None] * samples
         self._collate_fn = collate_fn
         self._lease = lease
 

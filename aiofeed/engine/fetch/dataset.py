@@ -21,12 +21,7 @@ from aiofeed.sources.dataset_slots import DatasetSlot
 
 
 class DatasetFetcher(Fetcher):
-    """Fetches samples from a map-style ``Dataset``.
-
-    Args:
-        source: The dataset.
-        policy: Retries, time limits, and whether the first failure ends a chunk.
-    """
+    """Fetches samples from a map-style ``Dataset``."""
 
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None) -> None:
         super().__init__(policy or FailurePolicy())

@@ -134,14 +134,20 @@ class SourceFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Decode a chunk into the batch."""
-        self._read_now(chunk)
-        clock = time.perf_counter(), time.thread_time()
-        self._run(chunk, self._decode_all(chunk) or self._decode_one(chunk), clock)
+        self.decode_with(chunk, None)
 
-    def decode_with(self, chunk: Chunk, place: Place) -> None:
-        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``."""
+    def decode_with(self, chunk: Chunk, place: Place | None) -> None:
+        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``.
+
+        ``None``: decode them into the batch.
+        """
         self._read_now(chunk)
-        self._run(chunk, place, (time.perf_counter(), time.thread_time()))
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        reached = chunk.decode_each(place or self._decode_all(chunk) or self._decode_one(chunk))
+        seconds = time.perf_counter() - started
+        chunk.outcome.decode_s += seconds
+        if reached:
+            self._sizer.observe(seconds, reached, time.thread_time() - cpu_started)
 
     def _read_now(self, chunk: Chunk) -> None:
         """Read the samples of a chunk that are ``UNREAD``, in this thread."""
@@ -153,13 +159,6 @@ class SourceFetcher(Fetcher):
         encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
         for position, value in zip(positions, encoded, strict=True):
             chunk.values[position - first] = value
-
-    def _run(self, chunk: Chunk, place: Place, clock: tuple[float, float]) -> None:
-        reached = chunk.decode_each(place)
-        seconds = time.perf_counter() - clock[0]
-        chunk.outcome.decode_s += seconds
-        if reached:
-            self._sizer.observe(seconds, reached, time.thread_time() - clock[1])
 
     def _decode_all(self, chunk: Chunk) -> Place | None:
         """Decode a chunk into its rows in one call, and return what handles each sample's error and target.
