@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import Layout, Parts
-from aiofeed.core.types import HostTensor, Row, RowDecoder
+from aiofeed.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng
 from aiofeed.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -152,24 +152,19 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-def decoder_codec(decoder: Any, *, rows: bool, random: bool) -> SampleCodec:
-    """The codec of a decoder.
-
-    Args:
-        decoder: The user's decoder.
-        rows: Whether it fills rows.
-        random: Whether it takes random numbers.
+def decoder_codec(decoder: Any) -> SampleCodec:
+    """The codec of a user's decoder.
 
     Raises:
         TypeError: It is random and lacks separate methods for decoding and augmentation.
     """
-    if rows:
+    if decodes_in_place(decoder):
         row_decoder: RowDecoder = decoder
         if not row_decoder.takes_seed or hasattr(decoder, "augment_into"):
             return RowCodec(decoder)
     elif callable(getattr(decoder, "decode_cached", None)) and callable(getattr(decoder, "augment", None)):
         return ValueCodec(decoder.decode_cached, decoder.augment)
-    elif not random:
+    elif not takes_rng(decoder):
         return ValueCodec(decoder)
     raise TypeError(
         f"cache= with decode={decoder!r}: the decoder is random, so every epoch would show the same cached samples. "

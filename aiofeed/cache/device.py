@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import ItemLayout, Layout, Parts
-from aiofeed.cache.resident import WAY_OUT, ResidentStore
-from aiofeed.core.errors import CacheError, DeviceCopyError
+from aiofeed.cache.resident import ResidentStore
+from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
-from aiofeed.runtime.tensors import integer_dtype
+from aiofeed.runtime.tensors import as_tensor, integer_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeviceStore(ResidentStore):
-    """Samples on a device. Each arrives there with its batch and is copied out of the batch on the side stream.
-
-    Args:
-        samples, batch_size: As for ``ResidentStore``.
-    """
+    """Samples on a device. Each arrives there with its batch and is copied out of the batch on the side stream."""
 
     on_device = True
 
@@ -86,16 +82,8 @@ class DeviceStore(ResidentStore):
     def _check_target_memory(self, target: ItemLayout) -> None:
         # Targets are copied to the device once all samples are cached. The check runs with the first target, before
         # any batch is on the device.
-        layout, each = self.layout, target.nbytes
-        assert layout is not None
-        free, where = self._free_memory()
-        batches = 2 * self._samples_of_batch() * (layout.nbytes + each)
-        if free is not None and self.samples * each + batches > free:
-            raise CacheError(
-                f'cache="device" does not fit {where}, which has {format_bytes(free)} free beside its samples: '
-                f"{self.samples:,} targets of {format_bytes(each)} each ({target}) take "
-                f"{format_bytes(self.samples * each)}, and two batches {format_bytes(batches)} beside them; {WAY_OUT}"
-            )
+        assert self.layout is not None
+        self._check_memory(target, *self._free_memory(), what="targets", cached=self.layout.nbytes)
 
     def put(self, index: int, parts: Parts) -> None:
         """Do nothing: a sample is cached when its batch is on the device."""
@@ -110,10 +98,6 @@ class DeviceStore(ResidentStore):
         samples = BatchSamples(indices, cached, self, pinned=pinned)
         return [CachedRows(rows, samples, column) for column, rows in enumerate(columns)]
 
-    def gather(self, indices: torch.Tensor, column: int) -> torch.Tensor:
-        """A copy of a column's rows at indices on the device; on the current stream."""
-        return self.memory[column].index_select(0, indices)
-
     def scatter(self, at: torch.Tensor, rows: torch.Tensor, indices: NDArray[np.int64], column: int) -> None:
         """Copy rows of a batch into a column; on the current stream.
 
@@ -121,7 +105,7 @@ class DeviceStore(ResidentStore):
         """
         self.memory[column].index_copy_(0, at, rows)
         if column == len(self.memory) - 1:
-            self._slots[indices] = indices
+            self.slots[indices] = indices
 
     def data(self) -> list[torch.Tensor]:
         """A tensor for each part of the layout, on the device; use them on the side stream."""
@@ -130,14 +114,7 @@ class DeviceStore(ResidentStore):
 
 
 class BatchSamples:
-    """The samples of one batch, and which of them a store has. Shared by the columns of the batch.
-
-    Args:
-        indices: int64 [N], the samples.
-        cached: bool [N], which of them were cached when they were requested.
-        store: The store.
-        pinned: Whether ``indices`` is page-locked.
-    """
+    """The samples of one batch, and which of them were cached when they were requested; shared by its columns."""
 
     def __init__(
         self, indices: NDArray[np.int64], cached: NDArray[np.bool_], store: DeviceStore, *, pinned: bool
@@ -168,13 +145,10 @@ class BatchSamples:
 class CachedRows(DeferredTensor):
     """A column of a batch. On the device it gets the cached samples' rows, and the store gets the new samples' rows.
 
-    Args:
-        rows: The batch in host memory; rows of cached samples are undefined.
-        samples: The samples of the batch.
-        column: Index of the store's column.
+    Before that, the rows of cached samples are undefined.
     """
 
-    def __init__(self, rows: HostTensor, samples: BatchSamples, column: int = 0) -> None:
+    def __init__(self, rows: HostTensor, samples: BatchSamples, column: int) -> None:
         self._rows = rows
         self._samples = samples
         self._column = column
@@ -188,14 +162,14 @@ class CachedRows(DeferredTensor):
         assert store.layout is not None
         with torch.no_grad():
             if len(samples.cached) == len(samples.indices):
-                rows = store.gather(samples.on_device("indices", samples.indices, copy), column)
+                rows = store.memory[column].index_select(0, samples.on_device("indices", samples.indices, copy))
             else:
                 memory = self._rows.memory
                 rows = copy(HostTensor(memory.view(integer_dtype(memory.dtype)), pinned=self._rows.pinned))
                 self._store_new(rows, copy)
                 if len(cached := samples.cached):
                     indices = samples.on_device("cached indices", samples.indices[cached], copy)
-                    found = store.gather(indices, column)
+                    found = store.memory[column].index_select(0, indices)
                     rows.index_copy_(0, samples.on_device("cached", cached, copy), found)
             rows = rows.view(torch_dtype(store.layout.parts[column]))
         axes = self._rows.axes
@@ -214,9 +188,4 @@ class CachedRows(DeferredTensor):
 
 def torch_dtype(layout: Layout) -> torch.dtype:
     """The torch dtype of a layout's elements."""
-    import torch
-
-    if layout.torch_dtype is not None:
-        found: torch.dtype = getattr(torch, layout.torch_dtype)
-        return found
-    return torch.from_numpy(np.empty(0, layout.dtype)).dtype
+    return as_tensor(HostTensor(np.empty(0, layout.dtype), torch_dtype=layout.torch_dtype)).dtype

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.decoder_codec import NotCacheableError
-from aiofeed.cache.host import check_max_bytes
 from aiofeed.cache.item_codec import deserialized, serialized
 from aiofeed.cache.layout import ItemLayout, Layout, Parts, pack
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +62,8 @@ class DiskCache:
         if not isinstance(self.path, str | os.PathLike):
             raise TypeError(f"DiskCache takes the path of a file, got {self.path!r}")
         object.__setattr__(self, "path", os.fspath(self.path))
-        check_max_bytes("DiskCache", self.max_bytes)
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", check_positive_int("DiskCache(max_bytes=...)", self.max_bytes))
         try:
             import fcntl  # noqa: F401 - to find out whether it exists
         except ImportError:
@@ -147,11 +148,7 @@ class DiskStore(SampleStore):
                 self.layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
 
     def set_layout(self, layout: Layout) -> bool:
-        """Set the layout of all samples; False if they have another one already.
-
-        Raises:
-            CacheError: There is no room, or the file has items of another layout.
-        """
+        """As ``SampleStore.set_layout``; raises ``CacheError`` also if the file has items of another layout."""
         return super().set_layout(serialized(layout) if isinstance(layout, ItemLayout) else layout)
 
     def _allocate(self, layout: Layout) -> None:
@@ -208,7 +205,7 @@ class DiskStore(SampleStore):
         if self._file is None:
             return indices[:0]
         rows = self._table["row"][indices]
-        found: NDArray[np.int64] = indices[(rows != 0) & (self._slots[indices] < 0)]
+        found: NDArray[np.int64] = indices[(rows != 0) & (self.slots[indices] < 0)]
         if self._damaged and len(found):
             found = np.array([index for index in found.tolist() if index not in self._damaged], np.int64)
         return found
@@ -226,14 +223,14 @@ class DiskStore(SampleStore):
     def _verify(self, index: int) -> None:
         row = _valid_row(index, self._table[index], self._arena)
         if row is not None:
-            self._slots[index] = row
+            self.slots[index] = row
             return
         assert self._file is not None
         # The row may be in the middle of a write: verify it again while nobody writes.
         with self._lock, self._file.locked():
             row = _valid_row(index, self._table[index], self._arena)
             if row is not None:
-                self._slots[index] = row
+                self.slots[index] = row
                 return
             self._damaged.add(index)
             if not self._damage_logged:
@@ -245,7 +242,7 @@ class DiskStore(SampleStore):
     def put(self, index: int, parts: Parts) -> None:
         """Write a sample, unless it is written already or there is no room."""
         file = self._file
-        if file is None or not self._writable or self._slots[index] >= 0:
+        if file is None or not self._writable or self.slots[index] >= 0:
             return
         row = pack(parts)
         crc = _checksum(index, row)
@@ -263,8 +260,7 @@ class DiskStore(SampleStore):
                     place = new_row
                 file.write(index, place, row, crc)
                 self._damaged.discard(index)
-            file.populate(place)
-            self._slots[index] = place
+            self.slots[index] = place
         except OSError as error:
             with self._lock:
                 was_writable, self._writable = self._writable, False
@@ -272,11 +268,7 @@ class DiskStore(SampleStore):
                 log.warning("the cache %s is not written to any more: %s", file.path, str(error))
 
     def claim(self, index: int) -> bool:
-        """Whether the calling thread may make an item now; False if another thread or process is making it.
-
-        Raises:
-            CacheError: The file can neither be opened nor created.
-        """
+        """Whether the calling thread may make an item now; False if another thread or process is making it."""
         from aiofeed.cache.disk_format import open_file
 
         with self._lock:
@@ -313,11 +305,7 @@ class DiskStore(SampleStore):
         return int(cached[0]) if len(cached) else None
 
     def compare(self, index: int, key: str, found: Parts | NotCacheableError) -> None:
-        """Warn if the source gives another sample than the file has.
-
-        Raises:
-            CacheError: The sample has another layout.
-        """
+        """Warn if the source gives another sample than the file has."""
         if isinstance(found, NotCacheableError):
             raise self._other_content([f"layout of a sample: {self.layout} in the file; here {found}"]) from None
         if any(new.tobytes() != old.tobytes() for new, old in zip(found, self.parts(index), strict=True)):

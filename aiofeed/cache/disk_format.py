@@ -46,7 +46,6 @@ _DESCRIPTION_AT = 40
 _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
 _PAGE = 4096
-_POPULATE_READ = 22
 # Locks that belong to an open file, not to a process. On systems other than Linux they conflict with the flock.
 _LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
 _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
@@ -221,19 +220,10 @@ class CacheFile:
 
     def open_rows(self) -> tuple[NDArray[np.void], NDArray[np.uint8]]:
         """The table and the rows as read-only views of shared memory, which show what other processes write."""
-        self._memory = memory = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_READ)
         table = np.frombuffer(memory, _ENTRY_TYPE, self.samples, self._table_at)
         rows = np.frombuffer(memory, np.uint8, self.capacity * self.layout.nbytes, self._rows_at)
         return table, rows.reshape(self.capacity, self.layout.nbytes)
-
-    def populate(self, row: int) -> None:
-        """Map the pages of a row that was just written, so that reading it causes no page faults."""
-        start = self._rows_at + row * self.layout.nbytes
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            self._memory.madvise(_POPULATE_READ, first, start + self.layout.nbytes - first)
-        except (OSError, ValueError, AttributeError):  # before Linux 5.14: reading is only slower
-            pass
 
     def next_row(self) -> int | None:
         """Number of an unused row, inside ``locked``; ``None`` if all are in use."""

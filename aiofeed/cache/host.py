@@ -13,6 +13,7 @@ from aiofeed.cache.layout import Layout, Parts, pack
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
 
 log = logging.getLogger("aiofeed.cache")
 
@@ -34,26 +35,14 @@ class HostCache:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        check_max_bytes("HostCache", self.max_bytes)
-
-
-def check_max_bytes(kind: str, value: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a valid limit."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{kind}(max_bytes=...) must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{kind}(max_bytes=...) must be at least 1, got {value}")
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", check_positive_int("HostCache(max_bytes=...)", self.max_bytes))
 
 
 class HostStore(SampleStore):
     """Samples in one block of memory, in the order in which they were decoded.
 
-    Args:
-        samples: Length of the source.
-        cache: The user's settings.
-        free_memory: Returns the bytes of free memory.
+    ``free_memory`` returns the bytes of free memory.
     """
 
     def __init__(self, samples: int, cache: HostCache, free_memory: Callable[[], int]) -> None:
@@ -87,13 +76,13 @@ class HostStore(SampleStore):
     def put(self, index: int, parts: Parts) -> None:
         """Cache a copy of a sample, unless it is cached already or there is no room."""
         with self._lock:
-            if self._slots[index] != EMPTY or self._used == len(self._arena):
+            if self.slots[index] != EMPTY or self._used == len(self._arena):
                 return
             slot = self._used
             self._used += 1
-            self._slots[index] = WRITING
+            self.slots[index] = WRITING
         self._arena[slot] = pack(parts)
-        self._slots[index] = slot
+        self.slots[index] = slot
 
 
 def local_ranks() -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec
+from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, decoder_codec
 from aiofeed.cache.layout import ItemLayout, Layout, Parts
 from aiofeed.core.pytree import is_namedtuple, loaded_class, map_leaves
 from aiofeed.core.types import HostTensor
@@ -98,6 +98,15 @@ class ItemPart:
         if not self.layout.tensor:
             return copied
         return as_tensor(HostTensor(copied, torch_dtype=self.layout.torch_dtype))
+
+
+def new_codec(decode: Callable[..., Any] | None) -> SampleCodec:
+    """The codec of a decoder's output; without a decoder the codec of a ``Dataset``'s items.
+
+    Raises:
+        TypeError: The decoder is random and lacks separate methods for decoding and augmentation.
+    """
+    return ItemCodec() if decode is None else decoder_codec(decode)
 
 
 def item_layout(item: Any) -> ItemLayout:

@@ -14,6 +14,8 @@ from aiofeed.cache.layout import ItemLayout, Layout, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
+from aiofeed.core.types import HostTensor
+from aiofeed.runtime.tensors import as_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +25,7 @@ WAY_OUT = 'cache="host" caches as many as fit into host memory, and DiskCache(pa
 
 
 class ResidentStore(SampleStore):
-    """Samples and targets of one process. Row ``i`` is sample ``i``, so that whole epochs can be permuted.
-
-    Args:
-        samples: Length of the source.
-        batch_size: Samples per batch.
-    """
+    """Samples and targets of one process. Row ``i`` is sample ``i``, so that whole epochs can be permuted."""
 
     needs_layout = True
 
@@ -49,19 +46,14 @@ class ResidentStore(SampleStore):
         return self.samples
 
     @property
-    def slots(self) -> NDArray[np.int64]:
-        """For each sample a number that is negative unless the sample is cached."""
-        return self._slots
-
-    @property
     def cached_samples(self) -> int:
         """How many samples are cached."""
-        return int(np.count_nonzero(self._slots >= 0))
+        return int(np.count_nonzero(self.slots >= 0))
 
     def has_all(self, indices: NDArray[np.int64] | None = None) -> bool:
         """Whether these samples are cached; without ``indices`` whether all are."""
         return self.layout is not None and bool(
-            (self._slots if indices is None else self._slots[indices]).min(initial=0) >= 0
+            (self.slots if indices is None else self.slots[indices]).min(initial=0) >= 0
         )
 
     def put_target(self, index: int, target: Any) -> None:
@@ -90,31 +82,32 @@ class ResidentStore(SampleStore):
         """A tensor for each part of the layout, [samples, ...], on the device if there is one; not a copy."""
         raise NotImplementedError
 
-    def _check_memory(self, layout: Layout, free: int | None, where: str) -> None:
-        """Raise ``CacheError`` unless all samples and two batches fit into the free memory, if that is known."""
-        if free is not None and (self.samples + 2 * self._samples_of_batch()) * layout.nbytes > free:
-            raise self._no_memory(layout, free, where)
+    def _check_memory(
+        self, layout: Layout, free: int | None, where: str, *, what: str = "samples", cached: int = 0
+    ) -> None:
+        """Raise ``CacheError`` unless all samples, or targets, and two batches fit into the free memory, if known.
 
-    def _samples_of_batch(self) -> int:
-        return min(self._batch_size, self.samples)
+        ``cached``: bytes of each sample that are allocated already; a batch has them, too.
+        """
+        if free is not None and self.samples * layout.nbytes + self._two_batches(layout.nbytes + cached) > free:
+            raise self._no_memory(layout, free, where, what=what, cached=cached)
 
-    def _no_memory(self, layout: Layout, free: int | None, where: str) -> CacheError:
+    def _two_batches(self, sample_bytes: int) -> int:
+        return 2 * min(self._batch_size, self.samples) * sample_bytes
+
+    def _no_memory(
+        self, layout: Layout, free: int | None, where: str, *, what: str = "samples", cached: int = 0
+    ) -> CacheError:
         found = "" if free is None else f", which has {format_bytes(free)} free"
         return CacheError(
-            f'cache="device" does not fit {where}{found}: {self.samples:,} samples of {format_bytes(layout.nbytes)} '
+            f'cache="device" does not fit {where}{found}: {self.samples:,} {what} of {format_bytes(layout.nbytes)} '
             f"each ({layout}) take {format_bytes(self.samples * layout.nbytes)}, and two batches "
-            f"{format_bytes(2 * self._samples_of_batch() * layout.nbytes)} beside them; "
-            f"{WAY_OUT}"
+            f"{format_bytes(self._two_batches(layout.nbytes + cached))} beside them; {WAY_OUT}"
         )
 
 
 class HostRows(ResidentStore):
-    """Samples in host memory.
-
-    Args:
-        samples, batch_size: As for ``ResidentStore``.
-        free_memory: Returns the bytes of free memory.
-    """
+    """Samples in host memory. ``free_memory`` returns the bytes of free memory."""
 
     def __init__(self, samples: int, batch_size: int, free_memory: Callable[[], int]) -> None:
         self._free_memory = free_memory
@@ -138,12 +131,12 @@ class HostRows(ResidentStore):
     def put(self, index: int, parts: Parts) -> None:
         """Cache a copy of a sample, unless it is cached already."""
         with self._lock:
-            if self._slots[index] != EMPTY:
+            if self.slots[index] != EMPTY:
                 return
-            self._slots[index] = WRITING
+            self.slots[index] = WRITING
         for column, part in zip(self._columns, parts, strict=True):
             column[index] = as_bytes(part)
-        self._slots[index] = index
+        self.slots[index] = index
 
     def parts(self, index: int) -> Parts:
         """The arrays of a cached sample; read-only views."""
@@ -155,11 +148,9 @@ class HostRows(ResidentStore):
 
     def data(self) -> list[torch.Tensor]:
         """A tensor for each part of the layout; views."""
-        import torch
-
         assert self.layout is not None
-        found = []
-        for part, rows in zip(self.layout.parts, self._columns, strict=True):
-            typed = torch.from_numpy(rows.view(part.dtype).reshape(self.samples, *part.shape))
-            found.append(typed if part.torch_dtype is None else typed.view(getattr(torch, part.torch_dtype)))
-        return found
+        columns = zip(self.layout.parts, self._columns, strict=True)
+        return [
+            as_tensor(HostTensor(rows.view(part.dtype).reshape(len(self), *part.shape), torch_dtype=part.torch_dtype))
+            for part, rows in columns
+        ]

@@ -49,7 +49,8 @@ class SampleStore(ABC):
         """Begin without samples. Everything set here belongs to this process."""
         self.layout: Layout | None = None
         self._arena: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        self._slots: NDArray[np.int64] = np.full(self.samples, EMPTY, np.int64)
+        # For each sample the number of its row, ``EMPTY`` or ``WRITING``.
+        self.slots: NDArray[np.int64] = np.full(self.samples, EMPTY, np.int64)
         self._reset_lock()
 
     def _reset_lock(self) -> None:
@@ -104,7 +105,7 @@ class SampleStore(ABC):
 
     def has(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which samples are cached and verified. Never blocks."""
-        return self._slots[indices] >= 0
+        return self.slots[indices] >= 0
 
     def unverified(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples that another process or run has cached and that ``find`` has not verified. Never blocks."""
@@ -121,12 +122,12 @@ class SampleStore(ABC):
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Copy cached samples into ``out``, C-contiguous [N, bytes of a sample]."""
         # Any other mode would gather into a buffer first.
-        np.take(self._arena, self._slots[indices], axis=0, out=out, mode="clip")
+        np.take(self._arena, self.slots[indices], axis=0, out=out, mode="clip")
 
     def parts(self, index: int) -> Parts:
         """The arrays of a cached sample; read-only views."""
         assert self.layout is not None
-        row: NDArray[np.uint8] = self._arena[self._slots[index]]
+        row: NDArray[np.uint8] = self._arena[self.slots[index]]
         row.flags.writeable = False
         return self.layout.split(row)
 

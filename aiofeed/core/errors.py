@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiofeed.core.types import public
@@ -31,11 +32,7 @@ class SampleError(FeedError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with key, index and stage."""
-        return _rebuild_sample_error, (type(self), str(self), self.key, self.index, self.stage)
-
-
-def _rebuild_sample_error(kind: type[SampleError], message: str, key: str, index: int, stage: str) -> SampleError:
-    return kind(message, key=key, index=index, stage=stage)
+        return partial(type(self), key=self.key, index=self.index, stage=self.stage), (str(self),)
 
 
 @public

@@ -19,8 +19,6 @@ log = logging.getLogger("aiofeed.core")
 KEPT_MOST = 10_000
 LOGGED_MOST = 100
 
-_PREFIXES = {"raise": "", "skip": "skipped: ", "replace": "replaced: "}
-
 
 @public
 @dataclass(frozen=True)
@@ -44,10 +42,6 @@ class Failure:
 
 class FailureCounter:
     """Counts the failed samples of one epoch, each once. Used on the engine's loop only.
-
-    Args:
-        policy: The maximum number of failures.
-        length: The number of samples of the source.
 
     Attributes:
         known: The samples that are known to fail, by index, counted or not; they replace no other sample.
@@ -88,14 +82,11 @@ class FailureCounter:
 
 
 class FailureLog:
-    """The failures of the batches that were handed out; logs each key once.
-
-    Args:
-        policy: What is done with failed samples; named in the log.
-    """
+    """The failures of the batches that were handed out; logs each key once."""
 
     def __init__(self, policy: FailurePolicy) -> None:
         self._policy = policy
+        self._treatment = "replaced" if policy.action == "replace" else "skipped"
         self._failures: list[Failure] = []
         self._keys: set[str] = set()
         self._logged = 0
@@ -135,7 +126,7 @@ class FailureLog:
         self._keys.add(error.key)
         self._logged += 1
         more = "; further failures are only listed in feeder.failures" if self._logged == LOGGED_MOST else ""
-        log.warning("%s%s%s", _PREFIXES[self._policy.action], error, more)
+        log.warning("%s: %s%s", self._treatment, error, more)
 
     def summarise(self, epoch: int, counters: EpochStats) -> None:
         """Log the number of failures of an epoch that has ended, if any."""
@@ -147,7 +138,7 @@ class FailureLog:
             epoch,
             len(self._seen),
             stages,
-            "replaced" if self._policy.action == "replace" else "skipped",
+            self._treatment,
             counters.samples,
             self._first,
         )

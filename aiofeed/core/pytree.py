@@ -61,7 +61,11 @@ def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None 
     if isinstance(tree, list):
         return like_list(tree, [map_leaves(function, item, is_leaf) for item in tree])
     if is_dataclass_instance(tree):
-        return _map_dataclass(function, tree, is_leaf)
+        # Sets the fields without __init__ and __post_init__, which ran when the batch was made.
+        clone = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name), is_leaf))
+        return clone
     return function(tree)
 
 
@@ -81,14 +85,6 @@ def like_list(model: list[Any], items: list[Any]) -> Any:
         return items
     clone = copy.copy(model)
     clone[:] = items
-    return clone
-
-
-def _map_dataclass(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
-    # Sets the fields without __init__ and __post_init__, which ran when the batch was made.
-    clone = copy.copy(tree)
-    for field in dataclasses.fields(tree):
-        object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name), is_leaf))
     return clone
 
 

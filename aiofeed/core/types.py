@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-EncodedT = TypeVar("EncodedT")
 EncodedT_co = TypeVar("EncodedT_co", covariant=True)
 EncodedT_contra = TypeVar("EncodedT_contra", contravariant=True)
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -133,6 +133,20 @@ class RowDecoder(Protocol):
     def decode_into(self, data: Any, out: NDArray[Any], seed: int | None = None) -> None:
         """Decode ``data`` into ``out``, an array of ``row.shape`` and ``row.dtype``."""
         ...
+
+
+def takes_rng(decoder: Callable[..., Any]) -> bool:
+    """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
+    try:
+        parameter = inspect.signature(decoder).parameters.get("rng")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+
+
+def decodes_in_place(decoder: object) -> bool:
+    """Whether a decoder writes into rows of the batch's memory."""
+    return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
 
 
 class HostTensor:

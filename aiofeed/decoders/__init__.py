@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiofeed.decoders.image import DecodeImage as DecodeImage
-
-_MODULES = {"DecodeImage": "aiofeed.decoders.image"}
+    from aiofeed.decoders.image import DecodeImage
 
 __all__ = ["DecodeImage"]
 
 
 def __getattr__(name: str) -> object:
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
-    return value
+    from aiofeed.decoders.image import DecodeImage
+
+    return DecodeImage

@@ -90,6 +90,17 @@ def stored_box(box: Box, width: int, height: int, orientation: int) -> Box:
     return left, upper, right, lower
 
 
+def map_box(box: Box, original: tuple[int, int], cached: tuple[int, int]) -> Box:
+    """Convert a box of a picture of ``original`` (width, height) to the same picture resized to ``cached``."""
+    (width, height), (cached_width, cached_height) = original, cached
+    return (
+        box[0] * cached_width / width,
+        box[1] * cached_height / height,
+        min(box[2] * cached_width / width, cached_width),
+        min(box[3] * cached_height / height, cached_height),
+    )
+
+
 def jpeg_factor(box: Box, target_width: int, target_height: int) -> int:
     """The largest of 8, 4, 2, 1 by which libjpeg can shrink ``box`` and keep at least twice the target on both axes.
 

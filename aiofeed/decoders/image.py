@@ -1,8 +1,10 @@
 """``DecodeImage``: decodes the bytes of one image file to uint8 RGB of a fixed size.
 
 Decoding has two steps: ``load_picture`` (deterministic: bytes to an upright RGB picture) and ``render`` (draws the
-``View`` that the sample's seed selects). ``JpegDispatch`` tries faster JPEG backends first. Only ``__call__`` imports
-torch.
+``View`` that the sample's seed selects). The native library or simplejpeg decode plain JPEGs, Pillow decodes everything
+else. Only ``__call__`` imports torch.
+
+The cached form of a random crop's picture has somewhat more pixels than a sample, and the size of the original.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import PIL
+from PIL import Image
 
 from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.core.types import Row, public
-from aiofeed.core.validation import check_positive_int
-from aiofeed.decoders.backends import JpegDispatch
-from aiofeed.decoders.cached_picture import cached_picture_bytes, crop_cached_picture, write_cached_picture
-from aiofeed.decoders.geometry import Box, View, center_box, random_box
-from aiofeed.decoders.pillow import FORMATS, known_formats, render
+from aiofeed.core.validation import check_bool, check_positive_int
+from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
+from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
+from aiofeed.decoders.pillow import FORMATS, known_formats, load_picture, render
+from aiofeed.decoders.simplejpeg import decode_jpeg_into, required_simplejpeg_decoder, simplejpeg_decoder
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 _PILLOW = f"{'Pillow-SIMD' if '.post' in PIL.__version__ else 'Pillow'} {PIL.__version__}"
 _log = logging.getLogger("aiofeed.decoders")
 _log.info("images are decoded by %s", _PILLOW)
+
+_ORIGINAL_SIZE = struct.Struct("<II")  # width and height, after the pixels of a cached picture
 
 
 @public
@@ -101,7 +107,6 @@ class DecodeImage:
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
     cached_row: Row = field(init=False, repr=False, compare=False)
-    _dispatch: JpegDispatch = field(init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         changed = [field for field in fields(self) if field.repr and getattr(self, field.name) != field.default]
@@ -123,18 +128,25 @@ class DecodeImage:
         assign(self, "scale", _parse_range("scale", self.scale, highest=1.0))
         assign(self, "ratio", _parse_range("ratio", self.ratio, highest=math.inf))
         for name in ("flip", "scaled"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         assign(self, "max_pixels", check_positive_int("max_pixels", self.max_pixels))
         assign(self, "formats", _parse_formats(self.formats))
-        assign(self, "_dispatch", JpegDispatch(self.backend, self.scaled, self.max_pixels, self.formats))
+        if self.backend not in ("auto", "native", "pillow", "turbo"):
+            raise ValueError(f'backend must be "auto", "native", "pillow" or "turbo", got {self.backend!r}')
+        if self.backend == "native" and not self.scaled:
+            raise ValueError('backend="native" is not exact, so it needs scaled=True; scaled=False is for exact pixels')
+        if self.backend == "turbo":
+            required_simplejpeg_decoder()
+        elif self.backend == "native":
+            required_native_decoder()
         assign(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         assign(self, "takes_seed", self.crop == "random" or self.flip)
         assign(self, "cached_row", self.row)
         if self.cached_size is not None:
             assign(self, "cached_size", _parse_size("cached_size", self.cached_size))
         if self.crop == "random":
-            assign(self, "cached_row", Row((cached_picture_bytes(*self._cached_shape),), "uint8"))
+            cached_height, cached_width = self._cached_shape
+            assign(self, "cached_row", Row((cached_height * cached_width * 3 + _ORIGINAL_SIZE.size,), "uint8"))
         elif self.cached_size is not None:
             raise ValueError(f'cached_size={self.cached_size!r} needs crop="random"; without it the result is cached')
 
@@ -159,7 +171,7 @@ class DecodeImage:
             seed: 64-bit integer; required if ``takes_seed``, otherwise ignored.
         """
         _check_output(out, self.row)
-        self._dispatch.decode(_as_bytes(data), out, lambda width, height: self.view(width, height, seed))
+        self._decode(_as_bytes(data), out, lambda width, height: self.view(width, height, seed))
 
     def decode_many_into(
         self, data: Sequence[bytes], out: NDArray[np.uint8], seeds: Sequence[int] | None = None
@@ -197,8 +209,55 @@ class DecodeImage:
                 return fixed_view(width, height)
             return self.view(width, height, None if seeds is None else seeds[i])
 
-        self._dispatch.decode_many(files, out, choose_view, errors)
+        remaining: Iterable[int] = range(count)
+        if (native := self._native()) is not None:
+            remaining = native.decode(files, out, choose_view, max_pixels=self.max_pixels)
+        for i in remaining:
+            if errors[i] is None:
+                try:
+                    self._decode_alone(files[i], out[i], functools.partial(choose_view, i))
+                except Exception as error:  # noqa: BLE001 - one file's error must not affect the other files
+                    errors[i] = error
         return errors
+
+    def _native(self) -> NativeDecoder | None:
+        """The native library, or ``None`` if it is not installed or the settings rule it out."""
+        if not self.scaled or self.backend in ("pillow", "turbo") or not self._allows_jpeg():
+            return None
+        # Looked up at each call: a decoder may be pickled on one machine and decode on another.
+        return required_native_decoder() if self.backend == "native" else native_decoder()
+
+    def _allows_jpeg(self) -> bool:
+        return "JPEG" in self.formats or "MPO" in self.formats
+
+    def _decode(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
+        """Fill ``out``, uint8 [H, W, 3], with ``choose_view(width, height)`` of the upright picture."""
+        native = self._native()
+        if native is None or native.decode(
+            [data], out[np.newaxis], lambda _, width, height: choose_view(width, height), max_pixels=self.max_pixels
+        ):
+            self._decode_alone(data, out, choose_view)
+
+    def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
+        """Like ``_decode``, with simplejpeg or Pillow."""
+        if self.backend in ("auto", "turbo") and self._allows_jpeg():
+            any_size = self.backend == "turbo"
+            simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
+            if simplejpeg is not None and decode_jpeg_into(
+                out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
+            ):
+                return
+        picture, view = self._load(data, choose_view, (out.shape[1], out.shape[0]))
+        render(picture, view, out)
+
+    def _load(
+        self, data: bytes, choose_view: Callable[[int, int], View], target: tuple[int, int]
+    ) -> tuple[Image.Image, View]:
+        """An upright picture, loaded by Pillow, and its view, to be resized to ``target`` (width, height)."""
+        target_if_scaled = target if self.scaled else None
+        return load_picture(
+            data, choose_view, target=target_if_scaled, max_pixels=self.max_pixels, formats=self.formats
+        )
 
     @property
     def _cached_shape(self) -> tuple[int, int]:
@@ -213,7 +272,7 @@ class DecodeImage:
         _check_output(out, self.cached_row)
         data = _as_bytes(data)
         if self.crop != "random":
-            self._dispatch.decode(data, out, lambda width, height: View(self._fixed_box(width, height)))
+            self._decode(data, out, lambda width, height: View(self._fixed_box(width, height)))
             return
         original = (0, 0)
 
@@ -223,18 +282,16 @@ class DecodeImage:
             return View((0, 0, width, height))
 
         height, width = self._cached_shape
-        picture, view = self._dispatch.load(data, whole_picture, (width, height))
+        picture, view = self._load(data, whole_picture, (width, height))
         pixels = np.empty((height, width, 3), np.uint8)
         render(picture, view, pixels)
-        write_cached_picture(pixels, original, out)
+        out[: pixels.size] = pixels.reshape(-1)
+        out[pixels.size :] = np.frombuffer(_ORIGINAL_SIZE.pack(*original), np.uint8)
 
     def augment_into(self, cached: NDArray[np.uint8], out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Write into ``out``, of ``row``, the view that ``seed`` selects of a cached picture."""
         if self.crop == "random":
-            picture, view = crop_cached_picture(
-                cached, self._cached_shape, lambda width, height: self.view(width, height, seed), out.shape[0]
-            )
-            render(picture, view, out)
+            render(*self._crop_cached_picture(cached, seed), out)
             return
         height, width, _ = self.row.shape
         if self.takes_seed and self.view(width, height, seed).flip:
@@ -242,6 +299,19 @@ class DecodeImage:
                 out[:, :, channel] = cached[:, ::-1, channel]
         else:
             out[...] = cached
+
+    def _crop_cached_picture(self, cached: NDArray[np.uint8], seed: int | None) -> tuple[Image.Image, View]:
+        """The rows of a cached picture that the view of a seed needs, and that view in their pixels."""
+        height, width = self._cached_shape
+        original: tuple[int, int] = _ORIGINAL_SIZE.unpack(cached[height * width * 3 :].tobytes())
+        box, flip = self.view(*original, seed)
+        left, upper, right, lower = map_box(box, original, (width, height))
+        # The filter needs `margin` rows more on both sides. All columns, so that the rows are contiguous.
+        margin = math.ceil(max((lower - upper) / self.row.shape[0], 1.0)) + 1
+        first, last = max(math.floor(upper) - margin, 0), min(math.ceil(lower) + margin, height)
+        pixels = cached[first * width * 3 : last * width * 3]
+        picture = Image.frombuffer("RGB", (width, last - first), pixels, "raw", "RGB", 0, 1)
+        return picture, View((left, upper - first, right, lower - first), flip)
 
     def fingerprint(self) -> str:
         """Identifies the cached form: every setting that changes it, and the versions of Pillow and the native library.
@@ -253,7 +323,7 @@ class DecodeImage:
         else:
             form = f"size={self.size}, resize={self.resize}"
         versions = _PILLOW
-        native = None if self.crop == "random" else self._dispatch.native()
+        native = None if self.crop == "random" else self._native()
         if native is not None:
             versions += f", libjpeg-turbo {native.version} by itself"
         rules = f"scaled={self.scaled}, max_pixels={self.max_pixels}, formats={','.join(self.formats)}"

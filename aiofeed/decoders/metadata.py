@@ -11,7 +11,7 @@ import functools
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import ExifTags, Image, TiffImagePlugin
 
@@ -41,14 +41,6 @@ JPEG_METADATA_BYTES = 32 << 20
 GIF_METADATA_BYTES = 4 << 20
 
 
-class _TiffEntry(NamedTuple):
-    tag: int
-    kind: int  # field type
-    values: int  # number of values
-    size: int  # bytes of all values
-    offset: int  # of the first value
-
-
 @functools.cache
 def _uses_first_of_equal_tags() -> bool:
     """Whether this Pillow uses the first of two equal tags, and skips tags whose total size exceeds the file.
@@ -60,8 +52,10 @@ def _uses_first_of_equal_tags() -> bool:
 
 def _entries(
     data: bytes, offset: int, order: str, big: bool = False, *, like_pillow: bool = False
-) -> Iterator[_TiffEntry]:
+) -> Iterator[tuple[int, int, int, int, int]]:
     """The tags of the directory at ``offset`` whose values lie within ``data``.
+
+    Yields the tag, its field type, the number of values, the bytes of all values and the offset of the first.
 
     Args:
         order: byte order, in struct's notation.
@@ -95,7 +89,7 @@ def _entries(
                 continue
         if first_counts:
             seen.add(tag)
-        yield _TiffEntry(tag, kind, values, size, value)
+        yield tag, kind, values, size, value
 
 
 def check_tiff(data: bytes, max_pixels: int) -> None:

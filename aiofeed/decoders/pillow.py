@@ -53,11 +53,8 @@ _UPRIGHT = {
 # --- silencing Pillow
 
 
-class _ThreadState(threading.local):
-    decoding = False
-
-
-_thread = _ThreadState()
+_thread = threading.local()
+"""Its attribute ``decoding`` is true in threads that decode."""
 
 
 class _QuietWarnings:
@@ -69,17 +66,15 @@ class _QuietWarnings:
     def warn(
         self, message: Any, category: type[Warning] | None = None, stacklevel: int = 1, *args: Any, **options: Any
     ) -> None:
-        if not _thread.decoding:
+        if not getattr(_thread, "decoding", False):
             warnings.warn(message, category, stacklevel + 1, *args, **options)
 
 
-class _QuietFilter(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not _thread.decoding
+def _quiet_filter(record: logging.LogRecord) -> bool:
+    return not getattr(_thread, "decoding", False)
 
 
 _quiet_warnings = _QuietWarnings()
-_quiet_filter = _QuietFilter()
 _plugins_lock = threading.Lock()
 
 

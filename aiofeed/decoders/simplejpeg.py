@@ -87,15 +87,19 @@ def read_header(data: bytes) -> JpegHeader | None:
     if len(data) > JPEG_METADATA_BYTES or not data.startswith(b"\xff\xd8\xff"):
         return None
     at, width = 2, 0
-    info: dict[str, bytes] | None = None
+    info: dict[str, bytes] = {}
     try:
         while True:
             marker, length = _segment(data, at)
             if marker in _SKIPPED:
                 if marker == _APP1:
-                    info = _add_metadata(data[at + 4 : at + 2 + length], info or {})
-                    if info is None:
-                        return None
+                    payload = data[at + 4 : at + 2 + length]
+                    is_exif = payload.startswith(b"Exif\0\0")
+                    if is_exif or payload.startswith(_XMP):
+                        name = "exif" if is_exif else "xmp"
+                        if name in info:  # Pillow joins the two
+                            return None
+                        info[name] = payload if is_exif else payload[len(_XMP) :]
             elif marker in _SOF and not width:
                 precision, height, width, components = _frame(data, at + 4)
                 if precision != 8 or components not in (1, 3) or not width or not height:
@@ -109,17 +113,7 @@ def read_header(data: bytes) -> JpegHeader | None:
             at += 2 + length
     except struct.error:  # the data ends before the first scan
         return None
-    return JpegHeader(width, height, 1 if info is None else orientation_in_info(info))
-
-
-def _add_metadata(payload: bytes, info: dict[str, bytes]) -> dict[str, bytes] | None:
-    """``info`` with the EXIF or XMP of an APP1 segment; ``None`` for a second one, which Pillow would join."""
-    name = "exif" if payload.startswith(b"Exif\0\0") else "xmp" if payload.startswith(_XMP) else None
-    if name is None:
-        return info
-    if name in info:
-        return None
-    return {**info, name: payload if name == "exif" else payload[len(_XMP) :]}
+    return JpegHeader(width, height, orientation_in_info(info) if info else 1)
 
 
 def decode_jpeg_into(

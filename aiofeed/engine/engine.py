@@ -42,7 +42,7 @@ from aiofeed.runtime.cancellation import TaskScope, is_cancelled
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.time_limits import StopFlag
-from aiofeed.sampling.epochs import EpochBegins, EpochEnds, Step
+from aiofeed.sampling.epochs import EpochEnds, EpochStart, Step
 
 log = logging.getLogger("aiofeed.engine")
 
@@ -152,7 +152,7 @@ class Engine:
                 return
 
     async def _plan_step(self, step: Step) -> None:
-        if isinstance(step, EpochBegins):
+        if isinstance(step, EpochStart):
             self._counters = step.counters
             self._failure_counter = FailureCounter(self._policy, self._length)
         elif isinstance(step, EpochEnds):

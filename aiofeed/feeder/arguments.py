@@ -176,8 +176,8 @@ def adopt_cache(
     from aiofeed.cache.disk import DiskCache, DiskStore
     from aiofeed.cache.fingerprint import dataset_identity, identity
     from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.item_codec import new_codec
     from aiofeed.cache.resident import HostRows
-    from aiofeed.engine.fetch.cached import new_codec
 
     if cache == "host":
         cache = HostCache()

@@ -20,7 +20,7 @@ from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.schedule import Shuffle
+from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
@@ -121,16 +121,15 @@ class Feeder(Generic[BatchT]):
         self._source = adopt_source(source)
         self._length = len(self._source)
         batch_size = check_positive_int("batch_size", batch_size)
-        self._order = FeedOrder(
+        order = Schedule(
             length=self._length,
             batch_size=batch_size,
             shuffle=a_shuffle(shuffle),
             seed=check_seed(seed),
             drop_last=check_bool("drop_last", drop_last),
             pad=check_bool("pad", pad),
-            sampler=sampler,
-            shard=shard,
         )
+        self._order = FeedOrder(order, sampler, shard)
         config = new_config(
             self._source,
             length=self._length,
@@ -185,7 +184,7 @@ class Feeder(Generic[BatchT]):
 
     def __len__(self) -> int:
         """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it."""
-        return self._order.schedule().shard().batches
+        return self._order.schedule().batches()
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
+from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.engine.fetch.source import decodes_in_place
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.schedule import BatchRanges
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import refuse_nested_iteration
@@ -135,15 +136,14 @@ class FeederSession(Generic[BatchT]):
         completed = self._finish_complete_epoch()
         if not completed:
             self._close_iterator("a newer iterator of the same feeder was started")
-        plan = self._order.plan_epoch(self._checkpoint.next_position())
-        start, sampled = plan.start, plan.permutation is not None
+        schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
+        start, sampled = first.position, first.sampled is not None
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
         if completed and stream is not None and not sampled and _may_read_ahead(self.config, self.pipeline):
-            stats = stream.take_over(plan.schedule, start)
+            stats = stream.take_over(schedule, start)
         if stats is None or stream is None:
-            stats = EpochStats()
-            stream = EpochStream(plan.schedule, start, stats, plan.permutation)
+            stats, stream = first.counters, EpochStream(schedule, first)
         if not sampled and _may_read_ahead(self.config, None):
             # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
             self._read_ahead(stream, start.epoch)
@@ -152,7 +152,7 @@ class FeederSession(Generic[BatchT]):
         self.stats = stats
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
-        self._epoch = EpochProgress(plan.schedule, start, self.config.in_order)
+        self._epoch = EpochProgress(schedule, start, self.config.in_order)
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, self._epoch))
         self._iterator = weakref.ref(iterator)
         delivery.watch(iterator)
@@ -230,7 +230,7 @@ class FeederSession(Generic[BatchT]):
 
     def _read_ahead(self, stream: EpochStream, epoch: int) -> None:
         """Allow the stream to go on with the next epochs if they are certain or likely to be iterated."""
-        if not stream.schedule.shard().batches:
+        if not stream.schedule.batches():
             return  # nothing limits how many empty epochs would be planned at once
         if self._last_epoch is not None:
             stream.permit_until(self._last_epoch)
@@ -362,7 +362,7 @@ def _has_all(cache: ResidentStore, stream: EpochStream) -> bool:
     if cache.has_all():
         return True
     first = stream.first
-    wanted = stream.schedule.batch_ranges(first.position, first.permutation).at(0, sys.maxsize)
+    wanted = BatchRanges(stream.schedule, first.position, first.sampled).at(0, sys.maxsize)
     return wanted is not None and cache.has_all(wanted.indices)
 
 

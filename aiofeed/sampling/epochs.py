@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
-from aiofeed.sampling.order import Permutation
+from aiofeed.sampling.order import Int64
 from aiofeed.sampling.schedule import Position, Schedule
 
 
 @dataclass(frozen=True, eq=False)
-class EpochBegins:
-    """The batches that follow belong to another epoch; ``counters`` are its statistics."""
+class EpochStart:
+    """The batches that follow belong to another epoch.
+
+    Args:
+        counters: The statistics of the epoch.
+        position: Where the epoch starts.
+        sampled: The sampler's indices; ``None`` without a sampler.
+    """
 
     counters: EpochStats
+    position: Position = field(default_factory=Position)
+    sampled: Int64 | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,67 +33,33 @@ class EpochEnds:
     """Every batch of the epoch has been planned."""
 
 
-@dataclass(frozen=True, eq=False)
-class EpochStart:
-    """An epoch of a stream.
-
-    Args:
-        position: Where it starts.
-        permutation: The sampler's indices; ``None`` without a sampler.
-        counters: The statistics of the epoch.
-    """
-
-    position: Position
-    permutation: Permutation | None
-    counters: EpochStats
-
-
-Step: TypeAlias = BatchPlan | EpochBegins | EpochEnds
+Step: TypeAlias = BatchPlan | EpochStart | EpochEnds
 
 
 class EpochStream:
     """The steps of an engine: one epoch, and the following ones that were permitted or taken over in time.
 
     The engine's thread iterates. The consumer's thread permits epochs to be planned ahead, and takes over the next
-    epoch when its ``iter()`` is called. When an epoch has been planned, a decision under a lock says whether another
-    one follows: an epoch taken over before it is planned, and an epoch taken over later needs a new stream.
-
-    Args:
-        schedule: The order of samples.
-        start: Where the first epoch starts.
-        counters: The statistics of the first epoch.
-        permutation: The sampler's indices of the first epoch; ``None`` without a sampler.
+    epoch when its ``iter()`` is called. When an epoch has been planned, ``after`` decides under a lock whether another
+    one follows. If none does, an epoch that is taken over later needs a new stream.
     """
 
-    def __init__(
-        self, schedule: Schedule, start: Position, counters: EpochStats, permutation: Permutation | None = None
-    ) -> None:
+    def __init__(self, schedule: Schedule, first: EpochStart) -> None:
         self.schedule = schedule
-        self._start = start
-        self._permutation = permutation
+        self.first = first
         self._lock = threading.Lock()
-        self._counters = {start.epoch: counters}
+        self._counters = {first.position.epoch: first.counters}
         # The last epochs that the consumer has taken over, that may be planned, and that are being planned.
-        self._taken = self._permitted = self._planned = start.epoch
+        self._taken = self._permitted = self._planned = first.position.epoch
         self._over = False
 
     def __iter__(self) -> Iterator[Step]:
-        for start in self.epochs():
-            yield EpochBegins(start.counters)
-            yield from self.schedule.plans(start.position, start.permutation)
-            yield EpochEnds()
-
-    def epochs(self) -> Iterator[EpochStart]:
-        """The epochs; request the next one after the one before has been planned."""
         start: EpochStart | None = self.first
         while start is not None:
             yield start
+            yield from self.schedule.plans(start.position, start.sampled)
+            yield EpochEnds()
             start = self.after(start)
-
-    @property
-    def first(self) -> EpochStart:
-        """The first epoch."""
-        return EpochStart(self._start, self._permutation, self._counters_of(self._start.epoch))
 
     def after(self, start: EpochStart) -> EpochStart | None:
         """The epoch after one that has been planned; ``None`` if no further epoch is permitted.
@@ -98,12 +72,7 @@ class EpochStream:
                 self._over = True
                 return None
             self._planned = max(self._planned, position.epoch)
-        return EpochStart(position, None, self._counters_of(position.epoch))
-
-    def _counters_of(self, epoch: int) -> EpochStats:
-        with self._lock:
-            counters = self._counters.setdefault(epoch, EpochStats())
-        return counters
+            return EpochStart(self._counters.setdefault(position.epoch, EpochStats()), position)
 
     def permit_until(self, epoch: int) -> None:
         """Permit epochs up to this one to be planned before they are taken over."""

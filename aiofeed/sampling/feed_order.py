@@ -1,16 +1,18 @@
-"""The order of a feeder as its arguments specify it: shuffled, sampled, sharded."""
+"""The order of a feeder as its arguments specify it: shuffled, sampled, sharded by rank and world size."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from aiofeed.sampling.order import ListPermutation
+from aiofeed.core.statistics import EpochStats
+from aiofeed.sampling.epochs import EpochStart
 from aiofeed.sampling.sampler import SamplerAdapter
-from aiofeed.sampling.schedule import Position, Schedule, Shuffle
-from aiofeed.sampling.sharding import check_shard, find_shard
+from aiofeed.sampling.schedule import Position, Schedule
 
 log = logging.getLogger("aiofeed.sampling")
 
@@ -18,26 +20,12 @@ log = logging.getLogger("aiofeed.sampling")
 LARGE_EPOCH = 10_000_000
 
 
-@dataclass(frozen=True, eq=False)
-class EpochPlan:
-    """An epoch about to be iterated.
-
-    Args:
-        schedule: The order of samples.
-        start: Where the epoch starts; in the middle of it after a resume.
-        permutation: The sampler's indices; ``None`` without a sampler.
-    """
-
-    schedule: Schedule
-    start: Position
-    permutation: ListPermutation | None = None
-
-
 class FeedOrder:
     """The order of a feeder. Finds rank and world size when they are first needed.
 
     Args:
-        length, batch_size, shuffle, seed, drop_last, pad, sampler, shard: See ``Feeder``.
+        base: The order without sampler and shard.
+        sampler, shard: See ``Feeder``.
 
     Raises:
         TypeError: The sampler or the shard has the wrong type.
@@ -45,23 +33,12 @@ class FeedOrder:
     """
 
     def __init__(
-        self,
-        *,
-        length: int,
-        batch_size: int,
-        shuffle: Shuffle,
-        seed: int,
-        drop_last: bool,
-        pad: bool,
-        sampler: Iterable[int] | None,
-        shard: tuple[int, int] | Literal["auto"] | None,
+        self, base: Schedule, sampler: Iterable[int] | None, shard: tuple[int, int] | Literal["auto"] | None
     ) -> None:
-        if sampler is not None and shuffle:
-            raise ValueError(f"sampler= decides the order, so shuffle={shuffle!r} has no effect; leave it out")
-        self._base = Schedule(
-            length=length, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, pad=pad
-        )
-        self._sampler = None if sampler is None else SamplerAdapter(sampler, length)
+        if sampler is not None and base.shuffle:
+            raise ValueError(f"sampler= decides the order, so shuffle={base.shuffle!r} has no effect; leave it out")
+        self._base = base
+        self._sampler = None if sampler is None else SamplerAdapter(sampler, base.length)
         self._shard: tuple[int, int] | None = None
         if sampler is not None or shard is None:
             self._shard = (0, 1)
@@ -84,23 +61,23 @@ class FeedOrder:
             length = self._base.length if self._sampler is None else len(self._sampler)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])
 
-    def plan_epoch(self, position: Position) -> EpochPlan:
-        """The epoch that the next ``iter()`` iterates from ``position``; the next one if none of it is left."""
+    def plan_epoch(self, position: Position) -> tuple[Schedule, EpochStart]:
+        """The order and start of the epoch at ``position``, or of the next one if none of it is left."""
         if self._sampler is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
             self._warn_if_empty(schedule)
-            return EpochPlan(schedule, schedule.normalize(position))
+            return schedule, EpochStart(EpochStats(), schedule.normalize(position))
         if not self._epoch_used:
             self._sampler.repeat_last_epoch()
         while True:
-            permutation = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
-            schedule = replace(self._base, length=len(permutation.indices))
+            sampled = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
+            schedule = replace(self._base, length=len(sampled))
             start = schedule.normalize(position)
             if start.epoch == position.epoch:
                 self._epoch_used = False
                 self._warn_if_empty(schedule)
-                return EpochPlan(schedule, start, permutation)
+                return schedule, EpochStart(EpochStats(), start, sampled)
             position = start
 
     def normalize(self, position: Position) -> Position:
@@ -120,7 +97,7 @@ class FeedOrder:
 
     def _warn_if_empty(self, schedule: Schedule) -> None:
         """Warn once about an epoch without batches, which looks like one that has ended."""
-        if self._warned or schedule.shard().batches:
+        if self._warned or schedule.batches():
             return
         self._warned = True
         ranks = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
@@ -144,3 +121,41 @@ class FeedOrder:
         assert self._sampler is not None
         self._sampler.load_state(state)
         self._epoch_used = True
+
+
+def find_shard() -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) without a launcher.
+
+    Uses ``torch.distributed`` if it is initialised, else ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
+
+    Raises:
+        ValueError: The environment's values are no rank and world size.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        shard = (int(distributed.get_rank()), int(distributed.get_world_size()))
+        log.info("shard %d of %d, from torch.distributed", *shard)
+        return shard
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return (0, 1)
+    try:
+        shard = check_shard((int(rank), int(world_size)))
+    except ValueError as error:
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}") from error
+    log.info("shard %d of %d, from RANK and WORLD_SIZE", *shard)
+    return shard
+
+
+def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
+    """The shard as a tuple; ``TypeError`` or ``ValueError`` if it is not (rank, world size)."""
+    if (
+        not isinstance(shard, tuple | list)
+        or len(shard) != 2
+        or not all(isinstance(number, int) and not isinstance(number, bool) for number in shard)
+    ):
+        raise TypeError(f"shard must be (rank, world_size), None or 'auto', got {shard!r}")
+    rank, world_size = shard
+    if not 0 <= rank < world_size:
+        raise ValueError(f"shard must be (rank, world_size) with 0 <= rank < world_size, got {shard!r}")
+    return (rank, world_size)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from aiofeed.core.errors import StateError
-from aiofeed.sampling.order import ListPermutation
-from aiofeed.sampling.schedule import digest, index_list
+from aiofeed.sampling.order import Int64
+from aiofeed.sampling.schedule import index_array
 
 
 class SamplerAdapter:
@@ -49,7 +50,7 @@ class SamplerAdapter:
         except TypeError:
             raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none") from None
 
-    def list_epoch(self, epoch: int, *, resumed: bool) -> ListPermutation:
+    def list_epoch(self, epoch: int, *, resumed: bool) -> Int64:
         """The indices of an epoch, in order.
 
         Args:
@@ -81,10 +82,10 @@ class SamplerAdapter:
         self._last = (epoch, before)
         return indices
 
-    def _list(self) -> tuple[ListPermutation, dict[str, Any]]:
+    def _list(self) -> tuple[Int64, dict[str, Any]]:
         before = self._capture()
-        indices = index_list(list(self._sampler), self._length)
-        return indices, before | {"digest": digest(indices)}
+        indices = index_array(list(self._sampler), self._length)
+        return indices, before | {"digest": hashlib.sha256(indices.tobytes()).hexdigest()[:32]}
 
     def repeat_last_epoch(self) -> None:
         """List the last epoch again from the same state, because it handed out no batch."""

@@ -1,7 +1,11 @@
 """Positions within epochs, the schedule of batches from a position on, and fingerprints. Pure functions.
 
-A position is an epoch and the number of its samples that all ranks have handed out. It does not depend on batch size,
-world size or concurrency, so an epoch can be resumed with other values of these.
+An epoch is the list of positions 0 to n - 1, padded with its own head to a multiple of the world size. Rank r of R
+takes positions r, r + R, r + 2R, ... as torch's ``DistributedSampler`` does, and splits them into batches. A
+permutation maps positions to indices. After a resume the same formula applies to the remaining positions.
+
+A ``Position`` is an epoch and the number of its samples that all ranks have handed out. It does not depend on batch
+size, world size or concurrency, so an epoch can be resumed with other values of these.
 """
 
 from __future__ import annotations
@@ -10,24 +14,17 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from aiofeed.core.types import BatchPlan
-from aiofeed.sampling.order import (
-    BatchRanges,
-    FeistelPermutation,
-    ListPermutation,
-    Permutation,
-    Sequential,
-    Shard,
-    epoch_seed,
-    plans,
-    shuffled,
-)
+from aiofeed.sampling.order import Int64, Permutation, epoch_seed, feistel, sequential, shuffled
 
+# The number of samples whose order is computed at once, for single batches and for batch ranges. Six numpy operations
+# on 64 numbers take ten times as long as the numbers themselves.
+PLAN_BLOCK = 1024
+RANGE_BLOCK = 1 << 14
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
 
@@ -59,13 +56,17 @@ class Position:
 class Schedule:
     """Everything that the order of samples depends on, except the sampler.
 
+    In all methods ``consumed`` is the number of positions that all ranks have handed out before; 0 at the start of an
+    epoch.
+
     Args:
         length: The number of samples of the source, or of the sampler.
         batch_size: Samples per batch and rank.
         seed: Seeds shuffling and each sample's random numbers.
         shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation computed per position.
         drop_last: Drop the samples that do not fill a batch on every rank.
-        pad: Give each rank the same number of samples.
+        pad: Give each rank the same number of samples by repeating the head of the list, or by cutting the list with
+            ``drop_last``.
         rank: The rank of this process.
         world_size: The number of ranks.
     """
@@ -79,34 +80,58 @@ class Schedule:
     rank: int = 0
     world_size: int = 1
 
-    def shard(self, consumed: int = 0) -> Shard:
-        """The batches of this rank after ``consumed`` positions."""
-        return Shard(
-            length=self.length,
-            batch_size=self.batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            consumed=consumed,
-            drop_last=self.drop_last,
-            pad=self.pad,
-        )
+    def samples(self, consumed: int = 0) -> int:
+        """The remaining samples of this rank, without a last batch that is dropped."""
+        left = max(self.length - consumed, 0)
+        if not self.pad:
+            mine = max(-(-(left - self.rank) // self.world_size), 0)
+        elif self.drop_last:
+            mine = left // self.world_size
+        else:
+            mine = -(-left // self.world_size)
+        return mine - mine % self.batch_size if self.drop_last else mine
 
-    def plans(self, start: Position, sampled: Permutation | None = None) -> Iterator[BatchPlan]:
-        """The batches from a position to the end of its epoch; ``sampled`` are the indices of a sampler."""
-        permute = self._permute(start, sampled)
-        return plans(self.shard(start.consumed), permute, epoch_seed(self.seed, start.epoch), start.ahead)
+    def batches(self, consumed: int = 0) -> int:
+        """The remaining batches of this rank."""
+        return -(-self.samples(consumed) // self.batch_size)
 
-    def batch_ranges(self, start: Position, sampled: Permutation | None = None) -> BatchRanges:
-        """The same batches, several at once."""
-        return BatchRanges(self.shard(start.consumed), self._permute(start, sampled), start.ahead)
+    def positions(self, consumed: int, batch: int, count: int = 1) -> Int64:
+        """The positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
+        first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples(consumed))
+        return consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
 
-    def _permute(self, start: Position, sampled: Permutation | None) -> Callable[[], Permutation]:
-        return partial(self._permutation, start.epoch) if sampled is None else lambda: sampled
+    def consumed_after(self, consumed: int, batches: int) -> int:
+        """The positions handed out by all ranks, after ``batches`` more on each rank."""
+        end = consumed + -(-max(self.length - consumed, 0) // self.world_size) * self.world_size
+        return min(consumed + min(batches * self.batch_size, self.samples(consumed)) * self.world_size, end)
 
-    def _permutation(self, epoch: int) -> Permutation:
+    def permutation(self, epoch: int, sampled: Int64 | None = None) -> Permutation:
+        """The permutation of an epoch; ``sampled`` are the indices of a sampler."""
+        if sampled is not None:
+            return sampled.__getitem__
         if self.shuffle == "keyed":
-            return FeistelPermutation(self.length, self.seed, epoch)
-        return shuffled(self.length, self.seed, epoch) if self.shuffle else Sequential()
+            return feistel(self.length, self.seed, epoch)
+        return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
+
+    def plans(self, start: Position, sampled: Int64 | None = None) -> Iterator[BatchPlan]:
+        """The batches from a position to the end of its epoch, computed on demand.
+
+        The first batch computes the permutation, in the engine's thread: shuffling a list of 100 million indices takes
+        a second, which the caller of ``iter()`` should not wait.
+        """
+        batches, size = self.batches(start.consumed), self.batch_size
+        if not batches:
+            return
+        permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
+        order = PermutedOrder(self.length, permutation)
+        several = max(PLAN_BLOCK // size, 1)
+        for first in range(0, batches, several):
+            found = self.positions(start.consumed, first, several)
+            indices, positions = permutation(found % self.length).tolist(), found.tolist()
+            for number in range(first, min(first + several, batches)):
+                if number not in start.ahead:
+                    piece = slice((number - first) * size, (number - first + 1) * size)
+                    yield BatchPlan(number, indices[piece], positions[piece], seed, order)
 
     def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
         """The position after batch ``number`` of an iterator that began at ``start``.
@@ -120,20 +145,96 @@ class Schedule:
         prefix = number + 1 if earlier is None else 0
         while prefix in done:
             prefix += 1
-        shard = self.shard(start.consumed)
-        if prefix >= shard.batches:
+        if prefix >= self.batches(start.consumed):
             return Position(start.epoch + 1)
         ahead = frozenset(batch - prefix for batch in done if batch > prefix)
-        return Position(start.epoch, shard.consumed_after(prefix), ahead)
+        return Position(start.epoch, self.consumed_after(start.consumed, prefix), ahead)
 
     def normalize(self, position: Position) -> Position:
         """The position, or the start of the next epoch if no batch of this one is left."""
-        if position.at_start or self.shard(position.consumed).batches > len(position.ahead):
+        if position.at_start or self.batches(position.consumed) > len(position.ahead):
             return position
         return Position(position.epoch + 1)
 
 
-def index_list(indices: Sequence[int], length: int) -> ListPermutation:
+@dataclass(frozen=True, eq=False)
+class PermutedOrder:
+    """The order of one epoch; positions from ``length`` on start again at 0."""
+
+    length: int
+    permutation: Permutation
+
+    def index_at(self, position: int) -> int:
+        """The index at a position."""
+        return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRange:
+    """Several batches.
+
+    Args:
+        numbers: The numbers of the batches, ascending.
+        indices: The indices of all their samples, ``batch_size`` per batch; the last batch of an epoch may have fewer.
+        batch_size: Samples per batch.
+        run: Whether the indices are consecutive.
+    """
+
+    numbers: Sequence[int]
+    indices: Int64
+    batch_size: int
+    run: bool
+
+    def head(self, batches: int) -> BatchRange:
+        """The first batches, at most so many."""
+        indices = self.indices[: batches * self.batch_size]
+        return BatchRange(self.numbers[:batches], indices, self.batch_size, self.run)
+
+
+class BatchRanges:
+    """The same batches as from ``Schedule.plans``, several at once and from any number on."""
+
+    def __init__(self, schedule: Schedule, start: Position, sampled: Int64 | None = None) -> None:
+        self._schedule = schedule
+        self._start = start
+        self._sampled = sampled
+        self._permutation: Permutation | None = None
+        # The indices of a block of batches, of which ranges are slices, and the numbers of those batches.
+        self._block: Int64 = np.empty(0, np.int64)
+        self._block_numbers = range(0)
+
+    def at(self, first: int, most: int) -> BatchRange | None:
+        """Up to ``most`` batches from number ``first`` on; ``None`` if none is left."""
+        schedule, skip = self._schedule, self._start.ahead
+        while first in skip:
+            first += 1
+        count = min(most, schedule.batches(self._start.consumed) - first)
+        if count <= 0:
+            return None
+        numbers: Sequence[int] = range(first, first + count)
+        if skip and not skip.isdisjoint(numbers):
+            numbers = [number for number in numbers if number not in skip]
+            indices = np.concatenate([self._indices(number, 1) for number in numbers])
+        else:
+            indices = self._indices(first, count)
+        # With one rank there is no padding, so the positions are consecutive.
+        run = self._permutation is sequential and schedule.world_size == 1 and isinstance(numbers, range)
+        return BatchRange(numbers, indices, schedule.batch_size, run)
+
+    def _indices(self, first: int, count: int) -> Int64:
+        """The indices of ``count`` batches from ``first`` on, as a view of memory that is never written again."""
+        schedule, start = self._schedule, self._start
+        if first not in self._block_numbers or first + count > self._block_numbers.stop:
+            if self._permutation is None:
+                self._permutation = schedule.permutation(start.epoch, self._sampled)
+            several = max(count, RANGE_BLOCK // schedule.batch_size)
+            self._block = self._permutation(schedule.positions(start.consumed, first, several) % schedule.length)
+            self._block_numbers = range(first, first + several)
+        at = (first - self._block_numbers.start) * schedule.batch_size
+        return self._block[at : at + count * schedule.batch_size]
+
+
+def index_array(indices: Sequence[int], length: int) -> Int64:
     """The indices of a sampler for a source of ``length`` samples.
 
     Raises:
@@ -147,12 +248,7 @@ def index_list(indices: Sequence[int], length: int) -> ListPermutation:
     if array.size and (array.min() < 0 or array.max() >= length):
         wrong = int(array[(array < 0) | (array >= length)][0])
         raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} samples")
-    return ListPermutation(array)
-
-
-def digest(permutation: ListPermutation) -> str:
-    """Identifies the index list of a sampler."""
-    return hashlib.sha256(permutation.indices.tobytes()).hexdigest()[:32]
+    return array
 
 
 def fingerprint(kind: str, length: int, key: Callable[[int], str]) -> str:

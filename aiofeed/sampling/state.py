@@ -8,7 +8,7 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aiofeed.core.errors import StateError
@@ -37,21 +37,13 @@ class SavedState:
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain values, for JSON and ``torch.load(weights_only=True)``; always with the same keys."""
-        schedule, position = self.schedule, self.position
         return {
             "version": VERSION,
-            "seed": schedule.seed,
-            "epoch": position.epoch,
-            "position": position.consumed,
-            "handed_out": sorted(position.ahead),
-            "batch_size": schedule.batch_size,
-            "rank": schedule.rank,
-            "world_size": schedule.world_size,
-            "shuffle": schedule.shuffle,
-            "drop_last": schedule.drop_last,
-            "pad": schedule.pad,
+            "epoch": self.position.epoch,
+            "position": self.position.consumed,
+            "handed_out": sorted(self.position.ahead),
+            **asdict(self.schedule),
             "in_order": self.in_order,
-            "length": schedule.length,
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
         }
@@ -98,18 +90,10 @@ class SavedState:
         Raises:
             StateError: It cannot; the message lists all differences.
         """
-        differences = [
-            f"{name}: {saved!r} in the state, {own!r} here"
-            for name, saved, own in (
-                ("seed", self.schedule.seed, mine.schedule.seed),
-                ("shuffle", self.schedule.shuffle, mine.schedule.shuffle),
-                ("drop_last", self.schedule.drop_last, mine.schedule.drop_last),
-                ("pad", self.schedule.pad, mine.schedule.pad),
-                ("length", self.schedule.length, mine.schedule.length),
-                ("fingerprint of the source", self.fingerprint, mine.fingerprint),
-            )
-            if saved != own
-        ]
+        fixed = ("seed", "shuffle", "drop_last", "pad", "length")
+        values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
+        values.append(("fingerprint of the source", self.fingerprint, mine.fingerprint))
+        differences = [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
         if bool(self.sampler) != bool(mine.sampler):
             names = ("one", "none") if self.sampler else ("none", "one")
             differences.append("sampler: {} in the state, {} here".format(*names))
@@ -165,7 +149,7 @@ class EpochProgress:
         self.start = start
         self._schedule = schedule
         self._last = -1
-        self._left = schedule.shard(start.consumed).batches - len(start.ahead)
+        self._left = schedule.batches(start.consumed) - len(start.ahead)
         self.ended = False
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}

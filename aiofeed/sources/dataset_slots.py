@@ -90,7 +90,8 @@ class DatasetSlot:
         calls = self._of_dataset(_active)
         if len(calls) < self._source.threads:
             return True
-        overdue = [slot for slot in calls if slot._exceeds_limit()]
+        deadlines = [(slot, slot._control.deadline) for slot in calls]
+        overdue = [slot for slot, deadline in deadlines if deadline is not None and deadline.abandon() is not None]
         for slot in overdue:
             _active.remove(slot)
             if slot._control.stop is not self._control.stop:  # a live iterator reports its own sample as an error
@@ -99,10 +100,6 @@ class DatasetSlot:
 
     def _of_dataset(self, slots: list[DatasetSlot]) -> list[DatasetSlot]:
         return [slot for slot in slots if slot._source.dataset is self._source.dataset]
-
-    def _exceeds_limit(self) -> bool:
-        deadline = self._control.deadline
-        return deadline is not None and deadline.abandon() is not None
 
     @property
     def key(self) -> str:

@@ -96,12 +96,9 @@ def _check(tensor: Any, what: str, alias: bool) -> None:
         )
     if tensor.ndim == 0:
         raise ValueError(f"{what} has no dimensions, so it has no rows")
-    if alias and not _is_contiguous(tensor):
+    contiguous = tensor.flags.c_contiguous if isinstance(tensor, np.ndarray) else tensor.is_contiguous()
+    if alias and not contiguous:
         raise ValueError(f"{what} is not contiguous, so batches cannot be views of it: pass .contiguous()")
-
-
-def _is_contiguous(tensor: Any) -> bool:
-    return bool(tensor.flags.c_contiguous if isinstance(tensor, np.ndarray) else tensor.is_contiguous())
 
 
 def _name(tensor: Any) -> str:

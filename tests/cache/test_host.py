@@ -28,7 +28,7 @@ from aiofeed import (
     Limits,
     Tensors,
 )
-from aiofeed.decoders.cached_picture import map_box
+from aiofeed.decoders.geometry import map_box
 from tests.support.number_decoders import array, half, scalar, tensor
 
 

@@ -41,8 +41,8 @@ def calls(monkeypatch):
         results.append(pixels.shape)
         return pixels
 
-    monkeypatch.setattr("aiofeed.decoders.backends.simplejpeg_decoder", lambda: spy)
-    monkeypatch.setattr("aiofeed.decoders.backends.required_simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.image.simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.image.required_simplejpeg_decoder", lambda: spy)
     return results
 
 
@@ -59,7 +59,7 @@ def no_simplejpeg(monkeypatch):
 @pytest.fixture
 def no_native_library(monkeypatch):
     """The native library is not built."""
-    monkeypatch.setattr("aiofeed.decoders.backends.native_decoder", lambda: None)
+    monkeypatch.setattr("aiofeed.decoders.image.native_decoder", lambda: None)
 
 
 # --- pixels

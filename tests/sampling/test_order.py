@@ -8,21 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from aiofeed.sampling.order import (
-    FeistelPermutation,
-    ListPermutation,
-    Sequential,
-    Shard,
-    epoch_seed,
-    mix64,
-    plans,
-    sample_seed,
-    shuffled,
-)
+from aiofeed.sampling.order import epoch_seed, feistel, mix64, sample_seed, shuffled
+from aiofeed.sampling.schedule import Position, Schedule
 
 
-def indices_of(shard: Shard, permutation: object, seed: int = 0) -> list[int]:
-    return [index for plan in plans(shard, lambda: permutation, seed) for index in plan.indices]
+def indices_of(schedule: Schedule, epoch: int = 0) -> list[int]:
+    return [index for plan in schedule.plans(Position(epoch)) for index in plan.indices]
 
 
 @given(
@@ -38,10 +29,11 @@ def test_every_rank_has_the_indices_of_distributed_sampler(n, world, seed, epoch
     for rank in range(world):
         sampler = DistributedSampler(range(n), world, rank, shuffle=shuffle, seed=seed, drop_last=drop)
         sampler.set_epoch(epoch)
-        shard = Shard(length=n, batch_size=1, rank=rank, world_size=world, drop_last=drop)
-        permutation = shuffled(n, seed, epoch) if shuffle else Sequential()
+        schedule = Schedule(
+            length=n, batch_size=1, seed=seed, shuffle=shuffle, rank=rank, world_size=world, drop_last=drop
+        )
         # With fewer samples than ranks, both are empty with drop_last=True.
-        assert indices_of(shard, permutation) == list(sampler)
+        assert indices_of(schedule, epoch) == list(sampler)
 
 
 @given(n=st.integers(0, 300), world=st.integers(1, 7), batch=st.integers(1, 40), drop=st.booleans(), pad=st.booleans())
@@ -49,13 +41,13 @@ def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
     """All batches but the last are full, and the ranks together see every sample unless drop_last drops some."""
     seen: list[int] = []
     for rank in range(world):
-        shard = Shard(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
-        sizes = [len(plan.indices) for plan in plans(shard, Sequential, 0)]
-        assert len(sizes) == shard.batches
-        assert sum(sizes) == shard.samples
+        schedule = Schedule(length=n, batch_size=batch, rank=rank, world_size=world, drop_last=drop, pad=pad)
+        sizes = [len(plan.indices) for plan in schedule.plans(Position())]
+        assert len(sizes) == schedule.batches()
+        assert sum(sizes) == schedule.samples()
         assert all(size == batch for size in sizes[:-1])
         assert not (drop and sizes and sizes[-1] != batch)
-        seen += indices_of(shard, Sequential())
+        seen += indices_of(schedule)
     if not drop:
         assert set(seen) == set(range(n))
         if not pad:
@@ -64,21 +56,21 @@ def test_batches_cover_the_epoch(n, world, batch, drop, pad) -> None:
 
 def test_without_padding_lengths_differ_by_one_at_most() -> None:
     """pad=False gives each sample once, so ranks have different lengths."""
-    lengths = [Shard(length=10, batch_size=1, rank=r, world_size=4, pad=False).samples for r in range(4)]
+    lengths = [Schedule(length=10, batch_size=1, rank=r, world_size=4, pad=False).samples() for r in range(4)]
     assert lengths == [3, 3, 2, 2]
 
 
 @given(n=st.integers(1, 5000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 3))
 def test_keyed_is_a_permutation(n, seed, epoch) -> None:
     """The keyed order has every index once."""
-    found = FeistelPermutation(n, seed, epoch)(np.arange(n, dtype=np.int64))
+    found = feistel(n, seed, epoch)(np.arange(n, dtype=np.int64))
     assert sorted(found.tolist()) == list(range(n))
 
 
 def test_keyed_differs_by_epoch_and_seed_and_from_the_identity() -> None:
     """Each seed and epoch has its own order, and none is sequential."""
     positions = np.arange(1000, dtype=np.int64)
-    orders = {tuple(FeistelPermutation(1000, seed, epoch)(positions).tolist()) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {tuple(feistel(1000, seed, epoch)(positions).tolist()) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     assert tuple(range(1000)) not in orders
 
@@ -86,7 +78,7 @@ def test_keyed_differs_by_epoch_and_seed_and_from_the_identity() -> None:
 def test_keyed_spreads_like_a_random_permutation() -> None:
     """The order has no correlation with the identity, and neighbours are as far apart as in a random permutation."""
     n = 20_000
-    order = FeistelPermutation(n, 3, 0)(np.arange(n, dtype=np.int64))
+    order = feistel(n, 3, 0)(np.arange(n, dtype=np.int64))
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.03
     assert abs(np.abs(np.diff(order)).mean() / (n / 3) - 1) < 0.03
 
@@ -95,8 +87,7 @@ def test_shuffled_is_torch_randperm() -> None:
     """shuffle=True is torch.randperm with a generator seeded with seed + epoch; the global generator is not used."""
     state = torch.get_rng_state()
     order = shuffled(50, 7, 2)
-    assert isinstance(order, ListPermutation)
-    assert order.indices.tolist() == torch.randperm(50, generator=torch.Generator().manual_seed(9)).tolist()
+    assert order(np.arange(50)).tolist() == torch.randperm(50, generator=torch.Generator().manual_seed(9)).tolist()
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -118,14 +109,14 @@ def test_sample_seeds_are_distinct_and_of_63_bits() -> None:
 )
 def test_the_rest_is_exact_with_other_shards(n, world, batch, done, new_world, new_batch) -> None:
     """After a resume with another world size and batch size, only the remaining samples are seen, each once."""
-    first = [Shard(length=n, batch_size=batch, rank=r, world_size=world) for r in range(world)]
-    done = min(done, first[0].batches)
-    before = [i for s in first for plan in list(plans(s, Sequential, 0))[:done] for i in plan.indices]
-    consumed = first[0].consumed_after(done)
+    first = [Schedule(length=n, batch_size=batch, rank=r, world_size=world) for r in range(world)]
+    done = min(done, first[0].batches())
+    before = [i for s in first for plan in list(s.plans(Position()))[:done] for i in plan.indices]
+    consumed = first[0].consumed_after(0, done)
     after: list[int] = []
     for rank in range(new_world):
-        rest = Shard(length=n, batch_size=new_batch, rank=rank, world_size=new_world, consumed=consumed)
-        for plan in plans(rest, Sequential, 0):
+        rest = Schedule(length=n, batch_size=new_batch, rank=rank, world_size=new_world)
+        for plan in rest.plans(Position(0, consumed)):
             after += [i for i, position in zip(plan.indices, plan.positions, strict=True) if position < n]
     assert sorted(set(before)) == list(range(min(consumed, n)))
     assert sorted(after) == list(range(min(consumed, n), n))
@@ -135,11 +126,12 @@ def test_blocks_of_plans_do_not_change_the_batches() -> None:
     """Each batch has the indices of its own positions, also with skipped batches and a short last one."""
     order = shuffled(5000, seed=1, epoch=2)
     for batch_size in (1, 7, 64, 1024, 3000):
-        shard = Shard(length=5000, batch_size=batch_size, rank=1, world_size=2, consumed=100)
-        skip = frozenset(range(0, shard.batches, 3))
-        planned = {plan.number: plan for plan in plans(shard, lambda: order, 0, skip)}
-        assert list(planned) == [number for number in range(shard.batches) if number not in skip]
+        schedule = Schedule(length=5000, batch_size=batch_size, seed=1, shuffle=True, rank=1, world_size=2)
+        batches = schedule.batches(100)
+        skip = frozenset(range(0, batches, 3))
+        planned = {plan.number: plan for plan in schedule.plans(Position(2, 100, skip))}
+        assert list(planned) == [number for number in range(batches) if number not in skip]
         for number, plan in planned.items():
-            positions = shard.positions(number)
+            positions = schedule.positions(100, number)
             assert plan.positions == positions.tolist()
             assert plan.indices == order(positions % 5000).tolist()

@@ -185,7 +185,7 @@ def test_pandas_targets_are_indexed_by_position(tmp_path: Path, index: tuple[int
     [(data, labels)] = Feeder(Files(paths, column), decode=lambda data: data[0], batch_size=3)
     assert data.tolist() == [0, 1, 2]
     assert labels.tolist() == [0, 10, 20]
-    with pytest.raises(TypeError, match=r"indexed by its index.*aiofeed.Files"):
+    with pytest.raises(TypeError, match=r"is indexed by its index.*aiofeed.Files"):
         Feeder(column, batch_size=3)
 
 

@@ -11,26 +11,25 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, decoder_codec
-from aiofeed.cache.item_codec import ItemCodec, build_item
+from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec
+from aiofeed.cache.item_codec import build_item
 from aiofeed.cache.layout import ItemLayout, Layout, Parts
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError, FeedError, SampleError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, HostTensor, Row
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, Positions, RowBatchBuilder, compact
 from aiofeed.engine.fetch.dataset import DatasetFetcher
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, Positions, compact
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
-from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place, generator_of, seed_of, takes_rng
+from aiofeed.engine.fetch.source import SourceFetcher, generator_of, seed_of
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -59,12 +58,7 @@ Encoded: TypeAlias = tuple[Parts, Layout]
 
 
 class CachedFetcher(Fetcher):
-    """Fetches each sample once from another fetcher, and afterwards from a store.
-
-    Args:
-        inner: Fetches samples that are not cached.
-        codec: Converts between the inner fetcher's values, cached arrays and samples.
-        store: Store of the cached arrays.
+    """Fetches each sample once from the inner fetcher, and afterwards from a store.
 
     Raises:
         CacheError: The store cannot be used.
@@ -172,8 +166,6 @@ class CachedFetcher(Fetcher):
 
         def encode(position: int, value: Any) -> None:
             nonlocal found
-            if isinstance(value, BaseException):
-                raise value
             try:
                 parts, layout = self._codec.encode(value, self._store.layout)
                 found = [part.copy() for part in parts], layout  # a Dataset may reuse its memory
@@ -322,24 +314,17 @@ class CachedFetcher(Fetcher):
         return partial(self._place_sample, chunk)
 
     def _place_sample(self, chunk: Chunk, position: int, value: Any) -> None:
-        if isinstance(value, BaseException):
-            raise value
         index, cached = chunk.plan.indices[position], value is CACHED
         parts, layout = (self._store.parts(index), self._store.layout) if cached else self._encode(value)
         assert layout is not None
         sample = self._codec.sample(parts, layout, partial(generator_of, chunk.plan, position))
         if self.target is not None:
             sample = sample, self._target(index, cached)
-        if chunk.control.deadline is None:
-            chunk.builder.put(position, sample)
-        else:
-            chunk.commit_sample(position, sample)
+        chunk.put(position, sample)
         if not cached:
             self._store.put(index, parts)
 
     def _place_row(self, chunk: Chunk, builder: RowBatchBuilder, position: int, value: Any) -> None:
-        if isinstance(value, BaseException):
-            raise value
         index, cached = chunk.plan.indices[position], value is CACHED
         out = memory = builder.arrays(position)
         if chunk.control.deadline is not None:
@@ -399,14 +384,7 @@ class CachedFetcher(Fetcher):
 
 
 class DeviceBatchBuilder(RowBatchBuilder):
-    """Builder of a batch that is completed on the device with cached samples.
-
-    Args:
-        samples, lease, targets: As for ``RowBatchBuilder``.
-        codec: Codec of the cached arrays.
-        store: Store on the device.
-        layout: Layout of a sample.
-    """
+    """Builder of a batch that ``store`` completes on the device with cached samples, which have ``layout``."""
 
     def __init__(
         self, samples: int, lease: BufferLease, codec: SampleCodec, store: SampleStore, layout: Layout, *, targets: bool
@@ -415,7 +393,7 @@ class DeviceBatchBuilder(RowBatchBuilder):
         super().__init__(row, samples, lease, targets=targets)
         others = [array(lease, (samples, *part.shape), np.dtype(part.dtype)) for part in layout.parts[1:]]
         self._leaves = [self._leaf, *[HostTensor(rows, pinned=lease.pinned) for rows in others]]
-        self._columns = [self.rows, *others]
+        self._columns = [leaf.memory for leaf in self._leaves]
         self._indices: NDArray[np.int64] = array(lease, (samples,), np.dtype(np.int64))
         self._cached = np.zeros(samples, np.bool_)
         self._codec, self._store, self._layout = codec, store, layout
@@ -434,25 +412,13 @@ class DeviceBatchBuilder(RowBatchBuilder):
         self._indices[at] = indices
         self._cached[at] = cached
 
-    def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
-        """The batch, to be completed on the device."""
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         for leaf in self._leaves:
             leaf.memory = compact(leaf.memory, positions)
         indices, cached = compact(self._indices, positions), compact(self._cached, positions)
         columns = self._store.complete(self._leaves, indices, cached, pinned=self._leaf.pinned)
         batch = self._codec.batch(columns, self._layout)
         return batch if self._targets is None else [batch, self._targets.finish(keys, positions)]
-
-
-def new_codec(decode: Callable[..., Any] | None) -> SampleCodec:
-    """The codec of a decoder's output; without a decoder the codec of a ``Dataset``'s items.
-
-    Raises:
-        TypeError: The decoder is random and lacks separate methods for decoding and augmentation.
-    """
-    if decode is None:
-        return ItemCodec()
-    return decoder_codec(decode, rows=decodes_in_place(decode), random=takes_rng(decode))
 
 
 def _indices(plan: BatchPlan, positions: Sequence[int]) -> NDArray[np.int64]:

@@ -1,35 +1,49 @@
 """Builders of batches: rows that a decoder fills, the rules of ``default_collate``, or the user's ``collate_fn``.
 
-Decode threads fill different rows of one builder at the same time.
+Decode threads fill different rows of one builder at the same time. By the rules of ``default_collate``, arrays and
+tensors are copied into their rows as samples arrive. Numbers, strings, and arrays of another shape or dtype than the
+first sample's are collated at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from aiofeed.core.errors import CollateError
-from aiofeed.core.pytree import total_nbytes
+from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, total_nbytes
 from aiofeed.core.types import Collate, HostTensor, Row
-from aiofeed.engine.fetch.default_collate import MISSING, DefaultCollateBuilder, Positions, compact, pick
 from aiofeed.runtime.buffers import BufferLease, array
-from aiofeed.runtime.tensors import stage
+from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+ItemT = TypeVar("ItemT")
 
-class BatchBuilder(Protocol):
+Positions: TypeAlias = Sequence[int] | None
+"""Positions of the samples that make up the batch, in order; ``None``: all."""
+
+
+class BatchBuilder(ABC):
     """Collects the samples of a batch: ``put`` from any thread, ``finish`` once after all samples."""
 
-    encode: Callable[[Any], Any] | None
+    encode: Callable[[Any], Any] | None = None
     """What ``finish`` applies to the batch; a worker process encodes it for the trainer."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the batch's memory."""
+
+    @abstractmethod
     def put(self, position: int, sample: Any) -> None:
         """Store one sample; of a sample whose row is filled already, its target."""
-        ...
 
     def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
         """The batch of the samples at ``positions``; ``None``: of all.
@@ -37,21 +51,204 @@ class BatchBuilder(Protocol):
         Raises:
             CollateError: The samples do not fit together; the message names some of ``keys``.
         """
-        ...
+        batch = self._build(keys, positions)
+        return batch if self.encode is None else self.encode(batch)
+
+    @abstractmethod
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
+        """The batch before ``encode``."""
+
+
+class DefaultCollateBuilder(BatchBuilder):
+    """Builder of a batch by the rules of torch's ``default_collate``.
+
+    A tuple becomes a list, numbers become tensors, strings stay a list.
+    """
+
+    def __init__(self, samples: int, lease: BufferLease) -> None:
+        self._samples = samples
+        self._lease = lease
+        self._root: _Node | None = None
+        self._lock = threading.Lock()
+
+    def put(self, position: int, sample: Any) -> None:
+        """Copy a sample's arrays into their rows, and store its other parts."""
+        root = self._root
+        if root is None:
+            with self._lock:
+                if self._root is None:
+                    self._root = _node(sample, self._samples, self._lease)
+                root = self._root
+        root.put(position, sample)
+
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
+        assert self._root is not None, "a builder without samples"
+        try:
+            return self._root.finish(positions)
+        except _MisfitError as misfit:
+            named = [keys[positions[position] if positions else position] for position in misfit.positions]
+            raise CollateError(misfit.explain(named)) from misfit.__cause__
 
     @property
     def nbytes(self) -> int:
         """Bytes of the batch's memory."""
-        ...
+        return self._root.nbytes if self._root is not None else 0
 
 
-class RowBatchBuilder:
+class _MisfitError(Exception):
+    """Samples do not fit together. The message says how they differ; ``positions`` are those to name."""
+
+    def __init__(self, problem: str, positions: Sequence[int]) -> None:
+        super().__init__(problem)
+        self.positions = positions
+
+    def explain(self, keys: Sequence[str]) -> str:
+        names = f" ({' and '.join(map(repr, keys))})" if keys else ""
+        return (
+            f"the samples of a batch do not fit together: {self}{names}; make the decoder return the same structure "
+            f"and shape for every sample, or pass collate_fn="
+        )
+
+
+class _ArrayNode:
+    """Arrays of one shape and dtype in their rows; others are stored separately."""
+
+    def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
+        memory, self._torch_dtype = as_array(first)
+        assert memory is not None
+        self._shape, self._dtype = memory.shape, memory.dtype
+        # numpy has one dtype object per plain number type, so that ``is`` compares them. ``None`` if torch's dtype
+        # differs from numpy's.
+        self._plain = memory.dtype if self._torch_dtype is None else None
+        self._rows = array(lease, (samples, *memory.shape), memory.dtype)
+        self._pinned = lease.pinned
+        self._others: dict[int, Any] = {}
+        self.nbytes = self._rows.nbytes
+
+    def put(self, position: int, value: Any) -> None:
+        if type(value) is np.ndarray and value.dtype is self._plain and value.shape == self._shape:
+            self._rows[position] = value  # the usual case of what follows
+            return
+        memory, torch_dtype = as_array(value)
+        if (
+            memory is not None
+            and memory.shape == self._shape
+            and memory.dtype == self._dtype
+            and torch_dtype == self._torch_dtype
+        ):
+            self._rows[position] = memory
+        else:
+            self._others[position] = value
+
+    def finish(self, positions: Positions) -> Any:
+        if not self._others:
+            return HostTensor(compact(self._rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
+        rows = as_tensor(HostTensor(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
+        every = range(len(self._rows)) if positions is None else positions
+        return _default_collate([self._others.get(position, rows[position]) for position in every])
+
+
+class _ListNode:
+    """Numbers, strings and all other values, collated at the end."""
+
+    def __init__(self, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any]) -> None:
+        self._texts = texts
+        self._values: list[Any] = [None] * samples
+        self._lease = lease
+        self.nbytes = 0
+
+    def put(self, position: int, value: Any) -> None:
+        self._values[position] = value
+
+    def finish(self, positions: Positions) -> Any:
+        values, self._values = pick(self._values, positions), []
+        kinds = set(map(type, values))
+        if len(kinds) == 1:
+            kind = kinds.pop()
+            if kind is str or kind is bytes:
+                return self._texts(values)
+            dtype = NUMBER_DTYPES.get(kind)
+            if dtype is not None:
+                rows = array(self._lease, (len(values),), dtype)
+                try:
+                    rows[:] = values
+                except OverflowError as error:
+                    raise _MisfitError(f"a number does not fit into {dtype.name}: {error}", ()) from error
+                return HostTensor(rows, pinned=self._lease.pinned)
+        return _default_collate(values)
+
+
+class _TupleNode:
+    def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
+        self._make = type(first)._make if is_namedtuple(first) else list
+        # default_collate transposes tuples and lists with zip, and returns strings in zip's tuples.
+        self._children = [_node(item, samples, lease, texts=tuple) for item in first]
+        # Lists of a subclass: the batch is of the same class, with the first sample's attributes.
+        self._models: dict[int, list[Any]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(child.nbytes for child in self._children)
+
+    def put(self, position: int, value: Any) -> None:
+        if not isinstance(value, tuple | list) or len(value) != len(self._children):
+            got = f"{len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
+            raise _MisfitError(f"one has {len(self._children)} parts, another {got}", (position,))
+        if isinstance(value, list) and type(value) is not list:
+            self._models[position] = value
+        for child, item in zip(self._children, value, strict=True):
+            child.put(position, item)
+
+    def finish(self, positions: Positions) -> Any:
+        model = self._models.get(positions[0] if positions else 0, [])
+        return like_list(model, self._make([child.finish(positions) for child in self._children]))
+
+
+class _DictNode:
+    def __init__(self, first: Mapping[Any, Any], samples: int, lease: BufferLease) -> None:
+        self._children = {name: _node(item, samples, lease) for name, item in first.items()}
+        # Mappings of other classes: as for lists.
+        self._models: dict[int, Mapping[Any, Any]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(child.nbytes for child in self._children.values())
+
+    def put(self, position: int, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            raise _MisfitError(f"one is a dict, another a {type(value).__name__}", (position,))
+        if type(value) is not dict:
+            self._models[position] = value
+        for name, child in self._children.items():
+            try:
+                item = value[name]
+            except KeyError:
+                raise _MisfitError(f"one has the key {name!r}, another has only {list(value)}", (position,)) from None
+            child.put(position, item)
+
+    def finish(self, positions: Positions) -> Any:
+        model = self._models.get(positions[0] if positions else 0, {})
+        return like_mapping(model, {name: child.finish(positions) for name, child in self._children.items()})
+
+
+_Node: TypeAlias = _ArrayNode | _ListNode | _TupleNode | _DictNode
+
+
+def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any] = list) -> _Node:
+    if isinstance(first, Mapping):
+        return _DictNode(first, samples, lease)
+    if isinstance(first, tuple | list):
+        return _TupleNode(first, samples, lease)
+    if as_array(first)[0] is not None:
+        return _ArrayNode(first, samples, lease)
+    return _ListNode(samples, lease, texts)
+
+
+class RowBatchBuilder(BatchBuilder):
     """Builder of a batch whose samples fill rows: ``rows[position]`` is the memory of a sample.
 
     ``targets``: whether samples have targets; ``torch_dtype``: name of their dtype, if numpy lacks it.
     """
-
-    encode: Callable[[Any], Any] | None = None
 
     def __init__(
         self, row: Row, samples: int, lease: BufferLease, *, targets: bool, torch_dtype: str | None = None
@@ -75,13 +272,11 @@ class RowBatchBuilder:
         if self._targets is not None:
             self._targets.put(position, sample)
 
-    def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
-        """The rows, or the list of rows and targets."""
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         leaf = self._leaf
         if positions is not None:
             leaf.memory = compact(leaf.memory, positions)
-        batch = leaf if self._targets is None else [leaf, self._targets.finish(keys, positions)]
-        return batch if self.encode is None else self.encode(batch)
+        return leaf if self._targets is None else [leaf, self._targets.finish(keys, positions)]
 
     @property
     def nbytes(self) -> int:
@@ -89,36 +284,80 @@ class RowBatchBuilder:
         return self.rows.nbytes + (self._targets.nbytes if self._targets is not None else 0)
 
 
-class CollateBatchBuilder:
+class CollateBatchBuilder(BatchBuilder):
     """Builder of a batch by the user's ``collate_fn``, whose tensors are copied into memory of the lease, if given."""
 
-    encode: Callable[[Any], Any] | None = None
+    nbytes = 0
 
     def __init__(self, samples: int, collate_fn: Collate, lease: BufferLease | None) -> None:
-        self._samples: list[Any] = [MISSING] * samples
+        self._samples: list[Any] = [None] * samples
         self._collate_fn = collate_fn
         self._lease = lease
-        self.nbytes = 0
 
     def put(self, position: int, sample: Any) -> None:
         """Store one sample for ``collate_fn``."""
         self._samples[position] = sample
 
-    def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
-        """What ``collate_fn`` returns."""
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         samples, self._samples = pick(self._samples, positions), []
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
-            raise CollateError(
-                f"collate_fn raised {type(error).__name__}: {error} (samples {_span(pick(keys, positions))})"
-            ) from error
+            named = pick(keys, positions)
+            span = repr(named[0]) if len(named) == 1 else f"{named[0]!r} to {named[-1]!r}"
+            raise CollateError(f"collate_fn raised {type(error).__name__}: {error} (samples {span})") from error
         if self._lease is not None:
             batch, self.nbytes = stage(batch, self._lease)
         else:
             self.nbytes = total_nbytes(batch)
-        return batch if self.encode is None else self.encode(batch)
+        return batch
 
 
-def _span(keys: Sequence[str]) -> str:
-    return repr(keys[0]) if len(keys) == 1 else f"{keys[0]!r} to {keys[-1]!r}"
+def misfit_error(error: BaseException, key: str) -> CollateError | None:
+    """The user's error for a sample whose structure differs from the first one's; ``None`` for other errors."""
+    return CollateError(error.explain([key])) if isinstance(error, _MisfitError) else None
+
+
+def _default_collate(values: list[Any]) -> Any:
+    from torch.utils.data import default_collate
+
+    try:
+        return default_collate(values)
+    except (TypeError, RuntimeError, ValueError, KeyError) as error:
+        for position, value in enumerate(values):
+            if (problem := _common_mistake(value)) is not None:
+                raise _MisfitError(problem, (position,)) from error
+        shapes = [tuple(value.shape) if hasattr(value, "shape") else None for value in values]
+        for position, shape in enumerate(shapes):
+            if shape != shapes[0]:
+                problem = f"shapes {list(shapes[0] or ())} and {list(shape or ())}"
+                if shape is None or shapes[0] is None:
+                    problem = f"one is a {type(values[0]).__name__}, another a {type(values[position]).__name__}"
+                raise _MisfitError(problem, (0, position)) from error
+        raise _MisfitError(str(error), ()) from error
+
+
+def _common_mistake(value: Any) -> str | None:
+    """What is wrong with a value of a type that never collates; ``None`` for other values."""
+    if value is None:
+        return "one is None"
+    if inspect.iscoroutine(value):
+        return "one is a coroutine: `async def` is for a source's read, not for decoders, datasets and targets"
+    if type(value).__module__.startswith("PIL."):
+        return f"one is a {type(value).__name__}, a PIL image: convert it to an array with numpy.asarray(image)"
+    return None
+
+
+def compact(rows: NDArray[Any], positions: Positions) -> NDArray[Any]:
+    """The rows at ``positions``, moved to the beginning of the same memory."""
+    if positions is None:
+        return rows
+    for to, position in enumerate(positions):
+        if to != position:
+            rows[to] = rows[position]
+    return rows[: len(positions)]
+
+
+def pick(items: Sequence[ItemT], positions: Positions) -> list[ItemT]:
+    """The items at ``positions``."""
+    return list(items) if positions is None else [items[position] for position in positions]

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from aiofeed.core.errors import FeedError
+from aiofeed.core.errors import FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.default_collate import misfit_error
+from aiofeed.engine.fetch.collate import misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
-from aiofeed.engine.fetch.user_errors import read_error
+from aiofeed.engine.fetch.user_errors import sample_error
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import AbandonedError
 from aiofeed.sources.dataset import FromDataset
@@ -21,12 +21,7 @@ from aiofeed.sources.dataset_slots import DatasetSlot
 
 
 class DatasetFetcher(Fetcher):
-    """Fetches samples from a map-style ``Dataset``.
-
-    Args:
-        source: The dataset.
-        policy: Retries, time limits, and whether the first failure ends a chunk.
-    """
+    """Fetches samples from a map-style ``Dataset``."""
 
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None) -> None:
         super().__init__(policy or FailurePolicy())
@@ -50,15 +45,11 @@ class DatasetFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Request a chunk's items and put them into the batch."""
-        place = chunk.builder.put if chunk.control.deadline is None else chunk.commit_sample
-        self._run(chunk, chunk.positions, place)
+        self.decode_with(chunk, chunk.put)
 
     def decode_with(self, chunk: Chunk, place: Place) -> None:
         """Call ``place`` for each position and value of a chunk, after requesting the items that are ``UNREAD``."""
-        values = zip(chunk.positions, chunk.values, strict=True)
-        self._run(chunk, [position for position, value in values if value is UNREAD], place)
-
-    def _run(self, chunk: Chunk, requested: Sequence[int], place: Place) -> None:
+        requested = chunk.unread()
         outcome, retries = chunk.outcome, chunk.outcome.retries
         with DatasetSlot(self._source, chunk.plan.indices[requested[0]], chunk.control) as slot:
             started = time.perf_counter()
@@ -87,50 +78,40 @@ class DatasetFetcher(Fetcher):
 
     def _request_one(self, chunk: Chunk, place: Place, slot: DatasetSlot) -> Place:
         """A function that requests one item and places it."""
-        indices, dataset, deadline, policy = (
-            chunk.plan.indices,
-            self._source.dataset,
-            chunk.control.deadline,
-            self.policy,
-        )
-        if deadline is None and not policy.retries:
+        indices, dataset, policy = chunk.plan.indices, self._source.dataset, self.policy
+        deadline, stop = chunk.control.deadline, chunk.control.stop
 
-            def request(position: int, value: Any) -> None:
-                if value is UNREAD:
-                    slot.index = index = indices[position]
-                    value = dataset[index]
-                place(position, value)
-
-            return request
-
-        def request_timed(position: int) -> Any:
-            slot.index = indices[position]
+        def request_again(position: int) -> Any:
             if deadline is not None:
                 deadline.begin(position)
             return dataset[indices[position]]
 
-        def request_again(position: int, value: Any) -> None:
+        def request(position: int, value: Any) -> None:
             if value is UNREAD:
+                slot.index = index = indices[position]
                 try:
-                    value = request_timed(position)
+                    if deadline is not None:
+                        deadline.begin(position)
+                    value = dataset[index]
                 except Exception as error:
                     if deadline is not None:
                         deadline.pause()
                     if not policy.retries or isinstance(error, AbandonedError):
                         raise
-                    value, retries = retry_blocking(policy, error, partial(request_timed, position), chunk.control.stop)
+                    value, retries = retry_blocking(policy, error, partial(request_again, position), stop)
                     chunk.outcome.retries += retries
                     if isinstance(value, BaseException):
                         raise value from None
             place(position, value)
 
-        return request_again
+        return request
 
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
         """The ``ReadError`` of an item that failed."""
         key = self.key(index)
-        return misfit_error(error, key) or read_error(error, key, index, traced=self.stop_at_error)
+        return misfit_error(error, key) or sample_error(ReadError, error, key, index, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
         """The ``ReadError`` of an item over its time limit."""
-        return read_error(TimeoutError(f"no item within {self.limit_s:g} s"), self.key(index), index)
+        late = TimeoutError(f"no item within {self.limit_s:g} s")
+        return sample_error(ReadError, late, self.key(index), index)

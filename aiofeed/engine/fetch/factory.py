@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.types import Collate, Source
+from aiofeed.core.types import Collate, Source, decodes_in_place
 from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
-from aiofeed.engine.fetch.source import SourceFetcher, decodes_in_place
+from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.sources.dataset import FromDataset
 
@@ -44,7 +44,8 @@ def new_fetcher(
         inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy)
     if cache is None:
         return inner
-    from aiofeed.engine.fetch.cached import CachedFetcher, new_codec
+    from aiofeed.cache.item_codec import new_codec
+    from aiofeed.engine.fetch.cached import CachedFetcher
 
     return CachedFetcher(inner, new_codec(decode), cache)
 

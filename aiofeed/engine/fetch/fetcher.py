@@ -14,8 +14,7 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import BatchBuilder
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
 from aiofeed.engine.tuning.threads import JobTiming
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -71,9 +70,14 @@ class Chunk:
         if self.control.deadline is not None:
             self.control.deadline.outcome = self.outcome  # it is all that remains of an abandoned job
 
+    def unread(self) -> list[int]:
+        """The positions of values that are ``UNREAD``."""
+        return [position for position, value in zip(self.positions, self.values, strict=True) if value is UNREAD]
+
     def decode_each(self, place: Place) -> int:
         """Call ``place`` for each position and value, until stopped. Returns how many samples were reached.
 
+        A value that is an exception is the sample's error.
         Under a deadline each call is timed as one sample; for a value that is ``UNREAD``, ``place`` starts the clock.
         It must change the batch inside ``commit`` only.
 
@@ -88,6 +92,8 @@ class Chunk:
             value, values[reached] = values[reached], None
             reached += 1
             try:
+                if isinstance(value, BaseException):
+                    raise value
                 if deadline is not None and value is not UNREAD:
                     deadline.begin(position)
                 place(position, value)
@@ -113,10 +119,13 @@ class Chunk:
         """
         return _NO_DEADLINE if self.control.deadline is None else self.control.deadline.commit()
 
-    def commit_sample(self, position: int, sample: Any) -> None:
-        """Put a sample into the batch under the job's deadline."""
-        assert self.control.deadline is not None
-        with self.control.deadline.commit():
+    @property
+    def put(self) -> Place:
+        """A function that puts a sample into the batch, inside ``commit``."""
+        return self.builder.put if self.control.deadline is None else self._commit_sample
+
+    def _commit_sample(self, position: int, sample: Any) -> None:
+        with self.commit():
             self.builder.put(position, sample)
 
     @property

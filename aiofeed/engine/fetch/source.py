@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from aiofeed.core.errors import FeedError
+from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, RowDecoder, Source
+from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
-from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder
-from aiofeed.engine.fetch.default_collate import misfit_error
+from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
-from aiofeed.engine.fetch.user_errors import decode_error, read_error, untrace
+from aiofeed.engine.fetch.user_errors import sample_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import StopFlag
@@ -75,7 +73,10 @@ class SourceFetcher(Fetcher):
         self.limit_s = self.policy.decode_timeout_s
         self.target = getattr(source, "target", None)
         self._reader = AsyncReader(source, self.policy)
-        self._blocking_reader = blocking_reader(source, self.policy)
+        # Reads in decode threads, if the source can do it, and without a time limit.
+        self._blocking_reader: BlockingReader | None = None
+        if (read_now := getattr(source, "read_now", None)) is not None and self.policy.read_timeout_s is None:
+            self._blocking_reader = BlockingReader(read_now, self.policy)
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
             self._decode_many = getattr(decoder, "decode_many_into", None)
@@ -133,32 +134,31 @@ class SourceFetcher(Fetcher):
 
     def decode_chunk(self, chunk: Chunk) -> None:
         """Decode a chunk into the batch."""
-        if chunk.values[0] is UNREAD:
-            self._read_now(chunk, chunk.positions)
-        clock = time.perf_counter(), time.thread_time()
-        self._run(chunk, self._decode_all(chunk) or self._decode_one(chunk), clock)
+        self.decode_with(chunk, None)
 
-    def decode_with(self, chunk: Chunk, place: Place) -> None:
-        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``."""
-        unread = [position for position, value in zip(chunk.positions, chunk.values, strict=True) if value is UNREAD]
-        if unread:
-            self._read_now(chunk, unread)
-        self._run(chunk, place, (time.perf_counter(), time.thread_time()))
+    def decode_with(self, chunk: Chunk, place: Place | None) -> None:
+        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``.
 
-    def _read_now(self, chunk: Chunk, positions: Sequence[int]) -> None:
-        """Read samples of a chunk in this thread."""
+        ``None``: decode them into the batch.
+        """
+        self._read_now(chunk)
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        reached = chunk.decode_each(place or self._decode_all(chunk) or self._decode_one(chunk))
+        seconds = time.perf_counter() - started
+        chunk.outcome.decode_s += seconds
+        if reached:
+            self._sizer.observe(seconds, reached, time.thread_time() - cpu_started)
+
+    def _read_now(self, chunk: Chunk) -> None:
+        """Read the samples of a chunk that are ``UNREAD``, in this thread."""
+        positions = chunk.unread()
+        if not positions:
+            return
         assert self._blocking_reader is not None
         indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
         encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
         for position, value in zip(positions, encoded, strict=True):
             chunk.values[position - first] = value
-
-    def _run(self, chunk: Chunk, place: Place, clock: tuple[float, float]) -> None:
-        reached = chunk.decode_each(place)
-        seconds = time.perf_counter() - clock[0]
-        chunk.outcome.decode_s += seconds
-        if reached:
-            self._sizer.observe(seconds, reached, time.thread_time() - clock[1])
 
     def _decode_all(self, chunk: Chunk) -> Place | None:
         """Decode a chunk into its rows in one call, and return what handles each sample's error and target.
@@ -194,59 +194,35 @@ class SourceFetcher(Fetcher):
 
     def _decode_one(self, chunk: Chunk) -> Place:
         """A function that decodes one sample into the batch: tiny samples gain from tests made once per chunk."""
-        plan, builder, target = chunk.plan, chunk.builder, self.target
-        indices, put = plan.indices, builder.put
-        if chunk.control.deadline is not None:
-            return partial(self._decode_outside, chunk)
+        plan, builder, target, decoder = chunk.plan, chunk.builder, self.target, self._decoder
+        indices, timed = plan.indices, chunk.control.deadline is not None
         if self._in_place:
             assert isinstance(builder, RowBatchBuilder)
-            row_decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+            row_decoder: RowDecoder = decoder  # type: ignore[assignment]
             rows = builder.rows
 
             def decode_into_row(position: int, value: Any) -> None:
-                if isinstance(value, BaseException):
-                    raise value
-                seed = seed_of(plan, position) if self._takes_seed else None
-                row_decoder.decode_into(value, rows[position], seed)
-                if target is not None:
-                    put(position, target(indices[position]))
+                row = rows[position]
+                # An abandoned job must not write into the batch later.
+                out = np.empty_like(row) if timed else row
+                row_decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
+                label = None if target is None else target(indices[position])
+                if timed:
+                    with chunk.commit():
+                        row[...] = out
+                        builder.put(position, label)
+                elif target is not None:
+                    builder.put(position, label)
 
             return decode_into_row
-        plain = None if self._takes_rng else self._decoder
+        put = chunk.put
+        takes_rng = self._takes_rng
 
         def decode(position: int, value: Any) -> None:
-            if isinstance(value, BaseException):
-                raise value
-            sample = self._sample(plan, position, value) if plain is None else plain(value)
+            sample = decoder(value, rng=generator_of(plan, position)) if takes_rng else decoder(value)
             put(position, sample if target is None else (sample, target(indices[position])))
 
         return decode
-
-    def _decode_outside(self, chunk: Chunk, position: int, value: Any) -> None:
-        """Decode outside the batch, and commit: an abandoned job must not write into the batch later."""
-        if isinstance(value, BaseException):
-            raise value
-        plan, builder = chunk.plan, chunk.builder
-        row = out = None
-        sample: Any = None
-        if self._in_place:
-            assert isinstance(builder, RowBatchBuilder)
-            decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-            row = builder.rows[position]
-            out = np.empty_like(row)
-            decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
-        else:
-            sample = self._sample(plan, position, value)
-        target = None if self.target is None else self.target(plan.indices[position])
-        with chunk.commit():
-            if row is not None:
-                row[...] = out
-                builder.put(position, target)
-            else:
-                builder.put(position, sample if self.target is None else (sample, target))
-
-    def _sample(self, plan: BatchPlan, position: int, value: Any) -> Any:
-        return self._decoder(value, rng=generator_of(plan, position)) if self._takes_rng else self._decoder(value)
 
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
         """A ``ReadError``, a ``DecodeError``, or a ``CollateError`` if the sample does not fit into its batch."""
@@ -254,19 +230,19 @@ class SourceFetcher(Fetcher):
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return decode_error(error, key, index, traced=self.stop_at_error)
+            return sample_error(DecodeError, error, key, index, traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "'await' expression" in str(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
         if isinstance(error, IndexError):
             with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
-        return read_error(error, key, index, hint, traced=self.stop_at_error)
+        return sample_error(ReadError, error, key, index, hint, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
         """The ``DecodeError`` of a sample over its time limit."""
         late = TimeoutError(f"not decoded within decode_timeout_s={self.policy.decode_timeout_s:g}")
-        return decode_error(late, self.key(index), index)
+        return sample_error(DecodeError, late, self.key(index), index)
 
 
 def seed_of(plan: BatchPlan, position: int) -> int:
@@ -284,29 +260,11 @@ def generator_of(plan: BatchPlan, position: int) -> Any:
     return generator.manual_seed(seed_of(plan, position))
 
 
-def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
-    try:
-        parameter = inspect.signature(decoder).parameters.get("rng")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-
-
-def decodes_in_place(decoder: object) -> bool:
-    """Whether a decoder writes into rows of the batch's memory."""
-    return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
-
-
 class BlockingReader:
     """Calls a source's ``read_now`` in decode threads, and returns what it raises as values.
 
     Threads take turns. Reading a file takes the GIL several times, for a microsecond each: threads that read at the
     same time pass it back and forth, which costs more than the reads.
-
-    Args:
-        read_now: Method of the source.
-        policy: Retries.
     """
 
     def __init__(self, read_now: Callable[[Sequence[int]], Sequence[Any]], policy: FailurePolicy) -> None:
@@ -352,9 +310,3 @@ class BlockingReader:
         if isinstance(data, BaseException):
             raise data
         return data
-
-
-def blocking_reader(source: Source[Any], policy: FailurePolicy) -> BlockingReader | None:
-    """A reader for decode threads; ``None`` if the source has no ``read_now``, or reads have a time limit."""
-    read_now: Callable[[Sequence[int]], Sequence[Any]] | None = getattr(source, "read_now", None)
-    return None if read_now is None or policy.read_timeout_s is not None else BlockingReader(read_now, policy)

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from aiofeed.core.errors import DecodeError, ReadError, SampleError
+from aiofeed.core.errors import ReadError, SampleError
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
 
 
-def read_error(error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True) -> SampleError:
-    """The ``ReadError`` of a sample. An error of the user's that names this sample already is returned unchanged.
+def sample_error(
+    kind: type[SampleError], error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True
+) -> SampleError:
+    """A sample's ``ReadError`` or ``DecodeError``. A user's error that names this sample already is returned unchanged.
 
     ``traced=False`` removes the tracebacks: for as long as the error is remembered, they would keep what their frames
     refer to alive, such as the bytes of the sample.
     """
-    return _named(ReadError, "read", error, key, index, hint, traced)
-
-
-def decode_error(error: BaseException, key: str, index: int, *, traced: bool = True) -> SampleError:
-    """The ``DecodeError`` of a sample; see ``read_error``."""
-    return _named(DecodeError, "decode", error, key, index, "", traced)
-
-
-def _named(
-    kind: type[SampleError], stage: str, error: BaseException, key: str, index: int, hint: str, traced: bool
-) -> SampleError:
-    if isinstance(error, SampleError) and error.index == index:
-        named = error
-    else:
-        named = kind(f"cannot {stage} {key!r}: {format_error(error)}{hint}", key=key, index=index, stage=stage)
+    named = error
+    if not isinstance(named, SampleError) or named.index != index:
+        stage = "read" if kind is ReadError else "decode"
+        named = kind(f"cannot {stage} {key!r}: {_format(error)}{hint}", key=key, index=index, stage=stage)
         named.__cause__ = without_our_frames(error)
     if not traced:
         untrace(named)
     return named
 
 
-def format_error(error: BaseException) -> str:
+def _format(error: BaseException) -> str:
     """An error on one line."""
     try:
         text = str(error)

@@ -11,7 +11,7 @@ from aiofeed.cache.item_codec import ItemCodec
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder
+from aiofeed.engine.fetch.collate import DefaultCollateBuilder
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors
 

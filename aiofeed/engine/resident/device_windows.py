@@ -16,7 +16,7 @@ from aiofeed.devices.backend import poll
 from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
-from aiofeed.sampling.order import BatchRange
+from aiofeed.sampling.schedule import BatchRange
 
 if TYPE_CHECKING:
     import torch

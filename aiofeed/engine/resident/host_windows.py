@@ -18,7 +18,7 @@ import numpy as np
 from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.tensors import is_tensor, tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
-from aiofeed.sampling.order import BatchRange
+from aiofeed.sampling.schedule import BatchRange
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.host_windows import HostWindows, Rows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
-from aiofeed.sampling.order import BatchRange
+from aiofeed.sampling.schedule import BatchRange, BatchRanges
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class _Epoch:
         self.stream = stream
         self.start = start
         self.next_number = 0
-        self._ranges = stream.schedule.batch_ranges(start.position, start.permutation)
+        self._ranges = BatchRanges(stream.schedule, start.position, start.sampled)
 
     def next_range(self, windows: Windows) -> BatchRange | None:
         """Return the batches of the next window; ``None`` at the end of the epoch."""

@@ -38,7 +38,7 @@ from aiofeed.processes.workers.protocol import (
 from aiofeed.processes.workers.spawn import WorkerConfig, read_config
 from aiofeed.processes.workers.worker_engine import RemoteOrder, WorkerEngine, WorkerPlan
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread, reserve_standard_descriptors
-from aiofeed.sampling.epochs import EpochBegins, Step
+from aiofeed.sampling.epochs import EpochStart, Step
 
 # Interval of the checks for a trainer whose end the connection does not show.
 HEARTBEAT_S = 0.25
@@ -144,7 +144,7 @@ class _Worker:
             if self._engine is not None and self._plans.empty():
                 self._engine.out_of_plans()
             plan = await self._plans.get()
-            yield EpochBegins(EpochStats())  # statistics of this batch alone
+            yield EpochStart(EpochStats())  # statistics of this batch alone
             yield plan
 
     async def request_index(self, serial: int, position: int) -> int:

@@ -13,8 +13,7 @@ from torch.utils.data import default_collate
 
 from aiofeed.core.errors import CollateError
 from aiofeed.core.types import Row
-from aiofeed.engine.fetch.collate import CollateBatchBuilder, RowBatchBuilder
-from aiofeed.engine.fetch.default_collate import DefaultCollateBuilder, misfit_error
+from aiofeed.engine.fetch.collate import CollateBatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors, stage
 

@@ -14,8 +14,8 @@ import torch
 from aiofeed import Feeder, Limits, Tensors
 from aiofeed.engine.resident import host_windows
 from aiofeed.runtime import threads
-from aiofeed.sampling import order
-from aiofeed.sampling.order import BatchRange, BatchRanges, Shard, plans, shuffled
+from aiofeed.sampling import schedule
+from aiofeed.sampling.schedule import BatchRange, BatchRanges, Position, Schedule
 
 
 @pytest.fixture
@@ -192,13 +192,13 @@ def test_a_forked_child_does_not_hang(way: str) -> None:
 @pytest.mark.parametrize("skip", [frozenset[int](), frozenset({0, 4, 5})])
 def test_batch_ranges_equal_the_plans(batch_size: int, skip: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch ranges equal the plans for blocks of indices of any size, also from the middle of a block."""
-    shard = Shard(length=53, batch_size=batch_size, rank=1, world_size=3)
-    permutation = shuffled(53, 1, 0)
-    wanted = [(plan.number, plan.indices) for plan in plans(shard, lambda: permutation, 0, skip)]
+    schedule_of_rank = Schedule(length=53, batch_size=batch_size, seed=1, shuffle=True, rank=1, world_size=3)
+    start = Position(ahead=skip)
+    wanted = [(plan.number, plan.indices) for plan in schedule_of_rank.plans(start)]
     for computed in (1, 7, 16, 1000):
-        monkeypatch.setattr(order, "RANGE_BLOCK", computed)
+        monkeypatch.setattr(schedule, "RANGE_BLOCK", computed)
         for most in (1, 2, 5, 100):
-            batch_ranges = BatchRanges(shard, lambda: permutation, skip)
+            batch_ranges = BatchRanges(schedule_of_rank, start)
             found: list[tuple[int, list[int]]] = []
             first = 0
             while (batch_range := batch_ranges.at(first, most)) is not None:
