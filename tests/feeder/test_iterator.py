@@ -285,6 +285,26 @@ def test_a_close_from_another_thread_at_any_moment(device: bool) -> None:
         sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("device", [False, True])
+def test_a_queue_emptied_while_its_batch_is_handed_out(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If `close` drops the batch that `next` is about to return, `next` returns it; then the iterator is closed."""
+    feeder: Feeder[Any] = Feeder(Numbers(40), decode=number, batch_size=4, device=SimulatedDevice() if device else None)
+    iterator = iter(feeder)
+    take = iterator._delivery.take
+
+    def close_meanwhile(item: Any) -> Any:
+        batch = take(item)
+        closer = threading.Thread(target=feeder.close)
+        closer.start()
+        closer.join(30)
+        return batch
+
+    monkeypatch.setattr(iterator._delivery, "take", close_meanwhile)
+    assert next(iterator).cpu().tolist() == [0, 1, 2, 3]
+    with pytest.raises(IteratorClosedError):
+        next(iterator)
+
+
 @pytest.fixture
 def quick_collector() -> Iterator[None]:
     """Exclude all existing objects from the hundreds of garbage collections."""
