@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -94,11 +95,24 @@ class WorkerDiedError(FeedError):
         self.exit_status = exit_status
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to a user's exception; without effect if it refuses notes, as a frozen dataclass does."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """The notes of a user's exception; none if its ``__notes__`` is not a list."""
+    notes = getattr(error, "__notes__", ())
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list | tuple) else []
+
+
 def as_exception(error: BaseException) -> Exception:
     """The error itself; a ``FeedError`` around one that is no ``Exception``, as SystemExit and CancelledError are."""
     if isinstance(error, Exception):
         return error
     wrapped = FeedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     wrapped.__cause__ = error
-    wrapped.__notes__ = list(getattr(error, "__notes__", ()))
+    for note in notes_of(error):
+        wrapped.add_note(note)
     return wrapped

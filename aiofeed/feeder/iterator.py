@@ -13,7 +13,7 @@ import time
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from aiofeed.core.errors import IteratorClosedError
+from aiofeed.core.errors import FeedError, IteratorClosedError, add_note
 from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
@@ -161,14 +161,21 @@ class Delivery:
         """Return the batch of an item as the user gets it. The caller's current stream waits for its copy."""
         if self._copy_thread is not None:
             return self._copy_thread.take(item)
+        if item.transformed:
+            return item.batch
         batch = self._producer.take(item)
         if self._transform is None:
             return batch
+        if item.transform_begun:
+            raise FeedError(_INTERRUPTED.format(item.number))
+        item.transform_begun = True
         try:
-            return self._transform(batch)
+            item.batch = self._transform(batch)
         except Exception as error:
-            error.add_note(f"in transform= of batch {item.number}")
+            add_note(error, f"in transform= of batch {item.number}")
             raise
+        item.transformed = True
+        return item.batch
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
@@ -196,6 +203,12 @@ class Delivery:
         await self._producer.stopped()
         if self._copy_thread is not None:
             await asyncio.to_thread(self._copy_thread.join, JOIN_S)
+
+
+_INTERRUPTED = (
+    "transform= was interrupted at batch {}, which it may have changed in part. To go on with that batch, call "
+    "feeder.load_state_dict(feeder.state_dict()) and iterate over the feeder again"
+)
 
 
 class EpochObserver:
@@ -236,7 +249,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._observer = observer or EpochObserver(delivery)
         self._pid = os.getpid()
         self._started = stats.asked_at = time.perf_counter()
-        self._finished = False
+        self._finished = self._running = False
         self._closed: str | None = None
 
     def __repr__(self) -> str:
@@ -256,24 +269,39 @@ class FeedIterator(Generic[BatchT_co]):
         return self
 
     def __next__(self) -> BatchT_co:
-        """Return the next batch; block until it is ready. Ctrl-C interrupts the wait and loses no batch."""
+        """Return the next batch; block until it is ready. Ctrl-C interrupts the wait and loses no batch.
+
+        Raises:
+            RuntimeError: Another thread is in this method.
+        """
         if self._finished or self._closed is not None or self._pid != os.getpid():
             self._raise_if_closed()
             raise StopIteration
-        asked = time.perf_counter()
-        item = self._queue.peek()
-        if type(item) is not ReadyBatch:
-            try:
-                self._end(item, asked)
-            finally:
-                del item  # an error's traceback refers to this frame
-            raise StopIteration
-        batch: BatchT_co = self._take(item, asked)
-        # From here to the caller's line the interpreter runs no signal handler (see runtime/queue.py).
-        self._observer.handed_out(item)
-        item.batch = None  # the engine's loop may still refer to the item
-        del self._queue.items[0]
-        return batch
+        if self._running:
+            raise RuntimeError(
+                "another thread is in next() of this iterator: use an iterator in one thread at a time, or put a lock "
+                "around next()"
+            )
+        self._running = True
+        try:
+            asked = time.perf_counter()
+            item = self._queue.peek()
+            if type(item) is not ReadyBatch:
+                try:
+                    self._end(item, asked)
+                finally:
+                    del item  # an error's traceback refers to this frame
+                raise StopIteration
+            batch: BatchT_co = self._take(item, asked)
+            # From here to the caller's line the interpreter runs no signal handler (see runtime/queue.py).
+            self._observer.handed_out(item)
+            item.batch = None  # the engine's loop may still refer to the item
+            # `close` in another thread may have emptied the queue.
+            if (items := self._queue.items) and items[0] is item:
+                del items[0]
+            return batch
+        finally:
+            self._running = False
 
     async def __anext__(self) -> BatchT_co:
         """Return the next batch; suspend the calling task until it is ready. Cancelling the task loses no batch."""
@@ -291,7 +319,8 @@ class FeedIterator(Generic[BatchT_co]):
         batch: BatchT_co = self._take(item, asked)
         self._observer.handed_out(item)
         item.batch = None  # the engine's loop may still refer to the item
-        del self._queue.items[0]
+        if (items := self._queue.items) and items[0] is item:
+            del items[0]
         return batch
 
     def _raise_if_closed(self) -> None:
@@ -310,6 +339,8 @@ class FeedIterator(Generic[BatchT_co]):
         except Exception as error:
             self._finish()
             self._observer.failed(FeedFailure(error, item.number))
+            if isinstance(error, StopIteration | StopAsyncIteration):
+                raise _as_runtime_error(error) from error
             raise
         self._observer.handing_out(item)
         now = time.perf_counter()
@@ -339,6 +370,8 @@ class FeedIterator(Generic[BatchT_co]):
             self._observer.failed(item)
             self._finish()
             try:
+                if isinstance(item.error, StopIteration | StopAsyncIteration):
+                    raise _as_runtime_error(item.error) from item.error
                 raise item.error
             finally:
                 # The traceback refers to this frame. If this frame or the queue referred to the error, a dropped error
@@ -375,6 +408,11 @@ class FeedIterator(Generic[BatchT_co]):
         """Close it and wait for the threads to end, without blocking the caller's event loop."""
         self.close()
         await self._delivery.stopped()
+
+
+def _as_runtime_error(error: Exception) -> RuntimeError:
+    """The error to raise in place of one that would end the ``for`` loop without a trace, as in a generator."""
+    return RuntimeError(f"{type(error).__name__} was raised by user code that makes batches")
 
 
 def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> float:

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from aiofeed.core.errors import as_exception
+from aiofeed.core.errors import add_note, as_exception
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
@@ -129,7 +129,7 @@ class StreamingPipeline(LoopProducer):
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if not opened and self._processes is None:
-                error.add_note(f"in {type(self._config.source).__name__}.open()")
+                add_note(error, f"in {type(self._config.source).__name__}.open()")
             self.queue.put(FeedFailure(as_exception(error)))
             return False
         return True

@@ -81,12 +81,14 @@ class BatchQueue(Generic[T]):
     def peek(self, timeout_s: float | None = None) -> T:
         """Return the next item without removing it; otherwise like ``get``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.items:
-            left = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - time.monotonic())
+        while True:
+            try:
+                return self.items[0]
+            except IndexError:
+                left = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - time.monotonic())
             if left <= 0:
                 raise Empty
             self._wait(left)
-        return self.items[0]
 
     def _wait(self, timeout_s: float) -> None:
         self._asleep = True
@@ -145,6 +147,7 @@ class ReadyBatch:
             loop does not need to be woken.
         counters: Statistics of its epoch.
         failures: The samples that were skipped or replaced.
+        transform_begun, transformed: Whether the consumer's transform was called for ``batch``, and has replaced it.
         taken: Whether the producer was notified that the consumer takes the batch.
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
             waited because too many earlier batches were queued on the device. ``None``: it did not wait.
@@ -158,6 +161,8 @@ class ReadyBatch:
     release: Callable[[ReadyBatch], None] | None = None
     counters: EpochStats = field(default_factory=EpochStats)
     failures: tuple[SampleError, ...] = ()
+    transform_begun: bool = False
+    transformed: bool = False
     taken: bool = False
     taken_at: float = 0.0
     on_taken: Callable[[ReadyBatch], bool] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import gc
 import mmap
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+import aiofeed
 from aiofeed import (
     BatchFailedError,
     DecodeError,
@@ -629,6 +631,70 @@ def test_a_source_that_cancels_an_engine_task_is_an_error() -> None:
     """The consumer gets a FeedError for the batch."""
     with Feeder(Meddling(), decode=number, batch_size=4) as feeder, pytest.raises(FeedError, match="not by aiofeed"):
         next(iter(feeder))
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """An exception that refuses notes and a traceback."""
+
+    number: int = 1
+
+
+class ErrorWithoutNotes(Exception):
+    __notes__ = 3
+
+
+class RaisingItems(torch.utils.data.Dataset[int]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+class RaisingSource(Numbers):
+    """A source whose `open` or `read` raises."""
+
+    def __init__(self, error: Exception, method: str) -> None:
+        super().__init__()
+        self.error = error
+        self.method = method
+
+    async def open(self) -> None:
+        if self.method == "open":
+            raise self.error
+
+    async def read(self, index: int) -> bytes:
+        if self.method == "read":
+            raise self.error
+        return await super().read(index)
+
+
+@pytest.mark.parametrize("stage", ["open", "read", "decode", "collate_fn", "transform", "Tensors", "Dataset", "device"])
+@pytest.mark.parametrize("error", [FrozenError(), ErrorWithoutNotes()], ids=lambda error: type(error).__name__)
+def test_an_exception_that_refuses_notes_is_raised(stage: str, error: Exception) -> None:
+    """The consumer gets it, or an error with it as the cause; it never waits."""
+
+    def fail(*_: object) -> Any:
+        raise error
+
+    source = RaisingSource(error, stage)
+    feeders: dict[str, Any] = {
+        "open": lambda: Feeder(source, decode=number, batch_size=4),
+        "read": lambda: Feeder(source, decode=number, batch_size=4),
+        "decode": lambda: Feeder(source, decode=fail, batch_size=4),
+        "collate_fn": lambda: Feeder(source, decode=number, batch_size=4, collate_fn=fail),
+        "transform": lambda: Feeder(source, decode=number, batch_size=4, transform=fail),
+        "Tensors": lambda: Feeder(aiofeed.Tensors(torch.arange(4)), batch_size=4, transform=fail),
+        "Dataset": lambda: Feeder(RaisingItems(error), batch_size=4),
+        "device": lambda: Feeder(source, decode=number, batch_size=4, device=SimulatedDevice(), transform=fail),
+    }
+    with feeders[stage]() as feeder, pytest.raises((type(error), FeedError)) as caught:
+        list(feeder)
+    assert error in (caught.value, caught.value.__cause__)
 
 
 def test_a_broken_device_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

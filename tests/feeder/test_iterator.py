@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, IteratorClosedError, Limits, Tensors, prefetch
+from aiofeed import Feeder, FeedError, IteratorClosedError, Limits, Tensors, prefetch
 from aiofeed.runtime import threads
 from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
+from tests.support import process_parts as parts
 
 
 class Numbers:
@@ -146,6 +147,162 @@ def test_an_interrupted_next_of_resident_data_gives_no_wrong_batch(device: bool,
     assert place > 10
     # The second batch of a window is made already.
     assert (closed > 0) == (device or step != 1)
+
+
+class InterruptedTransform:
+    """Adds 100 to a batch in place; the second call is interrupted after that."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        tensor = batch[0] if isinstance(batch, list) else batch
+        tensor += 100
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return tensor
+
+
+TRANSFORMED: dict[str, Callable[[InterruptedTransform], Feeder[Any]]] = {
+    "threads": lambda transform: Feeder(parts.Numbers(16), decode=parts.number, batch_size=4, transform=transform),
+    "process": lambda transform: Feeder(
+        parts.Numbers(16), decode=parts.number, batch_size=4, transform=transform, engine="process"
+    ),
+    "Tensors": lambda transform: Feeder(Tensors(torch.arange(16)), batch_size=4, transform=transform),
+    "cached": lambda transform: Feeder(
+        parts.Numbers(16), decode=parts.number, batch_size=4, transform=transform, cache="device"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMED)
+def test_an_interrupted_transform_gives_no_wrong_batch(kind: str) -> None:
+    """A batch whose transform was interrupted is an error, not transformed again; `state_dict` stands before it."""
+    transform = InterruptedTransform()
+    with TRANSFORMED[kind](transform) as feeder:
+        iterator = iter(feeder)
+        seen = [next(iterator)]
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        with pytest.raises(FeedError, match=r"interrupted at batch 1, .*load_state_dict\(feeder.state_dict\(\)\)"):
+            next(iterator)
+        feeder.load_state_dict(feeder.state_dict())
+        seen += feeder
+        assert torch.cat(seen).tolist() == list(range(100, 116))
+        if kind == "cached":  # the second epoch is resident
+            transform.calls = 0
+            iterator = iter(feeder)
+            next(iterator)
+            with pytest.raises(KeyboardInterrupt):
+                next(iterator)
+            with pytest.raises(FeedError, match="interrupted at batch 1"):
+                next(iterator)
+
+
+def test_an_interrupted_transform_of_prefetch_gives_no_wrong_batch() -> None:
+    """The next `next` raises an error."""
+    batches = torch.arange(16).view(4, 4)
+    iterator = iter(prefetch([batch.clone() for batch in batches], transform=InterruptedTransform()))
+    assert next(iterator).tolist() == [100, 101, 102, 103]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(FeedError, match="interrupted at batch 1"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+async def test_a_transform_that_raises_stop_iteration_does_not_end_the_loop(kind: type[Exception]) -> None:
+    """As in a generator, it becomes a `RuntimeError`, in `for` and in `async for`."""
+
+    def transform(batch: Any) -> Any:
+        raise kind
+
+    feeder: Feeder[Any] = Feeder(Numbers(16), decode=number, batch_size=4, transform=transform)
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        list(feeder)
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        _ = [batch async for batch in feeder]
+    await feeder.aclose()
+
+
+def consume(iterator: Any, seen: list[int], errors: list[str]) -> None:
+    try:
+        for batch in iterator:
+            seen.extend(batch.cpu().tolist())
+    except RuntimeError as error:
+        errors.append(str(error))
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_two_threads_in_next(device: bool) -> None:
+    """The second thread gets a `RuntimeError` at once; the first gets every batch once."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            with Feeder(
+                Numbers(400), decode=number, batch_size=4, device=SimulatedDevice() if device else None
+            ) as feeder:
+                iterator = iter(feeder)
+                seen: list[int] = []
+                errors: list[str] = []
+
+                consumers = [
+                    threading.Thread(target=consume, args=(iterator, seen, errors), daemon=True) for _ in range(2)
+                ]
+                for consumer in consumers:
+                    consumer.start()
+                for consumer in consumers:
+                    consumer.join(30)
+                    assert not consumer.is_alive()
+                assert seen == list(range(400))
+                assert all("another thread is in next()" in error for error in errors)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_close_from_another_thread_at_any_moment(device: bool) -> None:
+    """`next` returns a batch, ends, or raises `IteratorClosedError`; nothing else, and never a batch twice."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number_of_run in range(100):
+            feeder: Feeder[Any] = Feeder(
+                Numbers(40), decode=number, batch_size=4, device=SimulatedDevice() if device else None
+            )
+            iterator = iter(feeder)
+            closer = threading.Timer(number_of_run * 2e-5, feeder.close)
+            seen: list[int] = []
+            closer.start()
+            with contextlib.suppress(IteratorClosedError):
+                for batch in iterator:
+                    seen.extend(batch.cpu().tolist())
+            closer.join(30)
+            assert seen == list(range(len(seen)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_queue_emptied_while_its_batch_is_handed_out(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If `close` drops the batch that `next` is about to return, `next` returns it; then the iterator is closed."""
+    feeder: Feeder[Any] = Feeder(Numbers(40), decode=number, batch_size=4, device=SimulatedDevice() if device else None)
+    iterator = iter(feeder)
+    take = iterator._delivery.take
+
+    def close_meanwhile(item: Any) -> Any:
+        batch = take(item)
+        closer = threading.Thread(target=feeder.close)
+        closer.start()
+        closer.join(30)
+        return batch
+
+    monkeypatch.setattr(iterator._delivery, "take", close_meanwhile)
+    assert next(iterator).cpu().tolist() == [0, 1, 2, 3]
+    with pytest.raises(IteratorClosedError):
+        next(iterator)
 
 
 @pytest.fixture

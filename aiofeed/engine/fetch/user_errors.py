@@ -44,8 +44,8 @@ def without_our_frames(error: BaseException) -> BaseException:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
         traceback = traceback.tb_next
-    error.__traceback__ = traceback
-    return error
+    # Not by assignment, which a frozen dataclass refuses.
+    return BaseException.with_traceback(error, traceback)
 
 
 def untrace(error: BaseException) -> None:
@@ -56,5 +56,5 @@ def untrace(error: BaseException) -> None:
         one = waiting.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            one.__traceback__ = None
+            BaseException.with_traceback(one, None)
             waiting += [one.__cause__, one.__context__]

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from aiofeed.core.errors import CollateError, FeedError
+from aiofeed.core.errors import CollateError, FeedError, add_note
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, close_all, send_message
@@ -123,8 +123,7 @@ class _Worker:
         except BaseException as error:  # the user's coroutine may raise anything; the trainer raises it
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            with contextlib.suppress(Exception):  # a frozen exception takes no notes
-                error.add_note(f"in {type(source).__name__}.open()")
+            add_note(error, f"in {type(source).__name__}.open()")
             self.send(WorkerEnded(describe(error)))
             return
         if (closer := getattr(source, "aclose", None)) is not None:
