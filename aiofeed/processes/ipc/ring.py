@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, empty_array
+from aiofeed.processes.ipc.batch_codec import decode_batch, dtype_and_nbytes, leaf_in_slot
 from aiofeed.processes.ipc.framing import ProtocolError, close_all
-from aiofeed.processes.ipc.schema import ArrayNode, NewSegment
+from aiofeed.processes.ipc.schema import ArrayNode, NewSegment, Node
 from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.runtime.buffers import Bytes
@@ -116,12 +116,23 @@ class Ring:
         """
         dtype, nbytes = dtype_and_nbytes(node)
         if nbytes == 0:
-            return empty_array(node.shape, dtype)
+            try:
+                return np.empty(node.shape, dtype)
+            except ValueError as error:  # NumPy multiplies the other dimensions, too
+                raise ProtocolError(f"an array of shape {node.shape}: {error}") from None
         segment = self._segments.get(node.segment)
         if segment is None or node.offset < 0 or node.offset + nbytes > segment.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {node.offset} of segment {node.segment} do not lie in the ring")
         memory = segment.memory if memory is None else memory
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
+
+    def batch_in_slot(self, batch: Node) -> Any:
+        """The batch with its tensors as they lie in the ring, for a device to copy. The ring must be pinned.
+
+        Raises:
+            ProtocolError: The description is not valid.
+        """
+        return decode_batch(batch, lambda node: leaf_in_slot(self.view(node), node))
 
 
 def release_unused() -> None:

@@ -6,7 +6,7 @@ may not be able to encode (paths with undecodable names) is sent as bytes.
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar, Union
+from typing import Literal, TypeAlias, TypeVar, Union
 
 import msgspec
 
@@ -62,53 +62,32 @@ class ArrayNode(Struct, frozen=True):
     torch_dtype: str | None = None
 
 
-class ValueNode(Struct, frozen=True):
-    """One Python value."""
-
-    value: Scalar
-
-
 class BytesNode(Struct, frozen=True):
     """Bytes ("bytes"), or a string that UTF-8 cannot encode ("text", encoded with "surrogatepass")."""
 
-    kind: str
+    kind: Literal["bytes", "text"]
     data: bytes
 
 
-class ValuesNode(Struct, frozen=True):
-    """A list ("list") or tuple ("tuple") of Python values."""
+class ContainerNode(Struct, frozen=True):
+    """A list, tuple or mapping, or an instance of a namedtuple or dataclass.
 
-    kind: str
-    values: list[Scalar]
+    Args:
+        kind: Which of them.
+        items: Its values.
+        keys: The keys of a mapping, or the names of fields.
+        module, name: The class of a namedtuple or dataclass.
+    """
 
-
-class SequenceNode(Struct, frozen=True):
-    """A list ("list") or tuple ("tuple") of nodes."""
-
-    kind: str
+    kind: Literal["list", "tuple", "dict", "OrderedDict", "namedtuple", "dataclass"]
     items: list[Node]
-
-
-class RecordNode(Struct, frozen=True):
-    """A "namedtuple" or a "dataclass" instance: the name of its class, and its fields."""
-
-    kind: str
-    module: str
-    name: str
-    fields: list[str]
-    items: list[Node]
-
-
-class MappingNode(Struct, frozen=True):
-    """A "dict" or "OrderedDict"."""
-
-    kind: str
-    keys: list[Scalar]
-    items: list[Node]
+    keys: list[Scalar] = []
+    module: str = ""
+    name: str = ""
 
 
 # msgspec cannot resolve a forward reference in the form `X | Y`.
-Node: TypeAlias = Union[ArrayNode, ValueNode, BytesNode, ValuesNode, SequenceNode, RecordNode, MappingNode]  # noqa: UP007
+Node: TypeAlias = Union[ArrayNode, BytesNode, ContainerNode, bool, int, float, str, None]  # noqa: UP007
 
 
 # --- memory ---

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, unsupported_value
+from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, torch_dtype, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import ArrayNode
@@ -322,15 +322,10 @@ class TensorInBlock:
     __slots__ = ("_axes", "_dtype", "_nbytes", "_node")
 
     def __init__(self, node: ArrayNode, nbytes: int) -> None:
-        import torch
-
         self._node = node
         self._axes = permutation(node)
         dtype, self._nbytes = dtype_and_nbytes(node)
-        torch_dtype: Any = getattr(torch, node.torch_dtype or "", None)
-        if not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != dtype.itemsize:
-            raise ProtocolError(f"torch_dtype {node.torch_dtype!r} for {node.dtype}")
-        self._dtype = torch_dtype
+        self._dtype = torch_dtype(node)
         if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
             raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_batch, leaf_in_slot
+from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_batch
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
-from aiofeed.processes.ipc.schema import ArrayNode, MappingNode, Node, RecordNode, SequenceNode
+from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, Node
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.serving.epoch_feed import EpochFeed
 from aiofeed.processes.serving.protocol import BatchAvailable
@@ -131,7 +131,7 @@ class BatchReceiver:
                 self._receive_from_device(feed, message)
                 return
             if self._ring.pinned:
-                self._put(feed, message, decode_batch(message.batch, self._leaf_in_slot), self._lease(feed, message))
+                self._put(feed, message, self._ring.batch_in_slot(message.batch), self._lease(feed, message))
                 return
             lease = self._memory.lease()
             copy = partial(_copy_out, self._ring, message.batch, lease, self._wrap)
@@ -181,9 +181,6 @@ class BatchReceiver:
         item.release = lambda _: self.on_taken(feed)
         feed.queue.put(item)
 
-    def _leaf_in_slot(self, node: ArrayNode) -> Any:
-        return leaf_in_slot(self._ring.view(node), node, pinned=True)
-
 
 def _copy_out(ring: Ring, node: Node, lease: BufferLease, wrap: Callable[[Any], Any]) -> tuple[Any, float]:
     started = time.perf_counter()
@@ -197,6 +194,6 @@ def _rows(node: Node) -> int:
         if not node.shape:
             return 0
         return node.shape[node.axes[0] if node.axes else 0]
-    if isinstance(node, SequenceNode | MappingNode | RecordNode):
+    if isinstance(node, ContainerNode):
         return next((rows for item in node.items if (rows := _rows(item))), 0)
     return 0

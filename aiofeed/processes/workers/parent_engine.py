@@ -15,7 +15,7 @@ from typing import Any
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
-from aiofeed.processes.ipc.batch_codec import decode_batch, leaf_in_slot
+from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, RingLease
@@ -145,9 +145,7 @@ class MultiprocessEngine(Engine):
         try:
             if ring.pinned:
                 batch.lease = RingLease(asyncio.get_running_loop(), free)
-                batch.result = decode_batch(
-                    reply.batch, lambda node: leaf_in_slot(ring.view(node), node, pinned=ring.pinned)
-                )
+                batch.result = ring.batch_in_slot(reply.batch)
                 return None
             batch.lease = self._memory.lease()
             borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)

@@ -32,10 +32,8 @@ from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import (
     ArrayNode,
     BytesNode,
-    MappingNode,
+    ContainerNode,
     NewSegment,
-    RecordNode,
-    ValuesNode,
     encode,
 )
 from aiofeed.processes.workers.protocol import (
@@ -96,7 +94,7 @@ def test_corrupted_messages_are_messages_or_a_protocol_error(data: Any) -> None:
         pytest.param(encode(READY) + b"\x00", id="trailing bytes"),
         pytest.param(msgspec.msgpack.encode(["Unknown", 1]), id="unknown type"),
         pytest.param(msgspec.msgpack.encode(["ReadReport", "one"]), id="wrong field type"),
-        pytest.param(b"\x98\xaaBatchReady\x03" + b"\x93\xacSequenceNode\xa4list\x91" * 100_000, id="deeply nested"),
+        pytest.param(b"\x98\xaaBatchReady\x03" + b"\x93\xadContainerNode\xa4list\x91" * 100_000, id="deeply nested"),
         pytest.param(pickle.dumps(os.getpid), id="pickle"),
     ],
 )
@@ -144,10 +142,10 @@ def test_arrays_outside_the_ring_are_refused(node: ArrayNode) -> None:
 def test_inconsistent_structures_are_refused() -> None:
     """Keys without values, invalid field names, invalid text, unknown classes."""
     for node in (
-        MappingNode("dict", ["a"], []),
-        RecordNode("namedtuple", "m", "P", ["a", "class"], [ValuesNode("list", []), ValuesNode("list", [])]),
-        RecordNode("namedtuple", "m", "P", ["a"], []),
-        RecordNode("dataclass", "subprocess", "Popen", ["a"], [ValuesNode("list", [])]),
+        ContainerNode("dict", [], ["a"]),
+        ContainerNode("namedtuple", [1, 2], ["a", "class"], "m", "P"),
+        ContainerNode("namedtuple", [], ["a"], "m", "P"),
+        ContainerNode("dataclass", [1], ["a"], "subprocess", "Popen"),
         BytesNode("text", b"\xff"),
     ):
         with pytest.raises(ProtocolError):

@@ -24,7 +24,7 @@ from aiofeed import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
-from aiofeed.processes.ipc.schema import ArrayNode, DeviceMemoryHandle, MappingNode
+from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
 from aiofeed.processes.serving import device_reader
 from aiofeed.processes.serving.device_reader import DeviceReader, UncopiedBatch
 from aiofeed.processes.serving.device_ring import DeviceRing, TensorInBlock
@@ -474,7 +474,7 @@ def published(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
         tree, block = placed
         ring.export(block, "me")
         number, handle, retired = ring.introduce(block, "me")
-    return BatchAvailable(0, 0, 0, MappingNode("dict", ["x"], [tree["x"]]), 32, [], [], number, handle, retired)
+    return BatchAvailable(0, 0, 0, ContainerNode("dict", [tree["x"]], ["x"]), 32, [], [], number, handle, retired)
 
 
 def received(reader: DeviceReader, message: BatchAvailable, lease: CountingLease) -> UncopiedBatch:

@@ -11,7 +11,7 @@ import pytest
 import aiofeed
 from aiofeed import FeedError
 from aiofeed.processes.ipc.framing import Framer, send_message
-from aiofeed.processes.ipc.schema import ArrayNode, ErrorMessage, ValueNode, encode
+from aiofeed.processes.ipc.schema import ArrayNode, ErrorMessage, encode
 from aiofeed.processes.serving.protocol import (
     VERSION,
     BatchAvailable,
@@ -98,7 +98,7 @@ def test_an_invalid_batch_is_an_error(server: FakeServer) -> None:
 
 def test_batches_before_a_failure_are_handed_out(server: FakeServer) -> None:
     """Then the error is raised."""
-    batch = BatchAvailable(0, 0, 0, ValueNode("batch"), 0, [], [])
+    batch = BatchAvailable(0, 0, 0, "batch", 0, [], [])
     error = ErrorMessage("builtins.ValueError", b"failed", ["failed"])
     server.answer = [EpochStarted(0, 0, 2), batch, EpochFailed(0, error)]
     with aiofeed.attach(server.path) as feed:

@@ -62,7 +62,8 @@ def test_all_of_the_budget_is_released(prefetch: int) -> None:
         for _ in feeder.epochs(4):
             assert len(list(feeder)) == 10
         pipeline: Any = feeder._session.pipeline
-        until(lambda: not pipeline._budget._holders and not pipeline._engine._buffer.waiting)
+        budget = pipeline._budget
+        until(lambda: not budget._batches and not budget.reserved_bytes and not pipeline._engine._buffer.waiting)
 
 
 @pytest.mark.parametrize("device", [None, "simulated"])
