@@ -150,11 +150,7 @@ def _encode_array(
 
 
 def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
-    """Rebuild a batch from its description; ``make_array`` gives the leaf of each array.
-
-    Raises:
-        ProtocolError: The description is none that ``encode_batch`` makes.
-    """
+    """Rebuild a batch; ``make_array`` gives the leaf of each array. ``ProtocolError`` if the description is invalid."""
     if isinstance(node, ArrayNode):
         return make_array(node)
     if isinstance(node, BytesNode):
@@ -247,11 +243,7 @@ def leaf_of(memory: NDArray[Any], node: ArrayNode, *, pinned: bool = False) -> A
 
 
 def permutation(node: ArrayNode) -> tuple[int, ...] | None:
-    """The permutation from the memory's axes to those of the array; ``None`` for none.
-
-    Raises:
-        ProtocolError: It is no permutation of the dimensions.
-    """
+    """The permutation from the memory's axes to those of the array, if any; ``ProtocolError`` if it is none."""
     if node.axes is None:
         return None
     if sorted(node.axes) != list(range(len(node.shape))):
@@ -260,11 +252,7 @@ def permutation(node: ArrayNode) -> tuple[int, ...] | None:
 
 
 def torch_dtype(node: ArrayNode) -> torch.dtype:
-    """The dtype of torch with the name in the node.
-
-    Raises:
-        ProtocolError: There is none, or its items have another size than those of the memory.
-    """
+    """The dtype of torch with the name in the node; ``ProtocolError`` if it does not fit the memory."""
     import torch
 
     dtype = getattr(torch, node.torch_dtype or "", None)
@@ -274,11 +262,7 @@ def torch_dtype(node: ArrayNode) -> torch.dtype:
 
 
 def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
-    """The dtype of an array's memory, and its size in bytes.
-
-    Raises:
-        ProtocolError: The dtype or the shape is not valid.
-    """
+    """The dtype of an array's memory, and its size in bytes; ``ProtocolError`` if dtype or shape are not valid."""
     dtype = plain_dtype(node.dtype)
     if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
         raise ProtocolError(f"an array of shape {node.shape}")
@@ -286,11 +270,7 @@ def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of a string.
-
-    Raises:
-        ProtocolError: It is no dtype of plain bytes.
-    """
+    """The dtype of a string; ``ProtocolError`` if it is no dtype of plain bytes."""
     try:
         dtype = np.dtype(text)
     except (TypeError, ValueError, SyntaxError) as error:

@@ -34,11 +34,7 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The process at the other end of a connected Unix socket.
-
-    Raises:
-        OSError: The kernel does not report it.
-    """
+    """The process at the other end of a connected Unix socket; ``OSError`` if the kernel does not report it."""
     if hasattr(socket, "SO_PEERCRED"):
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return Peer(pid, uid)

@@ -6,7 +6,8 @@ may not be able to encode (paths with undecodable names) is sent as bytes.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, TypeVar, Union
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, Union
 
 import msgspec
 
@@ -15,21 +16,24 @@ from aiofeed.processes.ipc.framing import ProtocolError
 Scalar: TypeAlias = bool | int | float | str | None
 """A Python value that MessagePack carries unchanged."""
 
-MessageT = TypeVar("MessageT")
-
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
-    """Decode one message.
+def decoder(messages: Any) -> Callable[[bytes], Any]:
+    """A function that decodes one message of a type, or of a union of types.
 
-    Raises:
-        ProtocolError: The payload is not a message of the decoder's types.
+    It raises ``ProtocolError`` if the payload is no such message.
     """
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{len(payload)} bytes are not a valid message: {type(error).__name__}: {error}") from None
+    decode = msgspec.msgpack.Decoder(messages).decode
+
+    def decode_message(payload: bytes) -> Any:
+        try:
+            return decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            what = f"{len(payload)} bytes are not a valid message"
+            raise ProtocolError(f"{what}: {type(error).__name__}: {error}") from None
+
+    return decode_message
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -94,12 +98,7 @@ Node: TypeAlias = Union[ArrayNode, BytesNode, ContainerNode, bool, int, float, s
 
 
 class NewSegment(Struct, frozen=True):
-    """A shared-memory segment that the receiver has not mapped yet. Its descriptor is sent with the message.
-
-    Args:
-        number: The sender's number for it.
-        nbytes: Its size.
-    """
+    """A shared-memory segment that the receiver has not mapped yet. Its descriptor is sent with the message."""
 
     number: int
     nbytes: int

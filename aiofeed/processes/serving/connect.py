@@ -16,7 +16,7 @@ from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_HANDSHAKE_BYTES,
     VERSION,
-    ConsumerRefused,
+    Disconnected,
     FromConsumer,
     FromServer,
     Hello,
@@ -135,6 +135,6 @@ def _ask(sock: socket.socket, path: Path, message: FromConsumer) -> FromServer:
         raise FeedError(f"the server at {path} did not answer within {ANSWER_S:.0f} s") from None
     except (OSError, ProtocolError) as error:
         raise FeedError(f"the process that listens at {path} did not answer as a server does: {error}") from error
-    if isinstance(answer, ConsumerRefused):
+    if isinstance(answer, Disconnected):
         raise FeedError(f"the server at {path} refuses this process: {answer.reason}")
     return answer

@@ -8,21 +8,51 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copier import Copier
 from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_batch
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
 from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, Node
 from aiofeed.processes.ipc.tracking import DropTracker
-from aiofeed.processes.serving.epoch_feed import EpochFeed
-from aiofeed.processes.serving.protocol import BatchAvailable
+from aiofeed.processes.serving.protocol import BatchAvailable, EpochMessage
 from aiofeed.runtime.buffers import BufferLease, BufferPool
-from aiofeed.runtime.queue import ReadyBatch
+from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.device_reader import BatchInBlock, DeviceReader
+
+
+class EpochFeed:
+    """One epoch on its way to one iterator.
+
+    Args:
+        room: Batches that may wait in memory of this process.
+
+    Attributes:
+        queue: What the iterator takes, or a copy thread before it.
+        counters: Statistics of the epoch.
+        epoch: Its number at the server; -1 before it has started.
+        superseded: Whether a newer iterator follows.
+        started: Whether a batch was handed out.
+        complete: Whether the end of the epoch is in the queue.
+        passed_on: Whether the next feed has got its batches, because this one had not started.
+        unread: Serial numbers of its batches that have not been read yet.
+        messages: Those that it got before it started.
+        unconfirmed: Serial numbers of batches read before it started, for which ``Read`` has not been sent.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.queue: BatchQueue[QueueItem] = BatchQueue()
+        self.counters = EpochStats()
+        self.epoch = -1
+        self.room = room
+        self.superseded = self.started = self.complete = self.passed_on = False
+        self.unread: set[int] = set()
+        self.messages: list[EpochMessage] = []
+        self.unconfirmed: list[int] = []
 
 
 class BatchReceiver:

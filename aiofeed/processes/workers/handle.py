@@ -17,11 +17,9 @@ from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.workers.protocol import (
-    BatchFailed,
-    BatchReady,
+    BatchFinished,
     FromWorker,
     ReleaseSlot,
-    StartDecoding,
     ToWorker,
     decode_from_worker,
 )
@@ -35,9 +33,7 @@ class AssignedBatch:
     """A batch that a worker assembles.
 
     Args:
-        worker: The worker.
         serial: Identifies the batch in messages.
-        plan: Plan of the batch.
         reply: Set when the batch is finished.
         was_read: Called when the worker reports that all samples have been read.
     """
@@ -45,27 +41,21 @@ class AssignedBatch:
     worker: WorkerHandle
     serial: int
     plan: BatchPlan
-    reply: asyncio.Future[BatchReady | BatchFailed]
+    reply: asyncio.Future[BatchFinished]
     was_read: Callable[[], None]
-
-    def start_decoding(self) -> None:
-        """Tell the worker to decode it."""
-        self.worker.send(StartDecoding(self.serial))
 
 
 class WorkerHandle:
     """One worker process. Created on the running loop.
 
     Args:
-        number: Number of the worker, from 0.
-        count: How many workers there are.
+        number, count: Number of the worker, from 0, of how many.
         config: Descriptor of the worker's configuration; inherited, not closed.
         backend: The device that copies from its ring; ``None`` for none.
         received: Called with each message; may raise ``ProtocolError``.
         lost: Called once when the connection has ended; see ``Connection``.
 
     Attributes:
-        ring: Its shared memory.
         ready: Whether its source is open.
         assigned: The batches that it assembles, by serial.
         decoding: How many of them it may decode.
@@ -146,8 +136,8 @@ class WorkerHandle:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_worker(payload)
-        self.ring.map_segments(message.segments if isinstance(message, BatchReady) else [], descriptors)
-        if isinstance(message, BatchReady):
+        self.ring.map_segments(message.segments if isinstance(message, BatchFinished) else [], descriptors)
+        if isinstance(message, BatchFinished):
             self.ring.unmap(message.retired)
         self._on_message(self, message)
 

@@ -24,8 +24,7 @@ from aiofeed.processes.ipc.ring import release_unused
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.workers.handle import AssignedBatch, WorkerHandle
 from aiofeed.processes.workers.protocol import (
-    BatchFailed,
-    BatchReady,
+    BatchFinished,
     FromWorker,
     PlanBatch,
     ReadReport,
@@ -134,12 +133,8 @@ class WorkerPool:
         return batch
 
     def received(self, worker: WorkerHandle, message: FromWorker) -> None:
-        """Process a message of a worker.
-
-        Raises:
-            ProtocolError: It is about a batch that the worker does not have.
-        """
-        if isinstance(message, BatchReady | BatchFailed):
+        """Process a message of a worker; ``ProtocolError`` if it is about a batch that the worker does not have."""
+        if isinstance(message, BatchFinished):
             batch = _assigned(worker, message.serial)
             del worker.assigned[message.serial]
             if not batch.reply.done():
