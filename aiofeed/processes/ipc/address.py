@@ -140,24 +140,23 @@ class Listener:
 
     def __init__(self, path: Path, kind: AddressKind) -> None:
         self.path = path
-        self._kind = kind
         self._retry: asyncio.TimerHandle | None = None
         self.sock = _new_socket()
         try:
-            self._bind()
+            self._bind(kind)
             self.sock.setblocking(False)
         except BaseException:
             self.sock.close()
             raise
 
-    def _bind(self) -> None:
+    def _bind(self, kind: AddressKind) -> None:
         try:
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}") from error
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            if check_free(self.path, self._kind):
+            if check_free(self.path, kind):
                 self.path.unlink()
             try:
                 self.sock.bind(os.fspath(self.path))

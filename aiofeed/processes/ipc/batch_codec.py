@@ -34,17 +34,13 @@ _MAX_DIMENSIONS = 32
 # --- encoding ---
 
 
-def encode_batch(batch: Any, slot: Slot) -> Node:
-    """Describe a batch. Arrays that are not in the slot yet are copied to it.
+def encode_batch(value: Any, slot: Slot, path: str = "") -> Node:
+    """Describe a batch, or the part of it at a path. Arrays that are not in the slot yet are copied to it.
 
     Raises:
         CollateError: The batch has a value that cannot be described; the message has its type, its place in the batch
             and what to do.
     """
-    return _encode(batch, slot, "")
-
-
-def _encode(value: Any, slot: Slot, path: str) -> Node:
     kind = type(value)
     if isinstance(value, ArrayNode):
         return value  # in device memory, described by the caller
@@ -55,12 +51,14 @@ def _encode(value: Any, slot: Slot, path: str) -> Node:
     if kind in _SEQUENCES:
         if all(map(_is_plain, value)):
             return ContainerNode(_SEQUENCES[kind], list(value))
-        return ContainerNode(_SEQUENCES[kind], [_encode(item, slot, f"{path}[{at}]") for at, item in enumerate(value)])
+        return ContainerNode(
+            _SEQUENCES[kind], [encode_batch(item, slot, f"{path}[{at}]") for at, item in enumerate(value)]
+        )
     if kind in _MAPPINGS:
         for key in value:
             if not _is_plain(key):
                 raise unsupported_value(f"a dict with the key {key!r}", path, slot.advice)
-        items = [_encode(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
+        items = [encode_batch(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
         return ContainerNode(_MAPPINGS[kind], items, list(value))
     if kind is bytes:
         return BytesNode("bytes", value)
@@ -81,7 +79,7 @@ def _encode(value: Any, slot: Slot, path: str) -> Node:
 def _encode_record(
     kind: Literal["namedtuple", "dataclass"], value: Any, fields: Sequence[str], slot: Slot, path: str
 ) -> ContainerNode:
-    items = [_encode(getattr(value, name), slot, f"{path}.{name}") for name in fields]
+    items = [encode_batch(getattr(value, name), slot, f"{path}.{name}") for name in fields]
     return ContainerNode(kind, items, list(fields), type(value).__module__, type(value).__qualname__)
 
 

@@ -54,8 +54,14 @@ class Ring:
         self._backend: Any = backend if hasattr(backend, "register") else None
         self.pinned = self._backend is not None
 
-    def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int]) -> None:
-        """Map new segments and take their descriptors out of the list; ``ProtocolError`` if one is not as announced."""
+    def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int], retired: Iterable[int] = ()) -> None:
+        """Map new segments, whose descriptors are removed from the list and closed, and forget retired ones.
+
+        A segment stays mapped as long as something refers to its memory.
+
+        Raises:
+            ProtocolError: A segment is not as announced.
+        """
         if len(segments) != len(descriptors):
             raise ProtocolError(f"{len(segments)} segments with {len(descriptors)} descriptors")
         for new in segments:
@@ -64,6 +70,8 @@ class Ring:
             segment = self._segments[new.number] = open_segment(new.number, new.nbytes, descriptors.pop(0))
             if self.pinned:
                 self._pin(segment)
+        for number in retired:
+            self._segments.pop(number, None)
 
     def _pin(self, segment: Segment) -> None:
         release_unused()
@@ -75,11 +83,6 @@ class Ring:
             return
         # The mapping stays until the driver, which knows its address, has unregistered it.
         _registered.watch(segment.memory, (self._backend.unregister, segment.memory.base))
-
-    def unmap(self, numbers: Iterable[int]) -> None:
-        """Forget segments that are not written again; what refers to their memory keeps it mapped."""
-        for number in numbers:
-            self._segments.pop(number, None)
 
     def close(self) -> None:
         """Forget all segments."""
@@ -187,19 +190,17 @@ class SlotPool:
             self._descriptors[segment.number] = descriptor
             return segment
 
-    def put_back(self, segments: Sequence[Segment], used: int) -> None:
-        """Reuse the segments of a slot, of which ``used`` bytes were in use."""
+    def put_back(self, segments: Sequence[Segment], used: int, *, reusable: bool) -> None:
+        """Reuse the segments of a slot, of which ``used`` bytes were in use; or never, if a process may read them."""
         with self._lock:
+            if not reusable:
+                for segment in segments:
+                    self._retire(segment)
+                return
             self._typical_bytes = max(float(used), self._typical_bytes * _DECAY)
             self._free.extend(segments)
             while len(self._free) > self._keep:
                 self._retire(self._free.pop(0))
-
-    def throw_away(self, segments: Sequence[Segment]) -> None:
-        """Never write these segments again: a process may still read them."""
-        with self._lock:
-            for segment in segments:
-                self._retire(segment)
 
     def _retire(self, segment: Segment) -> None:
         if (descriptor := self._descriptors.pop(segment.number, _SENT)) != _SENT:
@@ -282,7 +283,5 @@ class Slot:
         """Free the slot; idempotent. ``reusable``: no process reads its memory any more, so it may be written again."""
         with self._lock:
             segments, self.segments = self.segments, []
-        if segments and reusable:
-            self._pool.put_back(segments, self.used)
-        elif segments:
-            self._pool.throw_away(segments)
+        if segments:
+            self._pool.put_back(segments, self.used, reusable=reusable)

@@ -111,7 +111,8 @@ def _unlinked(nbytes: int) -> int:
     import _posixshmem  # type: ignore[import-not-found]
 
     name = segment_name()
-    lock = os.open(_lock_path(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    path = os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -134,10 +135,6 @@ def _unlinked(nbytes: int) -> int:
 def segment_name() -> str:
     """The name under which this user's named segments exist for a moment."""
     return f"/aiofeed-{os.getuid()}"
-
-
-def _lock_path() -> str:
-    return os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

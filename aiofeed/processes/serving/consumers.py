@@ -118,8 +118,6 @@ class Consumer:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_consumer(payload)
-        if descriptors:
-            raise ProtocolError("a consumer's message has no descriptors")
         if not self.greeted:
             self._greet(message)
         elif isinstance(message, Join):

@@ -48,7 +48,6 @@ class _OpenBlock:
     """A block of the server, opened in this process."""
 
     def __init__(self, shared: SharedDevice, block: DeviceBlockHandle) -> None:
-        self.number = block.number
         self.memory = shared.open(block.handle)
         self.filled: SharedEvent = shared.open_event(block.filled)
         self.read: SharedEvent = shared.open_event(block.read)

@@ -20,7 +20,6 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import (
-    VERSION,
     Disconnected,
     EpochEnded,
     EpochStarted,
@@ -197,9 +196,13 @@ class Hub:
             consumer.send(EpochEnded(consumer.fed_ticket, message))
 
     async def _close(self, reason: str) -> None:
-        self._stop_accepting()
-        for consumer in self.consumers:
-            consumer.send(Disconnected(reason))
+        self._listener.stop_accepting()
+        self._listener.close()
+        for consumer in list(self._connections):
+            if consumer.greeted:
+                consumer.send(Disconnected(reason))
+            else:
+                consumer.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_S
         with contextlib.suppress(asyncio.CancelledError, TimeoutError):
@@ -209,12 +212,6 @@ class Hub:
         for consumer in list(self._connections):
             consumer.close(reading=consumer.alive)
         self.publisher.close()
-
-    def _stop_accepting(self) -> None:
-        self._listener.stop_accepting()
-        self._listener.close()
-        for consumer in [each for each in self._connections if not each.greeted]:
-            consumer.close()
 
     # --- batches ---
 
@@ -287,7 +284,7 @@ class Hub:
 
     def welcome(self) -> Welcome:
         """The answer to a consumer's ``Hello``."""
-        return Welcome(VERSION, self._batches_left(0, self._options.min_consumers), self.publisher.device)
+        return Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
 
     def left(self, consumer: Consumer) -> None:
         """A consumer takes part in the epoch no more."""

@@ -111,7 +111,6 @@ class Welcome(Struct, frozen=True):
         device: Name of the device of the server's batches; "" for host memory.
     """
 
-    version: int
     batches: int
     device: str = ""
 

@@ -105,26 +105,20 @@ class BatchReceiver:
         """The copier of batches to the device."""
         return Copier(backend, transform) if self._device_reader is None else self._device_reader.copier(transform)
 
-    def open_memory(self, message: BatchAvailable | None, descriptors: list[int]) -> None:
+    def open_memory(self, message: BatchAvailable, descriptors: list[int]) -> None:
         """Map or open the memory that a message introduces, and forget the memory that it retires.
 
         Raises:
             ProtocolError: The memory is not as announced.
             HandleError: Device memory cannot be opened.
         """
-        self._ring.map_segments([] if message is None else message.segments, descriptors)
-        if message is None:
-            return
-        self._ring.unmap(message.retired)
+        self._ring.map_segments(message.segments, descriptors, message.retired)
         if self._device_reader is not None:
             self._device_reader.open_blocks(message)
+            if message.block >= 0:
+                self._in_blocks[message.serial] = self._device_reader.batch(message)
         elif message.block >= 0:
             raise ProtocolError("a batch in device memory, which this process has not opened")
-
-    def register(self, message: BatchAvailable) -> None:
-        """A batch waits for a feed. If it is in device memory, ``save_waiting`` may have to copy it before that."""
-        if message.block >= 0 and self._device_reader is not None:
-            self._in_blocks[message.serial] = self._device_reader.batch(message)
 
     def forget(self, serial: int) -> None:
         """``Read`` is sent for a batch."""

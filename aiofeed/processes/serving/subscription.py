@@ -59,14 +59,13 @@ class Subscription:
     """A connection to a server.
 
     Args:
-        sock: Connected, with the handshake complete; closed with the subscription.
+        sock: Connected, with the handshake complete; closed with the subscription, like receiver and server.
         path: Path of the server's socket, for messages.
-        receiver: Takes batches out of their slots; closed with the subscription.
-        server: Monitors the server's process; closed with the subscription.
+        receiver: Takes batches out of their slots.
+        server: Monitors the server's process.
         on_epoch: Called with (epoch, batches) when a feed starts an epoch.
 
     Attributes:
-        receiver: As given.
         iterators: The feeds' iterators; a feed ends when its iterator is dropped.
         host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
@@ -237,20 +236,21 @@ class Subscription:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_server(payload)
-        try:
-            self.receiver.open_memory(message if isinstance(message, BatchAvailable) else None, descriptors)
-        except HandleError as error:
-            self.host_only = True
-            raise ProtocolError(
-                f"its device memory cannot be opened ({error}): after close(), iterate again without it"
-            ) from None
+        if isinstance(message, BatchAvailable):
+            try:
+                self.receiver.open_memory(message, descriptors)
+            except HandleError as error:
+                self.host_only = True
+                raise ProtocolError(
+                    f"its device memory cannot be opened ({error}): after close(), iterate again without it"
+                ) from None
+        elif descriptors:
+            raise ProtocolError(f"{type(message).__name__} with descriptors")
         if isinstance(message, EpochMessage):
             if message.ticket != self._ticket:
                 if isinstance(message, BatchAvailable):
                     self._send(Read(message.serial))
                 return
-            if isinstance(message, BatchAvailable):
-                self.receiver.register(message)
             self._messages.append(message)
             self._pump()
         elif isinstance(message, Disconnected):

@@ -22,8 +22,7 @@ class InSegment(Struct, frozen=True):
     """A tensor in host memory, in C order.
 
     Args:
-        shape: Shape of the tensor.
-        dtype: torch's name for its dtype.
+        dtype: torch's name.
         segment: Position of its segment in the offer; -1 for a tensor of 0 bytes.
         offset: Bytes from the start of the segment.
         device: Identity of the device that it was copied from; "" for none.
@@ -40,10 +39,9 @@ class OnDevice(Struct, frozen=True):
     """A tensor in device memory, in C order.
 
     Args:
-        shape: Shape of the tensor.
-        dtype: torch's name for its dtype.
-        start: Its first element in the storage.
-        handle: Handle of the storage.
+        dtype: torch's name.
+        start: The first element in the storage.
+        handle: The storage.
     """
 
     shape: list[int]

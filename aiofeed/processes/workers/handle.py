@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiofeed.core.types import BatchPlan
-from aiofeed.processes.ipc.framing import Connection
+from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.workers.protocol import (
@@ -136,9 +136,10 @@ class WorkerHandle:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_worker(payload)
-        self.ring.map_segments(message.segments if isinstance(message, BatchFinished) else [], descriptors)
         if isinstance(message, BatchFinished):
-            self.ring.unmap(message.retired)
+            self.ring.map_segments(message.segments, descriptors, message.retired)
+        elif descriptors:
+            raise ProtocolError(f"{type(message).__name__} with descriptors")
         self._on_message(self, message)
 
     @property

@@ -47,8 +47,7 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
     """Run as a worker process.
 
     Args:
-        connection: Descriptor of the socket to the trainer.
-        config: Descriptor of the file with the configuration.
+        connection, config: Descriptors of the socket to the trainer, and of the file with the configuration.
         parent: The trainer's process id.
         number: Number of this worker, from 0.
     """

@@ -55,7 +55,7 @@ class WorkerPool:
     """All worker processes of a feeder.
 
     Args:
-        worker_config: What they work with; pickled by this constructor.
+        worker_config: Pickled by this constructor.
         backend: The device that copies from their rings; ``None`` for none.
 
     Attributes:

@@ -150,10 +150,6 @@ def write_config(worker_config: WorkerConfig) -> int:
         preparation = {name: value for name, value in spawn.get_preparation_data("aiofeed").items() if name in names}
     head = pickle.dumps(preparation)
     data = len(head).to_bytes(8, "little") + head + buffer.getbuffer()
-    return _unnamed_file(data)
-
-
-def _unnamed_file(data: bytes) -> int:
     reserve_standard_descriptors()
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("aiofeed-start", os.MFD_CLOEXEC)

@@ -14,7 +14,6 @@ from aiofeed import FeedError
 from aiofeed.processes.ipc.framing import Framer, send_message
 from aiofeed.processes.ipc.schema import ArrayNode, ErrorMessage, encode
 from aiofeed.processes.serving.protocol import (
-    VERSION,
     BatchAvailable,
     EpochEnded,
     EpochStarted,
@@ -47,7 +46,7 @@ class FakeServer:
             while data := sock.recv(1000):
                 for _ in framer.feed(data):
                     received += 1
-                    for message in [Welcome(VERSION, 10)] if received == 1 else self.answer if received == 2 else []:
+                    for message in [Welcome(10)] if received == 1 else self.answer if received == 2 else []:
                         send_message(sock, encode(message))
 
     def close(self) -> None:
