@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,9 +52,8 @@ def encode_batch(value: Any, slot: Slot, path: str = "") -> Node:
     if kind in _SEQUENCES:
         if all(map(_is_plain, value)):
             return ContainerNode(_SEQUENCES[kind], list(value))
-        return ContainerNode(
-            _SEQUENCES[kind], [encode_batch(item, slot, f"{path}[{at}]") for at, item in enumerate(value)]
-        )
+        items = [encode_batch(item, slot, f"{path}[{at}]") for at, item in enumerate(value)]
+        return ContainerNode(_SEQUENCES[kind], items)
     if kind in _MAPPINGS:
         for key in value:
             if not _is_plain(key):
@@ -138,7 +138,6 @@ def _encode_array(
             np.copyto(rows, memory)
             found = slot.locate(rows)
             assert found is not None
-            memory = rows
         segment, offset = found
     permutation = None if axes is None else list(axes)
     return ArrayNode(kind, segment, offset, list(memory.shape), memory.dtype.str, permutation, torch_dtype)
@@ -167,6 +166,15 @@ def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
     if node.kind == "OrderedDict":
         return OrderedDict(zip(node.keys, items, strict=True))
     return _decode_namedtuple(node, items) if node.kind == "namedtuple" else _decode_dataclass(node, items)
+
+
+def decode_and_wrap(
+    node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any]
+) -> tuple[Any, float]:
+    """``wrap`` of the decoded batch, and how long that took in seconds. For any thread."""
+    started = time.perf_counter()
+    batch = wrap(decode_batch(node, make_array))
+    return batch, time.perf_counter() - started
 
 
 def _decode_namedtuple(node: ContainerNode, items: list[Any]) -> Any:

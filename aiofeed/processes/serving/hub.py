@@ -120,7 +120,7 @@ class Hub:
             Exception: The error of the feeder.
         """
         with self.publisher.entered():
-            reason = "it was closed"
+            reason = "the server was closed"
             try:
                 self._listener.start_accepting(self._connected, self._connections)
                 await self._wait_until(lambda: self._subscribed() >= self._options.min_consumers)

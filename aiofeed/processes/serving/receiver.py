@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_batch
+from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_and_wrap
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
 from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, Node
@@ -116,6 +115,7 @@ class BatchReceiver:
         if self._device_reader is not None:
             self._device_reader.open_blocks(message)
             if message.block >= 0:
+                # `save_waiting` may have to copy it before a feed takes it.
                 self._in_blocks[message.serial] = self._device_reader.batch(message)
         elif message.block >= 0:
             raise ProtocolError("a batch in device memory, which this process has not opened")
@@ -158,7 +158,10 @@ class BatchReceiver:
                 self._put(feed, message, self._ring.batch_in_slot(message.batch), self._lease(feed, message))
                 return
             lease = self._memory.lease()
-            copy = partial(_copy_out, self._ring, message.batch, lease, self._wrap)
+            ring = self._ring
+            copy = partial(
+                decode_and_wrap, message.batch, lambda node: copied_leaf(ring.view(node), node, lease), self._wrap
+            )
             if message.nbytes > INLINE_BYTES:
                 self.busy = True
                 job = asyncio.get_running_loop().run_in_executor(self._executor, copy)
@@ -204,12 +207,6 @@ class BatchReceiver:
         item = ReadyBatch(message.number, _rows(message.batch), batch, lease, counters=feed.counters)
         item.release = lambda _: self.on_taken(feed)
         feed.queue.put(item)
-
-
-def _copy_out(ring: Ring, node: Node, lease: BufferLease, wrap: Callable[[Any], Any]) -> tuple[Any, float]:
-    started = time.perf_counter()
-    batch = wrap(decode_batch(node, lambda array: copied_leaf(ring.view(array), array, lease)))
-    return batch, time.perf_counter() - started
 
 
 def _rows(node: Node) -> int:

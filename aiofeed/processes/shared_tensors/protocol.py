@@ -10,6 +10,8 @@ from aiofeed.processes.ipc.schema import DeviceMemoryHandle, Struct, decoder
 # Of these messages. The sharing process refuses processes of another version.
 VERSION = 1
 
+Kind: TypeAlias = Literal["tensor", "list", "tuple", "dict"]
+
 
 class Attach(Struct, frozen=True):
     """Requests the tensors; with ``host`` all of them in host memory."""
@@ -60,7 +62,7 @@ class Offer(Struct, frozen=True):
         segments: Size of each segment in bytes.
     """
 
-    kind: Literal["tensor", "list", "tuple", "dict"]
+    kind: Kind
     keys: list[str | int]
     places: list[InSegment | OnDevice]
     segments: list[int]

@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, close_all
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.shared_memory import anonymous_memory
-from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRefused, InSegment, Offer, OnDevice
+from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRefused, InSegment, Kind, Offer, OnDevice
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 
@@ -27,8 +27,6 @@ log = logging.getLogger("aiofeed.processes")
 
 # Vector loads; a multiple of every dtype's own alignment.
 ALIGNMENT = 64
-
-Kind = Literal["tensor", "list", "tuple", "dict"]
 
 
 class TensorStore:
@@ -259,11 +257,9 @@ def split_parts(tensors: Any) -> tuple[Kind, list[str | int], list[Any]]:
         )
     if not items:
         raise ValueError(f"tensors is an empty {kind}: there is nothing to share")
-    return (
-        kind,
-        keys,
-        [_checked(item, f"tensors[{name!r}]") for name, item in zip(keys or range(len(items)), items, strict=True)],
-    )
+    names = keys or range(len(items))
+    parts = [_checked(item, f"tensors[{name!r}]") for name, item in zip(names, items, strict=True)]
+    return kind, keys, parts
 
 
 def _checked(item: Any, where: str) -> Any:

@@ -6,7 +6,6 @@ A batch comes back from a worker in ``MultiprocessEngine._assemble``; ``WorkerEn
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
-from aiofeed.processes.ipc.batch_codec import decode_batch
+from aiofeed.processes.ipc.batch_codec import decode_and_wrap
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, RingLease
@@ -147,7 +146,7 @@ class MultiprocessEngine(Engine):
                 return None
             batch.lease = self._memory.lease()
             borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)
-            take_out = partial(self._take_out, borrowed, reply, batch.lease)
+            take_out = partial(decode_and_wrap, reply.batch, partial(borrowed.leaf, batch.lease), self._wrap)
             if borrowed.copied_bytes(reply.batch) <= INLINE_BYTES:
                 batch.result, seconds = take_out()
             else:
@@ -164,11 +163,6 @@ class MultiprocessEngine(Engine):
         if self._tuner is not None and not self._tuner.reading.given:
             self._tuner.reading.concurrency = self._pool.set_reads(assigned.worker.number, reads)
             self._concurrency.apply(self._tuner)
-
-    def _take_out(self, borrowed: BorrowedSlot, reply: BatchFinished, lease: BufferLease) -> tuple[Any, float]:
-        started = time.perf_counter()
-        batch = self._wrap(decode_batch(reply.batch, partial(borrowed.leaf, lease)))
-        return batch, time.perf_counter() - started
 
 
 def _no_builder(samples: int, lease: BufferLease) -> Any:

@@ -196,18 +196,11 @@ class WorkerPool:
     def _fail(self, error: Exception) -> None:
         if self._error is not None:
             return
-        if not isinstance(error, FeedError):
-            # An error of the source's open() reaches the user unchanged.
-            if self._ready is not None and not self._ready.done():
-                self._error = FeedError(str(error))
-                self._ready.set_exception(error)
-                return
-            error = FeedError(f"{type(error).__name__}: {error}")
-        self._error = error
+        self._error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+            self._ready.set_exception(error)  # an error of the source's open() reaches the user unchanged
         if self._on_error is not None:
-            self._on_error(error)
+            self._on_error(self._error)
 
     async def aclose(self) -> None:
         """Stop all workers; see the top of this module."""

@@ -384,7 +384,7 @@ def test_waiting_batches_are_copied_when_the_server_closes(address: str, device:
             os.kill(server.pid, signal.SIGUSR1)
             assert server.receive() == "closed"
             server.process.join()  # its device memory is gone
-            with pytest.raises(FeedError, match="it was closed"):
+            with pytest.raises(FeedError, match="the server was closed"):
                 seen.extend(iterator)
     assert len(seen) >= 4
     assert [wrong_parts(batch) for batch in seen] == [[]] * len(seen)
