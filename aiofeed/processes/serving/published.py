@@ -64,11 +64,15 @@ class BatchPublisher:
         keep: Free segments of shared memory that are kept.
         ring: Blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
         executor: Copies large batches.
+
+    Attributes:
+        device: Name of the device of the batches; "" for host memory.
     """
 
     def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
         self._slots = SlotPool(keep, _ADVICE, single_reader=False)
         self._ring = ring
+        self.device = "" if ring is None else ring.identity
         self._executor = executor
         self._serials = itertools.count()
         self._published: dict[int, PublishedBatch] = {}
@@ -77,11 +81,6 @@ class BatchPublisher:
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Make the stream that fills blocks current in the server's thread."""
         return contextlib.nullcontext() if self._ring is None else self._ring.entered()
-
-    @property
-    def device(self) -> str:
-        """Name of the device of the batches; "" for host memory."""
-        return "" if self._ring is None else self._ring.identity
 
     def close(self) -> None:
         """Free all memory; consumers keep what they have open."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_and_wrap
+from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, decode_and_wrap
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
-from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, Node
+from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.serving.protocol import BatchAvailable, EpochMessage
 from aiofeed.runtime.buffers import BufferLease, BufferPool
@@ -209,12 +209,9 @@ class BatchReceiver:
         feed.queue.put(item)
 
 
-def _rows(node: Node) -> int:
-    """Number of samples: rows of the first array; 0 if there is none."""
-    if isinstance(node, ArrayNode):
-        if not node.shape:
-            return 0
-        return node.shape[node.axes[0] if node.axes else 0]
-    if isinstance(node, ContainerNode):
-        return next((rows for item in node.items if (rows := _rows(item))), 0)
+def _rows(batch: Node) -> int:
+    """Number of samples: rows of the first array that has any; 0 if there is none."""
+    for node in array_nodes(batch):
+        if node.shape and (rows := node.shape[node.axes[0] if node.axes else 0]):
+            return rows
     return 0

@@ -56,6 +56,7 @@ class WorkerHandle:
         lost: Called once when the connection has ended; see ``Connection``.
 
     Attributes:
+        name: The process, for an error message.
         ready: Whether its source is open.
         assigned: The batches that it assembles, by serial.
         decoding: How many of them it may decode.
@@ -78,7 +79,6 @@ class WorkerHandle:
         self.assigned: dict[int, AssignedBatch] = {}
         self.decoding = 0
         self.exit_status: int | None = None
-        self._count = count
         self._ended = False
         self._on_message = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,12 +94,9 @@ class WorkerHandle:
             except BaseException:
                 ours.close()
                 raise
+        self.pid = self._process.pid
+        self.name = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
         self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
 
     def send(self, message: ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
@@ -141,11 +138,6 @@ class WorkerHandle:
         elif descriptors:
             raise ProtocolError(f"{type(message).__name__} with descriptors")
         self._on_message(self, message)
-
-    @property
-    def name(self) -> str:
-        """The process, for an error message."""
-        return f'worker process {self.number + 1} of {self._count} (engine="process", pid {self.pid})'
 
     def describe_end(self) -> str:
         """How the process ended, for an error message."""
