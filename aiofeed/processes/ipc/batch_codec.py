@@ -211,7 +211,8 @@ def array_nodes(node: Node) -> Iterator[ArrayNode]:
         yield node
     elif isinstance(node, ContainerNode):
         for item in node.items:
-            yield from array_nodes(item)
+            if isinstance(item, Struct):
+                yield from array_nodes(item)
 
 
 # --- the leaf of an array ---
@@ -241,7 +242,7 @@ def leaf_of(memory: NDArray[Any], node: ArrayNode, *, pinned: bool = False) -> A
     if node.kind == "array":
         return memory if axes is None else memory.transpose(axes)
     if node.torch_dtype is not None:
-        torch_dtype(node)
+        torch_dtype_of(node)  # checks the name
     return HostTensor(memory, axes, node.torch_dtype, pinned=pinned)
 
 
@@ -257,7 +258,7 @@ def permutation(node: ArrayNode) -> tuple[int, ...] | None:
     return tuple(node.axes)
 
 
-def torch_dtype(node: ArrayNode) -> torch.dtype:
+def torch_dtype_of(node: ArrayNode) -> torch.dtype:
     """The dtype of torch with the name in the node; ``ProtocolError`` if it does not fit the memory."""
     import torch
 

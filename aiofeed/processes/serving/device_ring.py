@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, torch_dtype, unsupported_value
+from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, torch_dtype_of, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import ArrayNode
@@ -301,7 +301,7 @@ class TensorInBlock:
         self._node = node
         self._axes = permutation(node)
         dtype, self._nbytes = dtype_and_nbytes(node)
-        self._dtype = torch_dtype(node)
+        self._dtype = torch_dtype_of(node)
         if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
             raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
 
