@@ -30,16 +30,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("engine", "most"), [("process", 20), ("process:2", 38)])
-def test_a_consumer_that_waits_for_batches_does_not_wake_the_loop(engine: str, most: int, calls: list[str]) -> None:
-    """While the workers decode, a taken batch is processed with the next message of a worker.
-
-    If two workers finish at the same time, they have one batch each, and one of the two takes wakes the loop.
-    """
-    with Feeder(parts.Numbers(640), decode=parts.slow_number, batch_size=16, engine=engine) as feeder:
+@pytest.mark.parametrize("engine", ["process", "process:2"])
+def test_a_consumer_that_waits_for_batches_does_not_wake_the_loop(engine: str, calls: list[str]) -> None:
+    """While each worker has batches to decode, a taken batch is processed with the next message of a worker."""
+    limits = Limits(prefetch_batches=8)
+    with Feeder(parts.Numbers(640), decode=parts.slow_number, batch_size=16, engine=engine, limits=limits) as feeder:
         assert [batch[0].item() for batch in feeder] == list(range(0, 640, 16))
     # Of 40: at the start, at the end, and whenever the machine was busy with something else.
-    assert calls.count("release") < most
+    assert calls.count("release") < 20
 
 
 @pytest.mark.parametrize("engine", ["process", "process:2"])
@@ -62,8 +60,7 @@ def test_all_of_the_budget_is_released(prefetch: int) -> None:
         for _ in feeder.epochs(4):
             assert len(list(feeder)) == 10
         pipeline: Any = feeder._session.pipeline
-        budget = pipeline._budget
-        until(lambda: not budget._batches and not budget.reserved_bytes and not pipeline._engine._buffer.waiting)
+        until(lambda: not pipeline._budget._batches and not pipeline._engine._buffer.waiting)
 
 
 @pytest.mark.parametrize("device", [None, "simulated"])
