@@ -259,7 +259,7 @@ class _ServedEpoch(LoopProducer):
     """
 
     def __init__(self, loop_thread: EventLoopThread, subscription: Subscription) -> None:
-        from aiofeed.processes.serving.epoch_feed import EpochFeed
+        from aiofeed.processes.serving.receiver import EpochFeed
 
         self.feed = EpochFeed(room=PREFETCH_BATCHES)
         super().__init__(loop_thread, self.feed.queue)

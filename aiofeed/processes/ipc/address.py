@@ -132,11 +132,7 @@ def _is_private(folder: Path) -> bool:
 
 
 class Listener:
-    """A listening socket, open to this user alone. Close it.
-
-    Args:
-        path: Path of the socket; the socket of a dead process is replaced.
-        kind: Kind of the address.
+    """A listening socket, open to this user alone; it replaces the socket of a dead process. Close it.
 
     Raises:
         FeedError: Another process listens there, or the file there is not a socket.
@@ -144,26 +140,23 @@ class Listener:
 
     def __init__(self, path: Path, kind: AddressKind) -> None:
         self.path = path
-        self._kind = kind
-        self._accepted: Callable[[socket.socket, Peer], object] | None = None
-        self._connections: Sized = ()
         self._retry: asyncio.TimerHandle | None = None
         self.sock = _new_socket()
         try:
-            self._bind()
+            self._bind(kind)
             self.sock.setblocking(False)
         except BaseException:
             self.sock.close()
             raise
 
-    def _bind(self) -> None:
+    def _bind(self, kind: AddressKind) -> None:
         try:
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}") from error
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            if _is_dead(self.path, self._kind):
+            if check_free(self.path, kind):
                 self.path.unlink()
             try:
                 self.sock.bind(os.fspath(self.path))
@@ -183,8 +176,7 @@ class Listener:
             accepted: Called with each connected socket, which it owns then.
             connections: Those that are open; beyond ``MAX_CONNECTIONS`` new ones are refused.
         """
-        self._accepted, self._connections = accepted, connections
-        asyncio.get_running_loop().add_reader(self.sock.fileno(), self._accept)
+        asyncio.get_running_loop().add_reader(self.sock.fileno(), self._accept, accepted, connections)
 
     def stop_accepting(self) -> None:
         """Accept no more connections; on the same loop. Idempotent."""
@@ -193,7 +185,7 @@ class Listener:
         if self.sock.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self.sock.fileno())
 
-    def _accept(self) -> None:
+    def _accept(self, accepted: Callable[[socket.socket, Peer], object], connections: Sized) -> None:
         loop = asyncio.get_running_loop()
         try:
             sock, _ = self.sock.accept()
@@ -202,19 +194,18 @@ class Listener:
         except OSError as error:
             log.error("cannot accept a connection at %s, next attempt in %g s: %s", self.path, _RETRY_S, error)
             loop.remove_reader(self.sock.fileno())
-            self._retry = loop.call_later(_RETRY_S, loop.add_reader, self.sock.fileno(), self._accept)
+            self._retry = loop.call_later(_RETRY_S, self.start_accepting, accepted, connections)
             return
         try:
             peer = peer_of(sock)
         except OSError:
             sock.close()  # the peer has gone
             return
-        if peer.uid != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
+        if peer.uid != os.getuid() or len(connections) >= MAX_CONNECTIONS:
             log.warning("refused a connection of process %d of user %d at %s", peer.pid, peer.uid, self.path)
             sock.close()
             return
-        assert self._accepted is not None
-        self._accepted(sock, peer)
+        accepted(sock, peer)
 
     def close(self) -> None:
         """Close the socket and remove its file, unless another process has replaced that. Idempotent."""
@@ -225,17 +216,8 @@ class Listener:
         self.sock.close()
 
 
-def check_free(path: Path, kind: AddressKind) -> None:
-    """Raise what ``Listener`` would raise, before data are copied for nothing.
-
-    Raises:
-        FeedError: The address is taken.
-    """
-    _is_dead(path, kind)
-
-
-def _is_dead(path: Path, kind: AddressKind) -> bool:
-    """Whether the socket file of a dead process is at the path.
+def check_free(path: Path, kind: AddressKind) -> bool:
+    """Check that no process listens at a path; whether a dead process has left its socket there.
 
     Raises:
         FeedError: A process listens there, or the file there is not a socket.

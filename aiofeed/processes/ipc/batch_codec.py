@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import math
+import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from aiofeed.core.errors import CollateError
-from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple
+from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple, loaded_class
 from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import (
-    ArrayNode,
-    BytesNode,
-    MappingNode,
-    Node,
-    RecordNode,
-    SequenceNode,
-    ValueNode,
-    ValuesNode,
-)
+from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, Struct
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.tensors import INTEGER_OF_SIZE, in_memory_order, view_as_integers
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from aiofeed.processes.ipc.ring import Slot
 
 _SCALARS = (type(None), bool, int, float, str)
-_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict"}
-# A script's module has the first name in the process that runs it, the second in one that only imports it.
-_MAIN = ("__main__", "__mp_main__")
+_SEQUENCES: dict[type, Literal["list", "tuple"]] = {list: "list", tuple: "tuple"}
+_MAPPINGS: dict[type, Literal["dict", "OrderedDict"]] = {dict: "dict", OrderedDict: "OrderedDict"}
 _DTYPE_KINDS = "biufcSUMm"
 _MAX_DIMENSIONS = 32
 
@@ -44,43 +35,39 @@ _MAX_DIMENSIONS = 32
 # --- encoding ---
 
 
-def encode_batch(batch: Any, slot: Slot) -> Node:
-    """Describe a batch. Arrays that are not in the slot yet are copied to it.
+def encode_batch(value: Any, slot: Slot, path: str = "") -> Node:
+    """Describe a batch, or the part of it at a path. Arrays that are not in the slot yet are copied to it.
 
     Raises:
         CollateError: The batch has a value that cannot be described; the message has its type, its place in the batch
             and what to do.
     """
-    return _encode(batch, slot, "")
-
-
-def _encode(value: Any, slot: Slot, path: str) -> Node:
     kind = type(value)
     if isinstance(value, ArrayNode):
         return value  # in device memory, described by the caller
     if kind is HostTensor:
         return _encode_array("tensor", value.memory, value.axes, value.torch_dtype, slot, path)
+    if _is_plain(value):
+        return value  # type: ignore[no-any-return]
     if kind in _SEQUENCES:
-        if all(_is_plain(item) for item in value):
-            return ValuesNode(_SEQUENCES[kind], list(value))
-        return SequenceNode(_SEQUENCES[kind], [_encode(item, slot, f"{path}[{at}]") for at, item in enumerate(value)])
+        if all(map(_is_plain, value)):
+            return ContainerNode(_SEQUENCES[kind], list(value))
+        items = [encode_batch(item, slot, f"{path}[{at}]") for at, item in enumerate(value)]
+        return ContainerNode(_SEQUENCES[kind], items)
     if kind in _MAPPINGS:
         for key in value:
             if not _is_plain(key):
                 raise unsupported_value(f"a dict with the key {key!r}", path, slot.advice)
-        items = [_encode(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
-        return MappingNode(_MAPPINGS[kind], list(value), items)
-    if _is_plain(value):
-        return ValueNode(value)
+        items = [encode_batch(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
+        return ContainerNode(_MAPPINGS[kind], items, list(value))
     if kind is bytes:
         return BytesNode("bytes", value)
     if kind is str:
         return BytesNode("text", value.encode("utf-8", "surrogatepass"))
     if is_namedtuple(value):
-        return _encode_record("namedtuple", value, list(value._fields), list(value), slot, path)
+        return _encode_record("namedtuple", value, value._fields, slot, path)
     if is_dataclass_instance(value):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return _encode_record("dataclass", value, fields, [getattr(value, name) for name in fields], slot, path)
+        return _encode_record("dataclass", value, [field.name for field in dataclasses.fields(value)], slot, path)
     if isinstance(value, np.generic) or kind is np.ndarray:
         return _encode_array("array" if kind is np.ndarray else "scalar", np.asarray(value), None, None, slot, path)
     if hasattr(value, "__torch_function__") and not isinstance(value, type):
@@ -89,10 +76,11 @@ def _encode(value: Any, slot: Slot, path: str) -> Node:
     raise unsupported_value(f"a {kind.__module__}.{kind.__qualname__}", path, slot.advice)
 
 
-def _encode_record(kind: str, value: Any, fields: list[str], items: list[Any], slot: Slot, path: str) -> RecordNode:
-    cls = type(value)
-    nodes = [_encode(item, slot, f"{path}.{name}") for name, item in zip(fields, items, strict=True)]
-    return RecordNode(kind, cls.__module__, cls.__qualname__, fields, nodes)
+def _encode_record(
+    kind: Literal["namedtuple", "dataclass"], value: Any, fields: Sequence[str], slot: Slot, path: str
+) -> ContainerNode:
+    items = [encode_batch(getattr(value, name), slot, f"{path}.{name}") for name in fields]
+    return ContainerNode(kind, items, list(fields), type(value).__module__, type(value).__qualname__)
 
 
 def _is_plain(value: Any) -> bool:
@@ -150,7 +138,6 @@ def _encode_array(
             np.copyto(rows, memory)
             found = slot.locate(rows)
             assert found is not None
-            memory = rows
         segment, offset = found
     permutation = None if axes is None else list(axes)
     return ArrayNode(kind, segment, offset, list(memory.shape), memory.dtype.str, permutation, torch_dtype)
@@ -160,65 +147,55 @@ def _encode_array(
 
 
 def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
-    """Rebuild a batch from its description; ``make_array`` gives the leaf of each array.
-
-    Raises:
-        ProtocolError: The description is none that ``encode_batch`` makes.
-    """
+    """Rebuild a batch; ``make_array`` gives the leaf of each array. ``ProtocolError`` if the description is invalid."""
     if isinstance(node, ArrayNode):
         return make_array(node)
-    if isinstance(node, ValueNode):
-        return node.value
     if isinstance(node, BytesNode):
         return node.data if node.kind == "bytes" else _decode_text(node.data)
-    if isinstance(node, ValuesNode):
-        return node.values if node.kind == "list" else tuple(node.values)
-    items = [decode_batch(item, make_array) for item in node.items]
-    if isinstance(node, SequenceNode):
-        return items if node.kind == "list" else tuple(items)
-    if isinstance(node, MappingNode):
-        if len(node.keys) != len(items):
-            raise ProtocolError(f"{len(node.keys)} keys for {len(items)} values")
-        pairs = dict(zip(node.keys, items, strict=True))
-        return pairs if node.kind == "dict" else OrderedDict(pairs)
-    if len(node.fields) != len(items):
-        raise ProtocolError(f"{len(node.fields)} fields for {len(items)} values")
-    return _decode_record(node, items)
+    if not isinstance(node, ContainerNode):
+        return node
+    items = [decode_batch(item, make_array) if isinstance(item, Struct) else item for item in node.items]
+    if node.kind == "list":
+        return items
+    if node.kind == "tuple":
+        return tuple(items)
+    if len(node.keys) != len(items):
+        raise ProtocolError(f"{len(node.keys)} keys for {len(items)} values")
+    if node.kind == "dict":
+        return dict(zip(node.keys, items, strict=True))
+    if node.kind == "OrderedDict":
+        return OrderedDict(zip(node.keys, items, strict=True))
+    return _decode_namedtuple(node, items) if node.kind == "namedtuple" else _decode_dataclass(node, items)
 
 
-def _decode_record(node: RecordNode, items: list[Any]) -> Any:
-    cls: Any = _known_class(node)
-    if node.kind == "dataclass":
-        if cls is None or {field.name for field in dataclasses.fields(cls)} != set(node.fields):
-            raise ProtocolError(f"{node.module}.{node.name} is no dataclass of this process with fields {node.fields}")
-        made = object.__new__(cls)
-        for name, item in zip(node.fields, items, strict=True):
-            # Without __init__ and __post_init__, which have run in the other process.
-            object.__setattr__(made, name, item)
-        return made
-    if cls is None or list(cls._fields) != node.fields:
-        cls = _new_namedtuple(node)
+def decode_and_wrap(
+    node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any]
+) -> tuple[Any, float]:
+    """``wrap`` of the decoded batch, and how long that took in seconds. For any thread."""
+    started = time.perf_counter()
+    batch = wrap(decode_batch(node, make_array))
+    return batch, time.perf_counter() - started
+
+
+def _decode_namedtuple(node: ContainerNode, items: list[Any]) -> Any:
+    cls: Any = loaded_class(node.module, node.name, lambda each: issubclass(each, tuple) and hasattr(each, "_fields"))
+    if cls is None or list(cls._fields) != node.keys:
+        try:
+            return namedtuple(node.name.rpartition(".")[2], node.keys)(*items)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ProtocolError(f"an invalid namedtuple: {error}") from None
     return cls._make(items)
 
 
-def _new_namedtuple(node: RecordNode) -> Any:
-    try:
-        return namedtuple(node.name.rpartition(".")[2], node.fields)
-    except ValueError as error:
-        raise ProtocolError(f"an invalid namedtuple: {error}") from None
-
-
-def _known_class(node: RecordNode) -> type | None:
-    """The class that this process has under that name. Nothing is imported because of a message."""
-    for module in _MAIN if node.module in _MAIN else (node.module,):
-        found: Any = sys.modules.get(module)
-        for name in node.name.split("."):
-            found = getattr(found, name, None)
-        if isinstance(found, type):
-            fits = dataclasses.is_dataclass(found) if node.kind == "dataclass" else issubclass(found, tuple)
-            if fits and (node.kind == "dataclass" or hasattr(found, "_fields")):
-                return found
-    return None
+def _decode_dataclass(node: ContainerNode, items: list[Any]) -> Any:
+    cls: Any = loaded_class(node.module, node.name, dataclasses.is_dataclass)
+    if cls is None or {field.name for field in dataclasses.fields(cls)} != set(node.keys):
+        raise ProtocolError(f"{node.module}.{node.name} is no dataclass of this process with fields {node.keys}")
+    made = object.__new__(cls)
+    for name, item in zip(node.keys, items, strict=True):
+        # Without __init__ and __post_init__, which have run in the other process.
+        object.__setattr__(made, name, item)  # type: ignore[arg-type]
+    return made
 
 
 def _decode_text(data: bytes) -> str:
@@ -232,19 +209,18 @@ def array_nodes(node: Node) -> Iterator[ArrayNode]:
     """The arrays of a description."""
     if isinstance(node, ArrayNode):
         yield node
-    elif isinstance(node, SequenceNode | MappingNode | RecordNode):
+    elif isinstance(node, ContainerNode):
         for item in node.items:
-            yield from array_nodes(item)
+            if isinstance(item, Struct):
+                yield from array_nodes(item)
 
 
 # --- the leaf of an array ---
 
 
-def leaf_in_slot(view: NDArray[Any], node: ArrayNode, *, pinned: bool) -> Any:
+def leaf_in_slot(view: NDArray[Any], node: ArrayNode) -> Any:
     """A tensor as it lies in the slot, from which a device copies; an array, which stays on the host, as a copy."""
-    if node.kind != "tensor":
-        return copied_leaf(view, node, None)
-    return HostTensor(view, permutation(node), _torch_dtype(node), pinned=pinned)
+    return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
 
 
 def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:
@@ -262,21 +238,19 @@ def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) 
 
 def leaf_of(memory: NDArray[Any], node: ArrayNode, *, pinned: bool = False) -> Any:
     """The array or tensor with the given memory, without a copy."""
+    axes = permutation(node)
     if node.kind == "array":
-        axes = permutation(node)
         return memory if axes is None else memory.transpose(axes)
-    return HostTensor(memory, permutation(node), _torch_dtype(node), pinned=pinned)
+    if node.torch_dtype is not None:
+        torch_dtype_of(node)  # checks the name
+    return HostTensor(memory, axes, node.torch_dtype, pinned=pinned)
 
 
 # --- validation ---
 
 
 def permutation(node: ArrayNode) -> tuple[int, ...] | None:
-    """The permutation from the memory's axes to those of the array; ``None`` for none.
-
-    Raises:
-        ProtocolError: It is no permutation of the dimensions.
-    """
+    """The permutation from the memory's axes to those of the array, if any; ``ProtocolError`` if it is none."""
     if node.axes is None:
         return None
     if sorted(node.axes) != list(range(len(node.shape))):
@@ -284,51 +258,26 @@ def permutation(node: ArrayNode) -> tuple[int, ...] | None:
     return tuple(node.axes)
 
 
-def _torch_dtype(node: ArrayNode) -> str | None:
-    name = node.torch_dtype
-    if name is None:
-        return None
+def torch_dtype_of(node: ArrayNode) -> torch.dtype:
+    """The dtype of torch with the name in the node; ``ProtocolError`` if it does not fit the memory."""
     import torch
 
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, node.torch_dtype or "", None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(node.dtype).itemsize:
-        raise ProtocolError(f"torch_dtype {name!r} for {node.dtype}")
-    return name
+        raise ProtocolError(f"torch_dtype {node.torch_dtype!r} for {node.dtype}")
+    return dtype
 
 
 def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
-    """The dtype of an array's memory, and its size in bytes.
-
-    Raises:
-        ProtocolError: The dtype or the shape is not valid.
-    """
+    """The dtype of an array's memory, and its size in bytes; ``ProtocolError`` if dtype or shape are not valid."""
     dtype = plain_dtype(node.dtype)
     if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
         raise ProtocolError(f"an array of shape {node.shape}")
-    count = 1
-    for size in node.shape:
-        count *= size
-    return dtype, count * dtype.itemsize
-
-
-def empty_array(shape: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array of 0 bytes.
-
-    Raises:
-        ProtocolError: NumPy refuses the shape.
-    """
-    try:
-        return np.empty(shape, dtype)
-    except ValueError as error:  # NumPy multiplies the other dimensions, too
-        raise ProtocolError(f"an array of shape {shape}: {error}") from None
+    return dtype, math.prod(node.shape) * dtype.itemsize
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of a string.
-
-    Raises:
-        ProtocolError: It is no dtype of plain bytes.
-    """
+    """The dtype of a string; ``ProtocolError`` if it is no dtype of plain bytes."""
     try:
         dtype = np.dtype(text)
     except (TypeError, ValueError, SyntaxError) as error:

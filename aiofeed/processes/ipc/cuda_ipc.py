@@ -34,40 +34,8 @@ class HandleError(Exception):
     """Device memory cannot be exported or opened in this process; the message says why."""
 
 
-class DeviceHandles(Protocol):
-    """Exports and opens tensors' storages, for ``share`` and ``attach_tensors``."""
-
-    def holds(self, tensor: torch.Tensor, /) -> bool:
-        """Whether a tensor is in memory of this kind of device."""
-        ...
-
-    def identity(self, tensor: torch.Tensor, /) -> str:
-        """The name of a tensor's device, the same in every process."""
-        ...
-
-    def synchronize(self, tensor: torch.Tensor, /) -> None:
-        """Wait until the work queued on a tensor's device has completed."""
-        ...
-
-    def export(self, tensor: torch.Tensor, /) -> DeviceMemoryHandle:
-        """A handle of a tensor's storage, for one process; ``HandleError`` if it cannot be exported."""
-        ...
-
-    def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None, /) -> torch.UntypedStorage:
-        """The storage of a handle; ``HandleError`` if it cannot be opened or is not on the wanted device."""
-        ...
-
-    def forget(self, handle: DeviceMemoryHandle, /) -> None:
-        """Take back the export of a handle that no process has opened or will open. Once per handle."""
-        ...
-
-    def find(self, identity: str, /) -> torch.device | None:
-        """The device of that identity, or else another of its kind; ``None`` if there is none."""
-        ...
-
-
 class CudaHandles:
-    """CUDA IPC."""
+    """Exports and opens tensors' storages through CUDA IPC, for ``share`` and ``attach_tensors``."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a CUDA device."""
@@ -84,7 +52,11 @@ class CudaHandles:
         torch.cuda.synchronize(tensor.device)
 
     def export(self, tensor: torch.Tensor) -> DeviceMemoryHandle:
-        """Export with one reference. Not possible for expandable segments, in some containers, with some drivers."""
+        """A handle of a tensor's storage with one reference, for one process.
+
+        Raises:
+            HandleError: Expandable segments cannot be exported, nor some containers' and drivers' memory.
+        """
         identity = _uuid(tensor.device.index)
         storage: Any = tensor.untyped_storage()  # torch's stubs lack the method
         if storage.nbytes() == 0:
@@ -96,18 +68,22 @@ class CudaHandles:
         return DeviceMemoryHandle(identity, allocation, nbytes, offset, counter, counter_offset, event, event_needed)
 
     def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
-        """Map the allocation; the current stream waits for the event if that is needed."""
+        """The storage of a handle; the current stream waits for the event if that is needed.
+
+        Raises:
+            HandleError: It cannot be opened, or is not on the wanted device. The handle's reference is taken back.
+        """
         try:
             return _open_storage(handle, wanted)
-        except HandleError:
-            self.forget(handle)
-            raise
-        except RuntimeError as error:  # for example in a fork of a process that used CUDA
+        except (HandleError, RuntimeError) as error:  # RuntimeError: in a fork of a process that used CUDA, for example
             self.forget(handle)
             raise HandleError(first_line(error)) from error
 
     def forget(self, handle: DeviceMemoryHandle) -> None:
-        """Take back the reference of one export. A second call would make torch's unsigned count wrap around."""
+        """Take back the export of a handle that no process has opened or will open.
+
+        Once per handle: a second call would make torch's unsigned count wrap around.
+        """
         import torch
 
         if not handle.counter:
@@ -119,7 +95,7 @@ class CudaHandles:
             pass  # this torch has no CUDA: the memory stays until the process that owns it ends
 
     def find(self, identity: str) -> torch.device | None:
-        """The device with that UUID, else the current one."""
+        """The device with that UUID, else the current one; ``None`` if this process can use none."""
         import torch
 
         if not torch.cuda.is_available():
@@ -139,8 +115,11 @@ class CudaSharedDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
+        import torch
+
         self._device = device
         self._handles = CudaHandles()
+        self._cuda: Any = torch.cuda  # in part without types
 
     def identity(self) -> str:
         """The UUID of the GPU."""
@@ -148,12 +127,9 @@ class CudaSharedDevice:
 
     def stream(self) -> Any:
         """One stream per device for the whole process."""
-        import torch
-
-        cuda: Any = torch.cuda  # in part without types
         with _streams_lock:
             if self._device not in _streams:
-                _streams[self._device] = cuda.Stream(self._device)
+                _streams[self._device] = self._cuda.Stream(self._device)
             return _streams[self._device]
 
     def holds(self, value: object) -> bool:
@@ -198,31 +174,22 @@ class CudaSharedDevice:
 
     def event(self) -> Any:
         """An interprocess event of torch, without timing."""
-        import torch
-
-        cuda: Any = torch.cuda
-        return cuda.Event(interprocess=True)
+        return self._cuda.Event(interprocess=True)
 
     def export_event(self, event: Any) -> bytes:
         """CUDA's handle. torch creates an unrecorded event on the current device, so this sets the device."""
-        import torch
-
-        cuda: Any = torch.cuda
         try:
-            with cuda.device(self._device):
+            with self._cuda.device(self._device):
                 return bytes(event.ipc_handle())
         except RuntimeError as error:
             raise HandleError(first_line(error)) from error
 
     def open_event(self, handle: bytes) -> Any:
         """The event of another process, which this process can record and query."""
-        import torch
-
         if len(handle) != _EVENT_BYTES:
             raise HandleError(f"an event's handle has {_EVENT_BYTES} bytes, this one {len(handle)}")
-        cuda: Any = torch.cuda
         try:
-            return cuda.Event.from_ipc_handle(self._device, handle)
+            return self._cuda.Event.from_ipc_handle(self._device, handle)
         except RuntimeError as error:
             raise HandleError(first_line(error)) from error
 

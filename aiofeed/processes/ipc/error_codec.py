@@ -60,7 +60,8 @@ def _instance(message: ErrorMessage) -> Exception:
             return kind(text, key=_to_text(message.key), index=message.index or 0, stage=message.stage or "")
         if isinstance(kind, type) and issubclass(kind, FeedError) and not issubclass(kind, SampleError):
             if kind is WorkerDiedError:
-                return WorkerDiedError(text, _exit_status(message))
+                status = message.arguments[-1] if message.arguments else None  # see `_plain_arguments`
+                return WorkerDiedError(text, status if type(status) is int else None)
             return kind(text)
     if module == "builtins":
         kind = getattr(builtins, name, None)
@@ -72,12 +73,6 @@ def _instance(message: ErrorMessage) -> Exception:
             except Exception:  # noqa: BLE001 - its constructor wants other arguments (UnicodeDecodeError, ExceptionGroup)
                 pass
     return FeedError(f"{message.kind}: {text}" if text else message.kind)
-
-
-def _exit_status(message: ErrorMessage) -> int | None:
-    """The exit status of a ``WorkerDiedError``, which is sent as the second argument."""
-    status = message.arguments[1] if message.arguments is not None and len(message.arguments) == 2 else None
-    return status if type(status) is int else None
 
 
 def _plain_arguments(error: BaseException) -> list[Scalar] | None:

@@ -38,11 +38,7 @@ class ProtocolError(Exception):
 
 
 class Framer:
-    """Splits a stream of bytes into frames. It buffers at most one frame and one read. No I/O.
-
-    Args:
-        limit_bytes: The longest payload that is accepted.
-    """
+    """Splits a stream of bytes into frames of at most ``limit_bytes``. It buffers one frame and one read. No I/O."""
 
     def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._limit_bytes = limit_bytes

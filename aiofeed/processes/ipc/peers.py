@@ -22,23 +22,14 @@ _PF_EXITING = 0x4
 
 @dataclass(frozen=True)
 class Peer:
-    """The process at the other end.
-
-    Args:
-        pid: Its process id when it connected (or began to listen); 0 if unknown.
-        uid: Its user id.
-    """
+    """The process at the other end, when it connected or began to listen. An unknown process has the id 0."""
 
     pid: int
     uid: int
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The process at the other end of a connected Unix socket.
-
-    Raises:
-        OSError: The kernel does not report it.
-    """
+    """The process at the other end of a connected Unix socket; ``OSError`` if the kernel does not report it."""
     if hasattr(socket, "SO_PEERCRED"):
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return Peer(pid, uid)
@@ -89,14 +80,13 @@ class ProcessMonitor:
     """
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self._pid = 0 if pid == os.getpid() else pid
         self._lock = threading.Lock()
         self._descriptor = -1
         self._ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._unmonitored = pid in (0, os.getpid())
-        if self._unmonitored or not hasattr(os, "pidfd_open"):
+        if not self._pid or not hasattr(os, "pidfd_open"):
             return
         try:
             self._descriptor = os.pidfd_open(pid)
@@ -108,13 +98,14 @@ class ProcessMonitor:
     def alive(self) -> bool:
         """Whether the process has neither ended nor begun to exit. For any thread. False once closed."""
         with self._lock:
-            if not self._ended and not self._unmonitored:
+            if not self._ended and self._pid:
                 if self._descriptor >= 0:
                     poll = select.poll()
                     poll.register(self._descriptor, select.POLLIN)
-                    self._ended = bool(poll.poll(0)) or is_exiting(self._pid)
+                    ended = bool(poll.poll(0))
                 else:
-                    self._ended = not is_alive(self._pid) or is_exiting(self._pid)
+                    ended = not is_alive(self._pid)
+                self._ended = ended or is_exiting(self._pid)
             return not self._ended
 
     def call_at_end(self, callback: Callable[[], object]) -> None:
@@ -124,7 +115,7 @@ class ProcessMonitor:
             self._loop.call_soon(self._report, callback)
         elif self._descriptor >= 0:
             self._loop.add_reader(self._descriptor, self._report, callback)
-        elif not self._unmonitored:
+        elif self._pid:
             self._poll(callback)
 
     def _poll(self, callback: Callable[[], object]) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, empty_array
+from aiofeed.processes.ipc.batch_codec import decode_batch, dtype_and_nbytes, leaf_in_slot
 from aiofeed.processes.ipc.framing import ProtocolError, close_all
-from aiofeed.processes.ipc.schema import ArrayNode, NewSegment
+from aiofeed.processes.ipc.schema import ArrayNode, NewSegment, Node
 from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.runtime.buffers import Bytes
@@ -51,12 +51,13 @@ class Ring:
 
     def __init__(self, backend: DeviceBackend | None = None) -> None:
         self._segments: dict[int, Segment] = {}
-        self._register: Callable[[Bytes], object] | None = getattr(backend, "register", None)
-        self._unregister: Callable[[Bytes], object] | None = getattr(backend, "unregister", None)
-        self.pinned = self._register is not None
+        self._backend: Any = backend if hasattr(backend, "register") else None
+        self.pinned = self._backend is not None
 
-    def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int]) -> None:
-        """Map new segments; their descriptors are removed from the list and closed.
+    def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int], retired: Iterable[int] = ()) -> None:
+        """Map new segments, whose descriptors are removed from the list and closed, and forget retired ones.
+
+        A segment stays mapped as long as something refers to its memory.
 
         Raises:
             ProtocolError: A segment is not as announced.
@@ -67,46 +68,32 @@ class Ring:
             if new.number in self._segments:
                 raise ProtocolError(f"segment {new.number} is already mapped")
             segment = self._segments[new.number] = open_segment(new.number, new.nbytes, descriptors.pop(0))
-            if self._register is not None and self._unregister is not None:
-                self._pin(segment, self._register, self._unregister)
+            if self.pinned:
+                self._pin(segment)
+        for number in retired:
+            self._segments.pop(number, None)
 
-    def _pin(
-        self, segment: Segment, register: Callable[[Bytes], object], unregister: Callable[[Bytes], object]
-    ) -> None:
+    def _pin(self, segment: Segment) -> None:
         release_unused()
         try:
-            register(segment.memory)
+            self._backend.register(segment.memory)
         except Exception as error:  # noqa: BLE001 - whatever the driver raises, pageable memory is slower and correct
-            self.pinned, self._register = False, None
+            self.pinned = False
             log.warning("shared memory cannot be pinned (%s): copies to the device will be slower", str(error))
             return
         # The mapping stays until the driver, which knows its address, has unregistered it.
-        _registered.watch(segment.memory, (unregister, segment.memory.base))
-
-    def unmap(self, numbers: Iterable[int]) -> None:
-        """Forget segments that are not written again; what refers to their memory keeps it mapped."""
-        for number in numbers:
-            self._segments.pop(number, None)
+        _registered.watch(segment.memory, (self._backend.unregister, segment.memory.base))
 
     def close(self) -> None:
         """Forget all segments."""
         self._segments.clear()
 
-    def segment_bytes(self, number: int) -> int:
-        """Size of a segment; 0 of an unknown one."""
-        segment = self._segments.get(number)
-        return 0 if segment is None else segment.nbytes
-
-    def mapping(self, number: int) -> Any:
-        """The mmap of a segment, for a second ndarray that owns its memory.
-
-        Raises:
-            ProtocolError: The segment is unknown.
-        """
+    def memory(self, number: int) -> Bytes:
+        """All of a segment; its base is the segment's mmap. ``ProtocolError`` if it is unknown."""
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError(f"the ring has no segment {number}")
-        return segment.memory.base
+        return segment.memory
 
     def view(self, node: ArrayNode, memory: Bytes | None = None) -> NDArray[Any]:
         """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
@@ -116,12 +103,18 @@ class Ring:
         """
         dtype, nbytes = dtype_and_nbytes(node)
         if nbytes == 0:
-            return empty_array(node.shape, dtype)
-        segment = self._segments.get(node.segment)
-        if segment is None or node.offset < 0 or node.offset + nbytes > segment.nbytes:
-            raise ProtocolError(f"{nbytes} bytes at {node.offset} of segment {node.segment} do not lie in the ring")
-        memory = segment.memory if memory is None else memory
+            try:
+                return np.empty(node.shape, dtype)
+            except ValueError as error:  # NumPy multiplies the other dimensions, too
+                raise ProtocolError(f"an array of shape {node.shape}: {error}") from None
+        memory = self.memory(node.segment) if memory is None else memory
+        if node.offset < 0 or node.offset + nbytes > memory.nbytes:
+            raise ProtocolError(f"{nbytes} bytes at {node.offset} do not lie in segment {node.segment}")
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
+
+    def batch_in_slot(self, batch: Node) -> Any:
+        """The batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
+        return decode_batch(batch, lambda node: leaf_in_slot(self.view(node), node))
 
 
 def release_unused() -> None:
@@ -197,19 +190,17 @@ class SlotPool:
             self._descriptors[segment.number] = descriptor
             return segment
 
-    def put_back(self, segments: Sequence[Segment], used: int) -> None:
-        """Reuse the segments of a slot, of which ``used`` bytes were in use."""
+    def put_back(self, segments: Sequence[Segment], used: int, *, reusable: bool) -> None:
+        """Reuse the segments of a slot, of which ``used`` bytes were in use; or never, if a process may read them."""
         with self._lock:
+            if not reusable:
+                for segment in segments:
+                    self._retire(segment)
+                return
             self._typical_bytes = max(float(used), self._typical_bytes * _DECAY)
             self._free.extend(segments)
             while len(self._free) > self._keep:
                 self._retire(self._free.pop(0))
-
-    def throw_away(self, segments: Sequence[Segment]) -> None:
-        """Never write these segments again: a process may still read them."""
-        with self._lock:
-            for segment in segments:
-                self._retire(segment)
 
     def _retire(self, segment: Segment) -> None:
         if (descriptor := self._descriptors.pop(segment.number, _SENT)) != _SENT:
@@ -261,16 +252,12 @@ class Slot:
     pinned = False
 
     def __init__(self, pool: SlotPool) -> None:
+        self.advice = pool.advice
         self._pool = pool
         self._lock = threading.Lock()
         self.segments: list[Segment] = []
         self._next = 0
         self.used = 0
-
-    @property
-    def advice(self) -> str:
-        """What to do about a batch that cannot be described."""
-        return self._pool.advice
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of the slot."""
@@ -296,7 +283,5 @@ class Slot:
         """Free the slot; idempotent. ``reusable``: no process reads its memory any more, so it may be written again."""
         with self._lock:
             segments, self.segments = self.segments, []
-        if segments and reusable:
-            self._pool.put_back(segments, self.used)
-        elif segments:
-            self._pool.throw_away(segments)
+        if segments:
+            self._pool.put_back(segments, self.used, reusable=reusable)

@@ -6,7 +6,8 @@ may not be able to encode (paths with undecodable names) is sent as bytes.
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar, Union
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, Union
 
 import msgspec
 
@@ -15,21 +16,24 @@ from aiofeed.processes.ipc.framing import ProtocolError
 Scalar: TypeAlias = bool | int | float | str | None
 """A Python value that MessagePack carries unchanged."""
 
-MessageT = TypeVar("MessageT")
-
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(decoder: msgspec.msgpack.Decoder[MessageT], payload: bytes) -> MessageT:
-    """Decode one message.
+def decoder(messages: Any) -> Callable[[bytes], Any]:
+    """A function that decodes one message of a type, or of a union of types.
 
-    Raises:
-        ProtocolError: The payload is not a message of the decoder's types.
+    It raises ``ProtocolError`` if the payload is no such message.
     """
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{len(payload)} bytes are not a valid message: {type(error).__name__}: {error}") from None
+    decode = msgspec.msgpack.Decoder(messages).decode
+
+    def decode_message(payload: bytes) -> Any:
+        try:
+            return decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            what = f"{len(payload)} bytes are not a valid message"
+            raise ProtocolError(f"{what}: {type(error).__name__}: {error}") from None
+
+    return decode_message
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -62,65 +66,39 @@ class ArrayNode(Struct, frozen=True):
     torch_dtype: str | None = None
 
 
-class ValueNode(Struct, frozen=True):
-    """One Python value."""
-
-    value: Scalar
-
-
 class BytesNode(Struct, frozen=True):
     """Bytes ("bytes"), or a string that UTF-8 cannot encode ("text", encoded with "surrogatepass")."""
 
-    kind: str
+    kind: Literal["bytes", "text"]
     data: bytes
 
 
-class ValuesNode(Struct, frozen=True):
-    """A list ("list") or tuple ("tuple") of Python values."""
+class ContainerNode(Struct, frozen=True):
+    """A list, tuple or mapping, or an instance of a namedtuple or dataclass.
 
-    kind: str
-    values: list[Scalar]
+    Args:
+        kind: Which of them.
+        items: Its values.
+        keys: The keys of a mapping, or the names of fields.
+        module, name: The class of a namedtuple or dataclass.
+    """
 
-
-class SequenceNode(Struct, frozen=True):
-    """A list ("list") or tuple ("tuple") of nodes."""
-
-    kind: str
+    kind: Literal["list", "tuple", "dict", "OrderedDict", "namedtuple", "dataclass"]
     items: list[Node]
-
-
-class RecordNode(Struct, frozen=True):
-    """A "namedtuple" or a "dataclass" instance: the name of its class, and its fields."""
-
-    kind: str
-    module: str
-    name: str
-    fields: list[str]
-    items: list[Node]
-
-
-class MappingNode(Struct, frozen=True):
-    """A "dict" or "OrderedDict"."""
-
-    kind: str
-    keys: list[Scalar]
-    items: list[Node]
+    keys: list[Scalar] = []
+    module: str = ""
+    name: str = ""
 
 
 # msgspec cannot resolve a forward reference in the form `X | Y`.
-Node: TypeAlias = Union[ArrayNode, ValueNode, BytesNode, ValuesNode, SequenceNode, RecordNode, MappingNode]  # noqa: UP007
+Node: TypeAlias = Union[ArrayNode, BytesNode, ContainerNode, bool, int, float, str, None]  # noqa: UP007
 
 
 # --- memory ---
 
 
 class NewSegment(Struct, frozen=True):
-    """A shared-memory segment that the receiver has not mapped yet. Its descriptor is sent with the message.
-
-    Args:
-        number: The sender's number for it.
-        nbytes: Its size.
-    """
+    """A shared-memory segment that the receiver has not mapped yet. Its descriptor is sent with the message."""
 
     number: int
     nbytes: int

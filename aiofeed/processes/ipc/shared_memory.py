@@ -14,7 +14,6 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
 
 import numpy as np
 
@@ -32,13 +31,7 @@ _SHM = Path("/dev/shm")  # named segments on Linux; macOS does not show them in 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Mapped shared memory.
-
-    Args:
-        number: Its number in the process that created it.
-        memory: All of its bytes.
-        address: Address of the mapping.
-    """
+    """Mapped shared memory, at an ``address``; the process that created it has numbered it."""
 
     number: int
     memory: Bytes
@@ -72,11 +65,7 @@ def create_segment(number: int, nbytes: int) -> tuple[Segment, int]:
 
 
 def open_segment(number: int, nbytes: int, descriptor: int) -> Segment:
-    """Map a segment that another process has created, and close its descriptor.
-
-    Raises:
-        ProtocolError: It is smaller than ``nbytes``, or could shrink.
-    """
+    """Map a segment and close its descriptor; ``ProtocolError`` if it is smaller than ``nbytes`` or could shrink."""
     try:
         size = os.fstat(descriptor).st_size
         if nbytes < 1 or size < nbytes:
@@ -117,27 +106,22 @@ def _is_sealed(descriptor: int) -> bool:
         return False
 
 
-class _NamedMemory(Protocol):
-    def shm_open(self, path: str, flags: int, mode: int = 0o777) -> int: ...
-
-    def shm_unlink(self, path: str) -> None: ...
-
-
 def _unlinked(nbytes: int) -> int:
     # multiprocessing.shared_memory uses the same module, and keeps the name.
     import _posixshmem  # type: ignore[import-not-found]
 
-    named = cast("_NamedMemory", _posixshmem)
     name = segment_name()
-    lock = os.open(_lock_path(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    path = os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            named.shm_unlink(name)  # left by a crash between the two calls below; the lock excludes any other process
+            # Left by a crash between the two calls below; the lock excludes any other process.
+            _posixshmem.shm_unlink(name)
         except FileNotFoundError:
             pass
-        descriptor = named.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        named.shm_unlink(name)
+        descriptor: int = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        _posixshmem.shm_unlink(name)
     finally:
         os.close(lock)
     try:
@@ -151,10 +135,6 @@ def _unlinked(nbytes: int) -> int:
 def segment_name() -> str:
     """The name under which this user's named segments exist for a moment."""
     return f"/aiofeed-{os.getuid()}"
-
-
-def _lock_path() -> str:
-    return os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

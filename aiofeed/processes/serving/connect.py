@@ -6,7 +6,7 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import SERVER, connect
@@ -16,9 +16,8 @@ from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_HANDSHAKE_BYTES,
     VERSION,
-    ConsumerRefused,
+    Disconnected,
     FromConsumer,
-    FromServer,
     Hello,
     Probe,
     ProbeRequest,
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from aiofeed.processes.serving.device_reader import DeviceReader
 
 log = logging.getLogger("aiofeed.processes")
+
+AnswerT = TypeVar("AnswerT", Welcome, Probe)
 
 # A server answers within milliseconds, unless it is stopped.
 ANSWER_S = 5.0
@@ -55,7 +56,6 @@ def subscribe(
     """Connect to the server at a path; blocks. Returns the subscription and the number of batches of an epoch.
 
     Args:
-        path: Path of the server's socket.
         wait_s: How long to wait for a server that is not there yet.
         backend: The device that batches go to; ``None``: they stay on the host.
         memory: Memory for batches that are copied out of the ring on the host.
@@ -69,11 +69,7 @@ def subscribe(
     """
     sock = connect(path, SERVER, wait_s)
     try:
-        welcome = _ask(sock, path, Hello(VERSION))
-        if not isinstance(welcome, Welcome) or welcome.version != VERSION:
-            raise FeedError(
-                f"the server at {path} uses another protocol version: install the same version of aiofeed for both"
-            )
+        welcome = _ask(sock, path, Hello(VERSION), Welcome)
         server = ProcessMonitor(peer_of(sock).pid)
         try:
             reader = None if host_only else _open_device_memory(sock, path, welcome, backend, server)
@@ -108,9 +104,7 @@ def _open_device_memory(
     elif (identity := shared.identity()) != welcome.device:
         reason = f"the server is on device {welcome.device}, and this process on {identity}"
     else:
-        probe = _ask(sock, path, ProbeRequest())
-        if not isinstance(probe, Probe):
-            raise FeedError(f"the server at {path} sent {type(probe).__name__} in answer to ProbeRequest")
+        probe = _ask(sock, path, ProbeRequest(), Probe)
         reason = probe.refusal
         if probe.block is not None:
             reader = DeviceReader(backend, shared, server, died=lambda: server_died(path, pid))
@@ -125,7 +119,7 @@ def _open_device_memory(
     return None
 
 
-def _ask(sock: socket.socket, path: Path, message: FromConsumer) -> FromServer:
+def _ask(sock: socket.socket, path: Path, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
     try:
         payload, _ = request(
             sock, encode(message), timeout_s=ANSWER_S, limit_bytes=MAX_HANDSHAKE_BYTES, limit_descriptors=0
@@ -135,6 +129,8 @@ def _ask(sock: socket.socket, path: Path, message: FromConsumer) -> FromServer:
         raise FeedError(f"the server at {path} did not answer within {ANSWER_S:.0f} s") from None
     except (OSError, ProtocolError) as error:
         raise FeedError(f"the process that listens at {path} did not answer as a server does: {error}") from error
-    if isinstance(answer, ConsumerRefused):
+    if isinstance(answer, Disconnected):
         raise FeedError(f"the server at {path} refuses this process: {answer.reason}")
+    if not isinstance(answer, expected):
+        raise FeedError(f"the server at {path} sent {type(answer).__name__} in answer to {type(message).__name__}")
     return answer

@@ -18,7 +18,7 @@ from aiofeed.processes.serving.protocol import (
     MAX_CONSUMER_BYTES,
     MAX_REASON_LETTERS,
     VERSION,
-    ConsumerRefused,
+    Disconnected,
     FromServer,
     Hello,
     Join,
@@ -47,7 +47,7 @@ class Consumer:
     Args:
         sock: A connected socket.
         peer: Its process.
-        hub: Is told of what the consumer wants.
+        hub: The server.
 
     Attributes:
         greeted: Whether the handshake is complete.
@@ -93,7 +93,7 @@ class Consumer:
 
     def dismiss(self, reason: str) -> None:
         """Close the connection, with a reason for the consumer."""
-        self.send(ConsumerRefused(reason))
+        self.send(Disconnected(reason))
         self.close(reading=True)
 
     def close(self, *, reading: bool = False) -> None:
@@ -118,15 +118,13 @@ class Consumer:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_consumer(payload)
-        if descriptors:
-            raise ProtocolError("a consumer's message has no descriptors")
         if not self.greeted:
             self._greet(message)
         elif isinstance(message, Join):
             if self.ticket is not None:
                 raise ProtocolError("a second Join without a Leave")
             self.ticket = message.ticket
-            self._hub.joined()
+            self._hub.changed.set()
         elif isinstance(message, Leave):
             # A subscription that failed in the meantime has ended already.
             if self.ticket == message.ticket:
@@ -158,7 +156,7 @@ class Consumer:
     def _send_probe(self) -> None:
         if self._probe is not None or self.fed_ticket >= 0 or self.ticket is not None:
             raise ProtocolError("a second ProbeRequest, or one after Join")
-        self._probe = probe = self._hub.probe(self)
+        self._probe = probe = self._hub.publisher.probe(self)
         self.send(probe)
 
     def _receive_probe_result(self, reason: str) -> None:

@@ -22,7 +22,7 @@ from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import ArrayNode, Node
-from aiofeed.processes.serving.device_ring import TensorInBlock
+from aiofeed.processes.serving.device_ring import TensorInBlock, is_complete
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class _OpenBlock:
     """A block of the server, opened in this process."""
 
     def __init__(self, shared: SharedDevice, block: DeviceBlockHandle) -> None:
-        self.number = block.number
         self.memory = shared.open(block.handle)
         self.filled: SharedEvent = shared.open_event(block.filled)
         self.read: SharedEvent = shared.open_event(block.read)
@@ -57,19 +56,14 @@ class _OpenBlock:
 
     def is_copied(self) -> bool:
         """Whether the last copy from it has completed."""
-        try:
-            return self.copied is None or self.copied.query()
-        except RuntimeError:
-            return False  # the device has failed
+        return self.copied is None or is_complete(self.copied)
 
 
 class DeviceReader:
     """The device memory of one server. On the subscription's loop, except the methods of ``BatchInBlock``.
 
     Args:
-        backend: The consumer's device.
-        shared: Its memory and events for other processes.
-        server: Monitors the server's process.
+        shared: The backend's memory and events for other processes.
         died: Makes the error to raise if the server has died.
     """
 
@@ -157,11 +151,7 @@ class DeviceReader:
                 self._retired.append(retired)
 
     def batch(self, message: BatchAvailable) -> BatchInBlock:
-        """The batch of a message.
-
-        Raises:
-            ProtocolError: Its block is not open.
-        """
+        """The batch of a message; ``ProtocolError`` if its block is not open."""
         block = self._open.get(message.block)
         if block is None:
             raise ProtocolError(f"a batch in the unknown block {message.block}")
@@ -279,10 +269,7 @@ class BatchInBlock:
 class UncopiedBatch:
     """A batch in device memory in the queue of one iterator.
 
-    Args:
-        batch: Where it is.
-        tree: Its structure.
-        lease: Given back when its copies are queued.
+    Its lease is given back when its copies are queued.
     """
 
     __slots__ = ("batch", "lease", "tree")

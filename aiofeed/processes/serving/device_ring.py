@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, unsupported_value
+from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, torch_dtype_of, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import ArrayNode
@@ -30,7 +30,7 @@ from aiofeed.runtime.tensors import memory_order
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.devices.backend import DeviceBackend, Event
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
 
 _PROBE_BYTES = 64
@@ -41,19 +41,6 @@ DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 @dataclass(eq=False)
-class Export:
-    """What one consumer has of a block.
-
-    Args:
-        read: The event that it records after reading.
-        unsent: The handle that it has not been sent yet.
-    """
-
-    read: SharedEvent
-    unsent: DeviceBlockHandle | None
-
-
-@dataclass(eq=False)
 class DeviceBlock:
     """A block of device memory: the memory of one batch.
 
@@ -61,7 +48,8 @@ class DeviceBlock:
         number: Its number in messages.
         memory: uint8 [nbytes].
         filled: Complete when the content may be read.
-        exports: The exports to consumers.
+        read: Of each consumer that it was exported to, the event that the consumer records after reading.
+        unsent: The handles that consumers have not been sent yet.
         readers: Consumers whose copies of the content must complete before it is written again.
         reusable: Whether it may be written again; not if a dropped consumer may still read it.
     """
@@ -69,21 +57,21 @@ class DeviceBlock:
     number: int
     memory: torch.Tensor
     filled: SharedEvent
-    exports: dict[Hashable, Export] = field(default_factory=dict)
+    read: dict[Hashable, SharedEvent] = field(default_factory=dict)
+    unsent: dict[Hashable, DeviceBlockHandle] = field(default_factory=dict)
     readers: set[Hashable] = field(default_factory=set)
     reusable: bool = True
 
     def is_read(self) -> bool:
         """Whether all readers' copies have completed."""
-        return all(self.exports[consumer].read.query() for consumer in self.readers)
+        return all(self.read[consumer].query() for consumer in self.readers)
 
 
 class DeviceRing:
     """Blocks of device memory, allocated as needed. On the server's loop, except ``to_host``.
 
     Args:
-        backend: The device of the served feeder.
-        shared: Its memory and events for other processes.
+        shared: The backend's memory and events for other processes.
         blocks: How many there may be: one more than may have readers, because the copies of a block's readers may
             still run after they have sent ``Read``.
     """
@@ -112,11 +100,7 @@ class DeviceRing:
             yield
 
     def probe(self, consumer: Hashable) -> Probe:
-        """A block with known content, for a consumer to try.
-
-        Raises:
-            HandleError: Device memory cannot be allocated or exported.
-        """
+        """A block with known content, for a consumer to try; ``HandleError`` if it cannot be allocated or exported."""
         if self._probe is None:
             import torch
 
@@ -133,7 +117,7 @@ class DeviceRing:
             self._probe = block, host, content
         block, _, content = self._probe
         self.export(block, consumer)
-        return Probe(self._take_unsent(block, consumer), content)
+        return Probe(block.unsent.pop(consumer, None), content)
 
     # --- writing ---
 
@@ -207,41 +191,32 @@ class DeviceRing:
     # --- readers ---
 
     def export(self, block: DeviceBlock, consumer: Hashable) -> None:
-        """Export a block to a consumer, unless that was done before.
-
-        Raises:
-            HandleError: It cannot be exported.
-        """
-        if consumer in block.exports:
+        """Export a block to a consumer, unless that was done before; ``HandleError`` if it cannot be exported."""
+        if consumer in block.read:
             return
         read = self._shared.event()
         filled_handle, read_handle = self._shared.export_event(block.filled), self._shared.export_event(read)
         # Last, because an error after it would have to take the reference back.
         handle = self._shared.export(block.memory)
-        block.exports[consumer] = Export(read, DeviceBlockHandle(block.number, handle, filled_handle, read_handle))
+        block.unsent[consumer] = DeviceBlockHandle(block.number, handle, filled_handle, read_handle)
+        block.read[consumer] = read
 
     def introduce(
         self, block: DeviceBlock, consumer: Hashable
     ) -> tuple[int, DeviceBlockHandle | None, tuple[int, ...]]:
         """A consumer reads a block from now on. Returns its number, its handle if unsent, and the retired blocks."""
         block.readers.add(consumer)
-        return block.number, self._take_unsent(block, consumer), tuple(self._retired.pop(consumer, ()))
-
-    def _take_unsent(self, block: DeviceBlock, consumer: Hashable) -> DeviceBlockHandle | None:
-        export = block.exports[consumer]
-        handle, export.unsent = export.unsent, None
-        return handle
+        return block.number, block.unsent.pop(consumer, None), tuple(self._retired.pop(consumer, ()))
 
     def gone(self, consumer: Hashable, *, reading: bool) -> None:
         """A consumer is gone. If it may still be ``reading``, the blocks that it copies from are not written again."""
         self._retired.pop(consumer, None)
         for block in [*self._blocks, *([self._probe[0]] if self._probe is not None else [])]:
-            export = block.exports.pop(consumer, None)
-            if export is not None and export.unsent is not None:
-                self._shared.forget(export.unsent.handle)
-            if export is not None and reading:
-                self._kept_events.append(export.read)
-                if consumer in block.readers and not _is_complete(export.read):
+            if (unsent := block.unsent.pop(consumer, None)) is not None:
+                self._shared.forget(unsent.handle)
+            if (read := block.read.pop(consumer, None)) is not None and reading:
+                self._kept_events.append(read)
+                if consumer in block.readers and not is_complete(read):
                     block.reusable = False
                 if not block.reusable and block in self._free:
                     self.give_back(block)
@@ -263,7 +238,7 @@ class DeviceRing:
         if block in self._blocks:
             self._blocks.remove(block)
             self._free = [each for each in self._free if each is not block]
-            for consumer in block.exports:
+            for consumer in block.read:
                 self._retired.setdefault(consumer, []).append(block.number)
 
     def close(self) -> None:
@@ -297,11 +272,12 @@ class DeviceRing:
         return DeviceBlock(self._number, memory, filled)
 
 
-def _is_complete(event: SharedEvent) -> bool:
+def is_complete(event: Event | SharedEvent) -> bool:
+    """Whether an event is complete; False if the device has failed."""
     try:
         return event.query()
     except RuntimeError:
-        return False  # the device has failed
+        return False
 
 
 def _aligned(nbytes: int) -> int:
@@ -322,15 +298,10 @@ class TensorInBlock:
     __slots__ = ("_axes", "_dtype", "_nbytes", "_node")
 
     def __init__(self, node: ArrayNode, nbytes: int) -> None:
-        import torch
-
         self._node = node
         self._axes = permutation(node)
         dtype, self._nbytes = dtype_and_nbytes(node)
-        torch_dtype: Any = getattr(torch, node.torch_dtype or "", None)
-        if not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != dtype.itemsize:
-            raise ProtocolError(f"torch_dtype {node.torch_dtype!r} for {node.dtype}")
-        self._dtype = torch_dtype
+        self._dtype = torch_dtype_of(node)
         if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
             raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
 

@@ -20,12 +20,9 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import (
-    VERSION,
+    Disconnected,
     EpochEnded,
-    EpochFailed,
     EpochStarted,
-    Probe,
-    ServerClosed,
     Welcome,
 )
 from aiofeed.processes.serving.published import BatchPublisher
@@ -78,6 +75,10 @@ class Hub:
         options: Options of ``aiofeed.serve``.
         executor: Copies large batches, and starts epochs.
         ring: Blocks on the device of the feeder's batches; ``None`` for batches in host memory.
+
+    Attributes:
+        publisher: The batches that consumers read.
+        changed: Set when a consumer has joined, left or read a batch.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Hub:
         self._listener = listener
         self._options = options
         self._executor = executor
-        self._publisher = BatchPublisher(options.lag + 1, ring, executor)
-        self._changed = asyncio.Event()
+        self.publisher = BatchPublisher(options.lag + 1, ring, executor)
+        self.changed = asyncio.Event()
         self._connections: list[Consumer] = []
         # Those that take part in the current epoch, in the order of their turns; and those named in the log.
         self._members: list[Consumer] = []
@@ -118,32 +119,29 @@ class Hub:
         Raises:
             Exception: The error of the feeder.
         """
-        with self._publisher.entered():
-            await self._run(epochs, go_on=go_on)
-
-    async def _run(self, epochs: int, *, go_on: bool) -> None:
-        reason = "it was closed"
-        try:
-            self._listener.start_accepting(self._connected, self._connections)
-            await self._wait_until(lambda: self._subscribed() >= self._options.min_consumers)
-            for epoch in self._feeder.epochs(epochs):
-                await self._wait_until(lambda: self._subscribed() > 0)
-                try:
-                    await self._feed(epoch)
-                except Exception as error:
-                    self._fail(error)
-                    if not go_on:
-                        reason = f"its feeder failed: {type(error).__name__}: {error}"
-                        raise
-                    log.error("epoch %d failed for all its consumers: %s", epoch, error)
-            reason = "it has served all its epochs"
-        finally:
-            await self._close(reason)
+        with self.publisher.entered():
+            reason = "the server was closed"
+            try:
+                self._listener.start_accepting(self._connected, self._connections)
+                await self._wait_until(lambda: self._subscribed() >= self._options.min_consumers)
+                for epoch in self._feeder.epochs(epochs):
+                    await self._wait_until(lambda: self._subscribed() > 0)
+                    try:
+                        await self._feed(epoch)
+                    except Exception as error:
+                        self._fail(error)
+                        if not go_on:
+                            reason = f"its feeder failed: {type(error).__name__}: {error}"
+                            raise
+                        log.error("epoch %d failed for all its consumers: %s", epoch, error)
+                reason = "it has served all its epochs"
+            finally:
+                await self._close(reason)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._changed.clear()
-            await self._changed.wait()
+            self.changed.clear()
+            await self.changed.wait()
 
     def _subscribed(self) -> int:
         return sum(consumer.ticket is not None for consumer in self.consumers)
@@ -195,45 +193,43 @@ class Hub:
         members, self._members = self._members, []
         for consumer in members:
             consumer.ticket = None
-            consumer.send(EpochFailed(consumer.fed_ticket, message))
+            consumer.send(EpochEnded(consumer.fed_ticket, message))
 
     async def _close(self, reason: str) -> None:
-        self._stop_accepting()
-        for consumer in self.consumers:
-            consumer.send(ServerClosed(reason))
+        self._listener.stop_accepting()
+        self._listener.close()
+        for consumer in list(self._connections):
+            if consumer.greeted:
+                consumer.send(Disconnected(reason))
+            else:
+                consumer.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_S
         with contextlib.suppress(asyncio.CancelledError, TimeoutError):
             while self._connections and loop.time() < deadline:
-                self._changed.clear()
-                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+                self.changed.clear()
+                await asyncio.wait_for(self.changed.wait(), deadline - loop.time())
         for consumer in list(self._connections):
             consumer.close(reading=consumer.alive)
-        self._publisher.close()
-
-    def _stop_accepting(self) -> None:
-        self._listener.stop_accepting()
-        self._listener.close()
-        for consumer in [each for each in self._connections if not each.greeted]:
-            consumer.close()
+        self.publisher.close()
 
     # --- batches ---
 
     async def _wait_for_room(self) -> bool:
         """Wait for a free slot; whether the epoch still has consumers."""
-        while self._members and self._publisher.in_use >= self._options.lag:
+        while self._members and self.publisher.in_use >= self._options.lag:
             if self._options.slow == "drop":
                 self._drop_slow()
-                if self._publisher.in_use < self._options.lag:
+                if self.publisher.in_use < self._options.lag:
                     break
             await self._wait_for_readers()
         return bool(self._members)
 
     async def _wait_for_readers(self) -> None:
-        self._changed.clear()
+        self.changed.clear()
         try:
             async with asyncio.timeout(STALLED_S):
-                await self._changed.wait()
+                await self.changed.wait()
         except TimeoutError:
             for consumer, slots in self._slow().items():
                 if consumer not in self._warned:
@@ -250,26 +246,26 @@ class Hub:
         for consumer, slots in self._slow().items():
             log.warning("dropping consumer %d: it is %d batches behind", consumer.pid, slots)
             consumer.dismiss(
-                f'it was dropped: it fell {slots} batches behind another consumer, and the server has slow="drop" '
-                f"and lag={self._options.lag}"
+                f"this process was dropped: it fell {slots} batches behind another consumer, and the server has "
+                f'slow="drop" and lag={self._options.lag}'
             )
 
     def _slow(self) -> dict[Consumer, int]:
         """Consumers that have not read any batch in the ring, and how many, if another one has read all of its own."""
-        unread = {consumer: self._publisher.unread_by(consumer) for consumer in self._members}
+        unread = {consumer: self.publisher.unread_by(consumer) for consumer in self._members}
         if 0 not in unread.values():
             return {}
         return {consumer: slots for consumer, slots in unread.items() if slots >= self._options.lag}
 
     async def _publish(self, number: int, value: Any) -> None:
-        batch = await self._publisher.place(value, self._next_readers)
+        batch = await self.publisher.place(value, self._next_readers)
         readers = self._next_readers()
         if self._options.mode == "shard" and readers:
             self._turn = self._turn % len(self._members) + 1
-        self._publisher.publish(batch, readers)
+        self.publisher.publish(batch, readers)
         for consumer in readers:
             try:
-                message, descriptors = self._publisher.message(batch, consumer, number)
+                message, descriptors = self.publisher.message(batch, consumer, number)
             except OSError as error:
                 consumer.dismiss(f"the server can send no more memory: {error.strerror} (raise `ulimit -n` there)")
                 continue
@@ -288,15 +284,7 @@ class Hub:
 
     def welcome(self) -> Welcome:
         """The answer to a consumer's ``Hello``."""
-        return Welcome(VERSION, self._batches_left(0, self._options.min_consumers), self._publisher.device)
-
-    def probe(self, consumer: Consumer) -> Probe:
-        """Device memory for a consumer to try."""
-        return self._publisher.probe(consumer)
-
-    def joined(self) -> None:
-        """A consumer has subscribed."""
-        self._changed.set()
+        return Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
 
     def left(self, consumer: Consumer) -> None:
         """A consumer takes part in the epoch no more."""
@@ -305,18 +293,18 @@ class Hub:
             del self._members[at]
             # The turn stays with the consumer that has it.
             self._turn -= at < self._turn
-        self._changed.set()
+        self.changed.set()
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
         """A consumer has disconnected; see ``Consumer.close``."""
         if consumer in self._connections:
             self._connections.remove(consumer)
         self._warned.discard(consumer)
-        self._publisher.gone(consumer, reading=reading)
+        self.publisher.gone(consumer, reading=reading)
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:
         """A consumer has read a batch."""
-        self._publisher.read(consumer, serial)
+        self.publisher.read(consumer, serial)
         self._warned.discard(consumer)
-        self._changed.set()
+        self.changed.set()

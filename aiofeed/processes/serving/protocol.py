@@ -3,7 +3,7 @@
 Consumer (``connect.py``, ``subscription.py``)        Server (``consumers.py``, ``hub.py``)
 
     Hello            ->
-                     <-    Welcome, or ConsumerRefused
+                     <-    Welcome
     ProbeRequest     ->    only if both are on the same device
                      <-    Probe: device memory with known content
     ProbeResult      ->
@@ -12,17 +12,15 @@ Consumer (``connect.py``, ``subscription.py``)        Server (``consumers.py``, 
     Read             ->    for each batch
     Leave            ->
 
-At any time the server may send EpochFailed, ConsumerRefused or ServerClosed.
+Instead of any message the server may send Disconnected; an epoch that fails ends at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias, Union
 
-import msgspec
-
-from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES
-from aiofeed.processes.ipc.schema import DeviceMemoryHandle, ErrorMessage, NewSegment, Node, Struct, decode
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle, ErrorMessage, NewSegment, Node, Struct, decoder
 
 # Of these messages. A server refuses consumers of another version.
 VERSION = 3
@@ -33,8 +31,6 @@ MAX_DEVICE_LETTERS = 128
 MAX_REASON_LETTERS = 200
 # A probe has the handles of a block of device memory and of two events.
 MAX_HANDSHAKE_BYTES = 16 * 1024
-# A server's messages may describe a batch.
-MAX_SERVER_BYTES = MAX_MESSAGE_BYTES
 
 
 # --- from a consumer to the server ---
@@ -51,11 +47,7 @@ class ProbeRequest(Struct, frozen=True):
 
 
 class ProbeResult(Struct, frozen=True):
-    """Whether the consumer could read the memory.
-
-    Args:
-        reason: Why not; "" if it could.
-    """
+    """Why the consumer could not read the memory; "" if it could."""
 
     reason: str = ""
 
@@ -115,30 +107,22 @@ class Welcome(Struct, frozen=True):
     """The answer to ``Hello``.
 
     Args:
-        version: Version of these messages.
         batches: Per epoch and consumer; with ``mode="shard"`` an estimate until an epoch has started.
         device: Name of the device of the server's batches; "" for host memory.
     """
 
-    version: int
     batches: int
     device: str = ""
 
 
-class ConsumerRefused(Struct, frozen=True):
+class Disconnected(Struct, frozen=True):
     """The server closes the connection, at the handshake or later."""
 
     reason: str
 
 
 class EpochStarted(Struct, frozen=True):
-    """An epoch starts.
-
-    Args:
-        ticket: Ticket of the subscription.
-        epoch: Its number.
-        batches: How many of them this consumer gets if no consumer joins or leaves.
-    """
+    """An epoch starts. This consumer gets that many of its batches if no consumer joins or leaves."""
 
     ticket: int
     epoch: int
@@ -174,38 +158,17 @@ class BatchAvailable(Struct, frozen=True):
 
 
 class EpochEnded(Struct, frozen=True):
-    """The epoch is complete; the subscription continues with the next one."""
+    """The epoch is complete, and the subscription continues with the next one; an ``error`` ends the subscription."""
 
     ticket: int
-
-
-class EpochFailed(Struct, frozen=True):
-    """The epoch failed, which ends the subscription."""
-
-    ticket: int
-    error: ErrorMessage
-
-
-class ServerClosed(Struct, frozen=True):
-    """The server was closed."""
-
-    reason: str
+    error: ErrorMessage | None = None
 
 
 FromConsumer: TypeAlias = Union[Hello, ProbeRequest, ProbeResult, Join, Leave, Read]  # noqa: UP007 - for msgspec
-FromServer: TypeAlias = (
-    Welcome | Probe | ConsumerRefused | EpochStarted | BatchAvailable | EpochEnded | EpochFailed | ServerClosed
-)
+EpochMessage: TypeAlias = EpochStarted | BatchAvailable | EpochEnded
+"""The messages of a subscription, in the order in which the server sends them."""
 
-_from_consumer: msgspec.msgpack.Decoder[FromConsumer] = msgspec.msgpack.Decoder(FromConsumer)
-_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+FromServer: TypeAlias = Welcome | Probe | Disconnected | EpochMessage
 
-
-def decode_from_consumer(payload: bytes) -> FromConsumer:
-    """Decode a message from a consumer; ``ProtocolError`` if it is none."""
-    return decode(_from_consumer, payload)
-
-
-def decode_from_server(payload: bytes) -> FromServer:
-    """Decode a message from a server; ``ProtocolError`` if it is none."""
-    return decode(_from_server, payload)
+decode_from_consumer: Callable[[bytes], FromConsumer] = decoder(FromConsumer)
+decode_from_server: Callable[[bytes], FromServer] = decoder(FromServer)

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,25 +36,25 @@ _ADVICE = "in the server's script, make collate_fn (or the decoder) return those
 _POLL_S = 5e-4
 
 
+@dataclass(eq=False)
 class PublishedBatch:
     """One batch, the slots that it is in, and its readers.
 
-    Attributes:
-        serial: Identifies it in messages; -1 before it is published.
+    Args:
         nbytes: Size of its arrays and tensors.
+        serial: Identifies it in messages; -1 before it is published.
         host: Its description and its slot in shared memory; ``None`` if it is not there.
         device: Its description, the slot of what stays on the host, and the block of device memory; ``None`` likewise.
         readers: Consumers that have not read it yet.
         reusable: Whether its slots may be written again when it has no readers.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.serial = -1
-        self.nbytes = nbytes
-        self.host: tuple[Node, Slot] | None = None
-        self.device: tuple[Node, Slot, DeviceBlock] | None = None
-        self.readers: set[Consumer] = set()
-        self.reusable = True
+    nbytes: int
+    serial: int = -1
+    host: tuple[Node, Slot] | None = None
+    device: tuple[Node, Slot, DeviceBlock] | None = None
+    readers: set[Consumer] = field(default_factory=set)
+    reusable: bool = True
 
 
 class BatchPublisher:
@@ -63,11 +64,15 @@ class BatchPublisher:
         keep: Free segments of shared memory that are kept.
         ring: Blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
         executor: Copies large batches.
+
+    Attributes:
+        device: Name of the device of the batches; "" for host memory.
     """
 
     def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
         self._slots = SlotPool(keep, _ADVICE, single_reader=False)
         self._ring = ring
+        self.device = "" if ring is None else ring.identity
         self._executor = executor
         self._serials = itertools.count()
         self._published: dict[int, PublishedBatch] = {}
@@ -76,11 +81,6 @@ class BatchPublisher:
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Make the stream that fills blocks current in the server's thread."""
         return contextlib.nullcontext() if self._ring is None else self._ring.entered()
-
-    @property
-    def device(self) -> str:
-        """Name of the device of the batches; "" for host memory."""
-        return "" if self._ring is None else self._ring.identity
 
     def close(self) -> None:
         """Free all memory; consumers keep what they have open."""
@@ -107,11 +107,7 @@ class BatchPublisher:
         self._free_if_read(batch)
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch.
-
-        Raises:
-            ProtocolError: It is not a reader of that batch.
-        """
+        """A consumer has read a batch; ``ProtocolError`` if it is not a reader of that batch."""
         batch = self._published.get(serial)
         if batch is None or consumer not in batch.readers:
             raise ProtocolError(f"Read of batch {serial}, which the consumer does not have")

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import copied_leaf, decode_batch, leaf_in_slot
+from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, decode_and_wrap
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
-from aiofeed.processes.ipc.schema import ArrayNode, MappingNode, Node, RecordNode, SequenceNode
+from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.ipc.tracking import DropTracker
-from aiofeed.processes.serving.epoch_feed import EpochFeed
-from aiofeed.processes.serving.protocol import BatchAvailable
+from aiofeed.processes.serving.protocol import BatchAvailable, EpochMessage
 from aiofeed.runtime.buffers import BufferLease, BufferPool
-from aiofeed.runtime.queue import ReadyBatch
+from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.device_reader import BatchInBlock, DeviceReader
+
+
+class EpochFeed:
+    """One epoch on its way to one iterator.
+
+    Args:
+        room: Batches that may wait in memory of this process.
+
+    Attributes:
+        queue: What the iterator takes, or a copy thread before it.
+        counters: Statistics of the epoch.
+        epoch: Its number at the server; -1 before it has started.
+        superseded: Whether a newer iterator follows.
+        started: Whether a batch was handed out.
+        complete: Whether the end of the epoch is in the queue.
+        passed_on: Whether the next feed has got its batches, because this one had not started.
+        unread: Serial numbers of its batches that have not been read yet.
+        messages: Those that it got before it started.
+        unconfirmed: Serial numbers of batches read before it started, for which ``Read`` has not been sent.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.queue: BatchQueue[QueueItem] = BatchQueue()
+        self.counters = EpochStats()
+        self.epoch = -1
+        self.room = room
+        self.superseded = self.started = self.complete = self.passed_on = False
+        self.unread: set[int] = set()
+        self.messages: list[EpochMessage] = []
+        self.unconfirmed: list[int] = []
 
 
 class BatchReceiver:
@@ -75,26 +104,21 @@ class BatchReceiver:
         """The copier of batches to the device."""
         return Copier(backend, transform) if self._device_reader is None else self._device_reader.copier(transform)
 
-    def open_memory(self, message: BatchAvailable | None, descriptors: list[int]) -> None:
+    def open_memory(self, message: BatchAvailable, descriptors: list[int]) -> None:
         """Map or open the memory that a message introduces, and forget the memory that it retires.
 
         Raises:
             ProtocolError: The memory is not as announced.
             HandleError: Device memory cannot be opened.
         """
-        self._ring.map_segments([] if message is None else message.segments, descriptors)
-        if message is None:
-            return
-        self._ring.unmap(message.retired)
+        self._ring.map_segments(message.segments, descriptors, message.retired)
         if self._device_reader is not None:
             self._device_reader.open_blocks(message)
+            if message.block >= 0:
+                # `save_waiting` may have to copy it before a feed takes it.
+                self._in_blocks[message.serial] = self._device_reader.batch(message)
         elif message.block >= 0:
             raise ProtocolError("a batch in device memory, which this process has not opened")
-
-    def register(self, message: BatchAvailable) -> None:
-        """A batch waits for a feed. If it is in device memory, ``save_waiting`` may have to copy it before that."""
-        if message.block >= 0 and self._device_reader is not None:
-            self._in_blocks[message.serial] = self._device_reader.batch(message)
 
     def forget(self, serial: int) -> None:
         """``Read`` is sent for a batch."""
@@ -131,10 +155,13 @@ class BatchReceiver:
                 self._receive_from_device(feed, message)
                 return
             if self._ring.pinned:
-                self._put(feed, message, decode_batch(message.batch, self._leaf_in_slot), self._lease(feed, message))
+                self._put(feed, message, self._ring.batch_in_slot(message.batch), self._lease(feed, message))
                 return
             lease = self._memory.lease()
-            copy = partial(_copy_out, self._ring, message.batch, lease, self._wrap)
+            ring = self._ring
+            copy = partial(
+                decode_and_wrap, message.batch, lambda node: copied_leaf(ring.view(node), node, lease), self._wrap
+            )
             if message.nbytes > INLINE_BYTES:
                 self.busy = True
                 job = asyncio.get_running_loop().run_in_executor(self._executor, copy)
@@ -181,22 +208,10 @@ class BatchReceiver:
         item.release = lambda _: self.on_taken(feed)
         feed.queue.put(item)
 
-    def _leaf_in_slot(self, node: ArrayNode) -> Any:
-        return leaf_in_slot(self._ring.view(node), node, pinned=True)
 
-
-def _copy_out(ring: Ring, node: Node, lease: BufferLease, wrap: Callable[[Any], Any]) -> tuple[Any, float]:
-    started = time.perf_counter()
-    batch = wrap(decode_batch(node, lambda array: copied_leaf(ring.view(array), array, lease)))
-    return batch, time.perf_counter() - started
-
-
-def _rows(node: Node) -> int:
-    """Number of samples: rows of the first array; 0 if there is none."""
-    if isinstance(node, ArrayNode):
-        if not node.shape:
-            return 0
-        return node.shape[node.axes[0] if node.axes else 0]
-    if isinstance(node, SequenceNode | MappingNode | RecordNode):
-        return next((rows for item in node.items if (rows := _rows(item))), 0)
+def _rows(batch: Node) -> int:
+    """Number of samples: rows of the first array that has any; 0 if there is none."""
+    for node in array_nodes(batch):
+        if node.shape and (rows := node.shape[node.axes[0] if node.axes else 0]):
+            return rows
     return 0

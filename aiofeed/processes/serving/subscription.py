@@ -25,22 +25,18 @@ from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.tracking import DropTracker
-from aiofeed.processes.serving.epoch_feed import EpochFeed, EpochMessage
 from aiofeed.processes.serving.protocol import (
-    MAX_SERVER_BYTES,
     BatchAvailable,
-    ConsumerRefused,
-    EpochEnded,
-    EpochFailed,
+    Disconnected,
+    EpochMessage,
     EpochStarted,
     FromConsumer,
     Join,
     Leave,
     Read,
-    ServerClosed,
     decode_from_server,
 )
-from aiofeed.processes.serving.receiver import BatchReceiver
+from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
 log = logging.getLogger("aiofeed.processes")
@@ -54,7 +50,7 @@ IDLE_S = 10.0
 
 
 def server_died(path: object, pid: int) -> WorkerDiedError:
-    """The error for a server that ended without ``ServerClosed``."""
+    """The error for a server that ended without ``Disconnected``."""
     who = f" (pid {pid})" if pid else ""
     return WorkerDiedError(f"the server at {path}{who} has died: start it again, and attach again")
 
@@ -63,14 +59,13 @@ class Subscription:
     """A connection to a server.
 
     Args:
-        sock: Connected, with the handshake complete; closed with the subscription.
+        sock: Connected, with the handshake complete; closed with the subscription, like receiver and server.
         path: Path of the server's socket, for messages.
-        receiver: Takes batches out of their slots; closed with the subscription.
-        server: Monitors the server's process; closed with the subscription.
+        receiver: Takes batches out of their slots.
+        server: Monitors the server's process.
         on_epoch: Called with (epoch, batches) when a feed starts an epoch.
 
     Attributes:
-        receiver: As given.
         iterators: The feeds' iterators; a feed ends when its iterator is dropped.
         host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
@@ -107,7 +102,7 @@ class Subscription:
         """Process the server's messages until cancelled."""
         sock, self._sock = self._sock, None
         assert sock is not None
-        self._connection = Connection(sock, received=self._received, lost=self._lost, limit_bytes=MAX_SERVER_BYTES)
+        self._connection = Connection(sock, received=self._received, lost=self._lost)
         loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
@@ -241,37 +236,36 @@ class Subscription:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_server(payload)
-        try:
-            self.receiver.open_memory(message if isinstance(message, BatchAvailable) else None, descriptors)
-        except HandleError as error:
-            self.host_only = True
-            raise ProtocolError(
-                f"its device memory cannot be opened ({error}): after close(), iterate again without it"
-            ) from None
-        if isinstance(message, EpochStarted | BatchAvailable | EpochEnded | EpochFailed):
+        if isinstance(message, BatchAvailable):
+            try:
+                self.receiver.open_memory(message, descriptors)
+            except HandleError as error:
+                self.host_only = True
+                raise ProtocolError(
+                    f"its device memory cannot be opened ({error}): after close(), iterate again without it"
+                ) from None
+        elif descriptors:
+            raise ProtocolError(f"{type(message).__name__} with descriptors")
+        if isinstance(message, EpochMessage):
             if message.ticket != self._ticket:
                 if isinstance(message, BatchAvailable):
                     self._send(Read(message.serial))
                 return
-            if isinstance(message, BatchAvailable):
-                self.receiver.register(message)
             self._messages.append(message)
             self._pump()
-        elif isinstance(message, ServerClosed):
-            self._end(f"the server at {self._path} has ended: {message.reason}")
-        elif isinstance(message, ConsumerRefused):
-            self._end(f"the server at {self._path} has disconnected this process: {message.reason}")
+        elif isinstance(message, Disconnected):
+            self._end(message.reason)
         else:
             raise ProtocolError("a second Welcome")
 
-    def _end(self, text: str) -> None:
+    def _end(self, reason: str) -> None:
         """The server closes the connection. Batches that it has sent are still handed out."""
         try:
             self.receiver.save_waiting()
         except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example
             # An iterator whose batch was lost gets an error when it copies that.
             log.warning("the last batches of the server at %s may be lost: %s", self._path, error)
-        self._disconnect(lambda: FeedError(text))
+        self._disconnect(lambda: FeedError(f"the server at {self._path} has closed the connection: {reason}"))
 
     def _lost(self, error: Exception | None) -> None:
         if error is None:
@@ -317,7 +311,7 @@ class Subscription:
                 feed.room -= 1
                 feed.unread.add(message.serial)
                 self.receiver.receive(feed, message)
-            elif isinstance(message, EpochEnded):
+            elif message.error is None:
                 feed.complete = True
                 feed.queue.put(EndOfEpoch())
             else:

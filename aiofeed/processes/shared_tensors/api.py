@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.types import public
-from aiofeed.processes.ipc.cuda_ipc import CudaHandles, DeviceHandles
+from aiofeed.processes.ipc.cuda_ipc import CudaHandles
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -96,7 +96,20 @@ def share(
         TypeError, ValueError: One of the tensors cannot be shared, or the address is not valid.
         FeedError: The address is taken, or there is not enough memory; the message has the figures.
     """
-    return share_through(CudaHandles(), tensors, address)
+    _check_platform()
+    from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
+    from aiofeed.processes.shared_tensors.server import TensorServer
+    from aiofeed.processes.shared_tensors.store import TensorStore
+
+    path = resolve(address, TENSORS)
+    check_free(path, TENSORS)
+    store = TensorStore(tensors, CudaHandles())
+    try:
+        structure, nbytes = store.structure(), store.nbytes
+        return SharedTensors(structure, nbytes, TensorServer(path, store))
+    except BaseException:
+        store.close()
+        raise
 
 
 @public
@@ -119,31 +132,6 @@ def attach_tensors(
         FeedError: No process of this user shares tensors there, or it cannot hand them out.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
-    return attach_through(CudaHandles(), address, device, writable=writable, timeout_s=timeout_s)
-
-
-def share_through(handles: DeviceHandles, tensors: Any, address: str | os.PathLike[str]) -> SharedTensors:
-    """``share`` with the given kind of device memory."""
-    _check_platform()
-    from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
-    from aiofeed.processes.shared_tensors.server import TensorServer
-    from aiofeed.processes.shared_tensors.store import TensorStore
-
-    path = resolve(address, TENSORS)
-    check_free(path, TENSORS)
-    store = TensorStore(tensors, handles)
-    try:
-        structure, nbytes = store.structure(), store.nbytes
-        return SharedTensors(structure, nbytes, TensorServer(path, store))
-    except BaseException:
-        store.close()
-        raise
-
-
-def attach_through(
-    handles: DeviceHandles, address: str | os.PathLike[str], device: object, *, writable: bool, timeout_s: float
-) -> Any:
-    """``attach_tensors`` with the given kind of device memory."""
     _check_platform()
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, not {type(timeout_s).__name__}")
@@ -155,11 +143,11 @@ def attach_through(
     import torch
 
     from aiofeed.devices.resolve import resolve_device
-    from aiofeed.processes.shared_tensors.client import Attacher
+    from aiofeed.processes.shared_tensors.client import attach
 
     backend = resolve_device(device)
     wanted = None if device is None else torch.device("cpu") if backend is None else backend.device
-    return Attacher(path, handles, wanted, writable=writable, timeout_s=timeout_s).attach()
+    return attach(path, CudaHandles(), wanted, writable=writable, timeout_s=timeout_s)
 
 
 def _check_platform() -> None:

@@ -1,8 +1,9 @@
-"""Attaching to shared tensors: requests an offer and makes tensors of it."""
+"""Attaching to shared tensors: request an offer and make tensors of it."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import TENSORS, connect
-from aiofeed.processes.ipc.cuda_ipc import DeviceHandles, HandleError
+from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError, close_all, request
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.shared_tensors.protocol import (
@@ -35,8 +36,8 @@ _ANSWER_S = 1.0
 _MAX_DIMENSIONS = 64
 
 
-class Attacher:
-    """One attachment to shared tensors.
+def attach(path: Path, handles: CudaHandles, wanted: torch.device | None, *, writable: bool, timeout_s: float) -> Any:
+    """The tensors that are shared at a path.
 
     Args:
         path: Path of the socket.
@@ -44,129 +45,119 @@ class Attacher:
         wanted: Where the tensors are to be; ``None``: where they were shared.
         writable: Whether writes to host memory are visible to all processes.
         timeout_s: How long to wait for a process that shares tensors there.
+
+    Raises:
+        FeedError: No process shares tensors there, or it cannot hand them out.
     """
 
-    def __init__(
-        self, path: Path, handles: DeviceHandles, wanted: torch.device | None, *, writable: bool, timeout_s: float
-    ) -> None:
-        self._path = path
-        self._handles = handles
-        self._wanted = wanted
-        self._writable = writable
-        self._timeout_s = timeout_s
+    def tensors(*, host: bool) -> Any:
+        limit_s = _COPYING_S if host else max(timeout_s, _ANSWER_S)
+        offer, segments = _request_offer(sock, path, host=host, private=not writable, limit_s=limit_s)
+        return _join(offer, segments, handles, wanted)
 
-    def attach(self) -> Any:
-        """The tensors.
-
-        Raises:
-            FeedError: No process shares tensors there, or it cannot hand them out.
-        """
-        host_only = self._wanted is not None and self._wanted.type == "cpu"
-        try:
-            with connect(self._path, TENSORS, self._timeout_s) as sock:
-                offer = self._request_offer(sock, host=host_only)
+    try:
+        with connect(path, TENSORS, timeout_s) as sock:
+            if wanted is None or wanted.type != "cpu":
                 try:
-                    return self._tensors(*offer)
+                    return tensors(host=False)
                 except HandleError as error:
                     log.warning(
                         "device memory shared at %s cannot be opened here (%s): this process gets a copy of its own",
-                        self._path,
+                        path,
                         str(error),  # the error itself would keep the memory, through its traceback
                     )
-                return self._tensors(*self._request_offer(sock, host=True))
-        except ProtocolError as error:
-            raise FeedError(f"the process at {self._path} sent an invalid offer of tensors: {error}") from error
-        except HandleError as error:
-            raise FeedError(f"the process at {self._path} offers device memory instead of host memory") from error
+            return tensors(host=True)
+    except ProtocolError as error:
+        raise FeedError(f"the process at {path} sent an invalid offer of tensors: {error}") from error
+    except HandleError as error:
+        raise FeedError(f"the process at {path} offers device memory instead of host memory") from error
 
-    def _request_offer(self, sock: socket.socket, *, host: bool) -> tuple[Offer, list[Bytes]]:
-        """An offer, and its segments, mapped."""
-        limit_s = _COPYING_S if host else max(self._timeout_s, _ANSWER_S)
-        descriptors: list[int] = []
+
+def _request_offer(
+    sock: socket.socket, path: Path, *, host: bool, private: bool, limit_s: float
+) -> tuple[Offer, list[Bytes]]:
+    """An offer, and its segments, mapped."""
+    descriptors: list[int] = []
+    try:
         try:
+            payload, descriptors = request(sock, encode(Attach(VERSION, host)), timeout_s=limit_s)
+        except TimeoutError:
+            raise FeedError(f"the process that shares tensors at {path} did not answer within {limit_s:g} s") from None
+        except ConnectionError:
+            raise FeedError(f"the process that shares tensors at {path} ended before it answered") from None
+        reply = decode_reply(payload)
+        if isinstance(reply, AttachRefused):
+            raise FeedError(f"the process that shares tensors at {path} refused: {reply.reason}")
+        if len(descriptors) != len(reply.segments):
+            raise ProtocolError(f"{len(reply.segments)} segments with {len(descriptors)} descriptors")
+        segments = []
+        for descriptor, nbytes in zip(descriptors, reply.segments, strict=True):
+            size = os.fstat(descriptor).st_size
+            if not 0 < nbytes <= size:
+                raise ProtocolError(f"a segment has {size} bytes and was announced with {nbytes}")
             try:
-                payload, descriptors = request(sock, encode(Attach(VERSION, host)), timeout_s=limit_s)
-            except TimeoutError:
-                raise FeedError(
-                    f"the process that shares tensors at {self._path} did not answer within {limit_s:g} s"
-                ) from None
-            except ConnectionError:
-                raise FeedError(f"the process that shares tensors at {self._path} ended before it answered") from None
-            reply = decode_reply(payload)
-            if isinstance(reply, AttachRefused):
-                raise FeedError(f"the process that shares tensors at {self._path} refused: {reply.reason}")
-            if len(descriptors) != len(reply.segments):
-                raise ProtocolError(f"{len(reply.segments)} segments with {len(descriptors)} descriptors")
-            pairs = zip(descriptors, reply.segments, strict=True)
-            return reply, [self._map(descriptor, nbytes) for descriptor, nbytes in pairs]
-        finally:
-            close_all(descriptors)
+                segments.append(map_memory(descriptor, nbytes, private=private))
+            except OSError as error:
+                raise FeedError(f"the {nbytes} bytes shared at {path} cannot be mapped: {error.strerror}") from error
+        return reply, segments
+    finally:
+        close_all(descriptors)
 
-    def _map(self, descriptor: int, nbytes: int) -> Bytes:
-        size = os.fstat(descriptor).st_size
-        if not 0 < nbytes <= size:
-            raise ProtocolError(f"a segment has {size} bytes and was announced with {nbytes}")
-        try:
-            return map_memory(descriptor, nbytes, private=not self._writable)
-        except OSError as error:
-            raise FeedError(f"the {nbytes} bytes shared at {self._path} cannot be mapped: {error.strerror}") from error
 
-    def _tensors(self, offer: Offer, segments: list[Bytes]) -> Any:
-        if len(offer.keys) != (len(offer.places) if offer.kind == "dict" else 0):
-            raise ProtocolError(f"{len(offer.keys)} keys for a {offer.kind} of {len(offer.places)}")
-        if not offer.places or (offer.kind == "tensor" and len(offer.places) != 1):
-            raise ProtocolError(f"a {offer.kind} of {len(offer.places)}")
-        tensors: list[torch.Tensor] = []
-        try:
-            for place in offer.places:
-                tensors.append(self._tensor(place, segments))  # noqa: PERF401 - their number is used below
-        except HandleError:
-            # The handle that failed was taken back, and opened ones are with their tensors; take back the others.
-            for place in offer.places[len(tensors) + 1 :]:
-                if isinstance(place, OnDevice):
-                    self._handles.forget(place.handle)
-            raise
-        return join_parts(offer.kind, offer.keys, tensors)
+def _join(offer: Offer, segments: list[Bytes], handles: CudaHandles, wanted: torch.device | None) -> Any:
+    """The tensors of an offer, in their container."""
+    if len(offer.keys) != (len(offer.places) if offer.kind == "dict" else 0):
+        raise ProtocolError(f"{len(offer.keys)} keys for a {offer.kind} of {len(offer.places)}")
+    if not offer.places or (offer.kind == "tensor" and len(offer.places) != 1):
+        raise ProtocolError(f"a {offer.kind} of {len(offer.places)}")
+    tensors: list[torch.Tensor] = []
+    try:
+        for place in offer.places:
+            tensors.append(_tensor(place, segments, handles, wanted))  # noqa: PERF401 - their number is used below
+    except HandleError:
+        # The handle that failed was taken back, and opened ones are with their tensors; take back the others.
+        for place in offer.places[len(tensors) + 1 :]:
+            if isinstance(place, OnDevice):
+                handles.forget(place.handle)
+        raise
+    return join_parts(offer.kind, offer.keys, tensors)
 
-    def _tensor(self, place: InSegment | OnDevice, segments: list[Bytes]) -> torch.Tensor:
-        dtype, nbytes = _dtype(place.dtype), _dtype(place.dtype).itemsize
-        if len(place.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in place.shape):
-            raise ProtocolError(f"a tensor of shape {place.shape}")
-        for size in place.shape:
-            nbytes *= size
-        if isinstance(place, OnDevice):
-            return self._on_device(place, dtype, nbytes)
-        tensor = _in_segment(place, dtype, nbytes, segments)
-        target = self._wanted
-        if target is None and place.device:
-            target = self._handles.find(place.device)
-            if target is None:
-                log.warning("tensors that were shared on a device stay in host memory: this process has no such device")
-        return tensor if target is None else tensor.to(target)
 
-    def _on_device(self, place: OnDevice, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+def _tensor(
+    place: InSegment | OnDevice, segments: list[Bytes], handles: CudaHandles, wanted: torch.device | None
+) -> torch.Tensor:
+    dtype = _dtype(place.dtype)
+    if len(place.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in place.shape):
+        raise ProtocolError(f"a tensor of shape {place.shape}")
+    nbytes = math.prod(place.shape) * dtype.itemsize
+    if isinstance(place, OnDevice):
         if place.start < 0 or (nbytes and place.start * dtype.itemsize + nbytes > place.handle.nbytes):
             raise ProtocolError(f"{nbytes} bytes at element {place.start} of a storage of {place.handle.nbytes}")
-        storage = self._handles.open(place.handle, self._wanted)
+        storage = handles.open(place.handle, wanted)
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         if nbytes == 0:
             return empty.reshape(place.shape)
-        strides = torch.empty(place.shape, device="meta").stride()
-        return empty.set_(storage, place.start, place.shape, strides)
+        return empty.set_(storage, place.start, place.shape, torch.empty(place.shape, device="meta").stride())
+    tensor = _in_segment(place, dtype, nbytes, segments)
+    if wanted is None and place.device:
+        wanted = handles.find(place.device)
+        if wanted is None:
+            log.warning("tensors that were shared on a device stay in host memory: this process has no such device")
+    return tensor if wanted is None else tensor.to(wanted)
 
 
 def _in_segment(place: InSegment, dtype: torch.dtype, nbytes: int, segments: list[Bytes]) -> torch.Tensor:
-    try:
-        if nbytes == 0:
+    if nbytes == 0:
+        try:
             return torch.empty(place.shape, dtype=dtype, device="cpu")
-        if not 0 <= place.segment < len(segments) or place.offset < 0 or place.offset % dtype.itemsize:
-            raise ProtocolError(f"a tensor at {place.offset} of segment {place.segment}")
-        memory = segments[place.segment]
-        if place.offset + nbytes > memory.nbytes:
-            raise ProtocolError(f"{nbytes} bytes at {place.offset} of a segment of {memory.nbytes}")
-        return tensor_in(memory, place.offset, place.shape, dtype)
-    except RuntimeError as error:  # torch multiplies the other dimensions of a tensor of 0 bytes, too
-        raise ProtocolError(f"a tensor of shape {place.shape}: {error}") from None
+        except RuntimeError as error:  # torch multiplies the other dimensions, too
+            raise ProtocolError(f"a tensor of shape {place.shape}: {error}") from None
+    if not 0 <= place.segment < len(segments) or place.offset < 0 or place.offset % dtype.itemsize:
+        raise ProtocolError(f"a tensor at {place.offset} of segment {place.segment}")
+    memory = segments[place.segment]
+    if place.offset + nbytes > memory.nbytes:
+        raise ProtocolError(f"{nbytes} bytes at {place.offset} of a segment of {memory.nbytes}")
+    return tensor_in(memory, place.offset, place.shape, dtype)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -29,11 +29,7 @@ _JOIN_S = 1.0
 
 
 class TensorServer:
-    """A listening socket and its thread.
-
-    Args:
-        path: Path of the socket.
-        store: The tensors; used and closed by the thread.
+    """A listening socket and its thread, which uses and closes the store.
 
     Raises:
         FeedError: Another process listens there, or there can be no socket.

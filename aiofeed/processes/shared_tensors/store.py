@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_bytes
-from aiofeed.processes.ipc.cuda_ipc import DeviceHandles, HandleError
+from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, close_all
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.shared_memory import anonymous_memory
-from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRefused, InSegment, Offer, OnDevice
+from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRefused, InSegment, Kind, Offer, OnDevice
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 
@@ -25,8 +27,6 @@ log = logging.getLogger("aiofeed.processes")
 
 # Vector loads; a multiple of every dtype's own alignment.
 ALIGNMENT = 64
-
-Kind = Literal["tensor", "list", "tuple", "dict"]
 
 
 class TensorStore:
@@ -41,7 +41,7 @@ class TensorStore:
         FeedError: There is not enough memory; the message has the figures.
     """
 
-    def __init__(self, tensors: Any, handles: DeviceHandles) -> None:
+    def __init__(self, tensors: Any, handles: CudaHandles) -> None:
         self.kind, self.keys, parts = split_parts(tensors)
         self._handles = handles
         self._descriptors: list[int] = []
@@ -72,7 +72,7 @@ class TensorStore:
         places: list[InSegment | OnDevice] | None = None if request.host else self._places_with_handles()
         if places is None:
             places = list(self._places_on_host())
-        offer = Offer(os.getpid(), self.kind, self.keys, places, self._sizes)
+        offer = Offer(self.kind, self.keys, places, self._sizes)
         return encode(offer), _duplicates(self._descriptors)
 
     def close(self) -> None:
@@ -89,29 +89,19 @@ class TensorStore:
 
     def _place_in_shared_memory(self, parts: list[Any]) -> tuple[list[torch.Tensor], list[InSegment | None]]:
         """The tensors in memory that can be shared, and where each is: ``None`` for a tensor on a device."""
-        tensors: list[torch.Tensor] = []
-        places: list[InSegment | None] = []
-        copied: list[int] = []
+        found: list[tuple[torch.Tensor, InSegment | None] | None] = []
         known: dict[int, int] = {}
-        for at, part in enumerate(parts):
+        for part in parts:
             if isinstance(part, torch.Tensor) and self._handles.holds(part):
                 # Other processes see the bits of the memory: no lazy conjugation or negation.
-                tensors.append(part.resolve_conj().resolve_neg().contiguous())
-                places.append(None)
+                found.append((part.resolve_conj().resolve_neg().contiguous(), None))
             elif isinstance(part, torch.Tensor) and (place := self._in_torch_memory(part, known)) is not None:
-                tensors.append(part)
-                places.append(place)
+                found.append((part, place))
             else:
-                tensors.append(_without_memory(part))
-                places.append(None)
-                copied.append(at)
-        segment, memory, offsets = self._new_segment([tensors[at] for at in copied])
-        for at, offset in zip(copied, offsets, strict=True):
-            shape, dtype = list(tensors[at].shape), tensors[at].dtype
-            tensors[at] = tensor_in(memory, offset, shape, dtype)
-            places[at] = InSegment(shape, _name(dtype), -1 if tensors[at].nbytes == 0 else segment, offset)
-            _copy(parts[at], tensors[at])
-        return tensors, places
+                found.append(None)
+        copies = iter(self._copy([part for part, each in zip(parts, found, strict=True) if each is None]))
+        pairs = [next(copies) if each is None else each for each in found]
+        return [tensor for tensor, _ in pairs], [place for _, place in pairs]
 
     def _in_torch_memory(self, tensor: torch.Tensor, known: dict[int, int]) -> InSegment | None:
         """Where a tensor is in torch's shared memory; ``None`` if it is not there or has no descriptor."""
@@ -138,14 +128,13 @@ class TensorStore:
         offset = int(tensor.storage_offset()) * tensor.itemsize
         return InSegment(list(tensor.shape), _name(tensor.dtype), segment, offset)
 
-    def _new_segment(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Bytes, list[int]]:
-        """A new segment for copies of tensors: its number, its memory, and the offset of each."""
+    def _copy(self, parts: Sequence[Any]) -> list[tuple[torch.Tensor, InSegment]]:
+        """Copies of tensors and arrays in a new segment, and where each is."""
+        forms = [_without_memory(part) for part in parts]
         offsets, end = [], 0
-        for each in tensors:
+        for form in forms:
             offsets.append(end)
-            end += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
-        if end == 0:
-            return -1, np.empty(0, np.uint8), offsets
+            end += -(-form.nbytes // ALIGNMENT) * ALIGNMENT
         free = machine.free_memory()
         if end > free:
             raise FeedError(
@@ -153,10 +142,23 @@ class TensorStore:
                 f"machine or container has {format_bytes(free)} left; share fewer, load them piece by piece "
                 f"into a tensor that has been shared, or raise the container's memory limit"
             )
-        descriptor = anonymous_memory(end)
-        self._descriptors.append(descriptor)
-        self._sizes.append(end)
-        return len(self._sizes) - 1, map_memory(descriptor, end, private=False), offsets
+        memory: Bytes = np.empty(0, np.uint8)
+        if end:
+            descriptor = anonymous_memory(end)
+            self._descriptors.append(descriptor)
+            self._sizes.append(end)
+            memory = map_memory(descriptor, end, private=False)
+        copies = []
+        for part, form, offset in zip(parts, forms, offsets, strict=True):
+            shape = list(form.shape)
+            copy = tensor_in(memory, offset, shape, form.dtype)
+            if isinstance(part, torch.Tensor):
+                copy.copy_(part)
+            else:
+                np.copyto(copy.numpy(), part)
+            segment = len(self._sizes) - 1 if copy.nbytes else -1
+            copies.append((copy, InSegment(shape, _name(form.dtype), segment, offset)))
+        return copies
 
     # --- offers ---
 
@@ -182,15 +184,11 @@ class TensorStore:
         """Where each tensor is in host memory; tensors on devices are copied there once."""
         if self._on_host is None:
             on_device = self._device_tensors()
-            segment, memory, offsets = self._new_segment(on_device)
-            copies = []
-            for tensor, offset in zip(on_device, offsets, strict=True):
-                _copy(tensor, tensor_in(memory, offset, list(tensor.shape), tensor.dtype))
-                at = -1 if tensor.nbytes == 0 else segment
-                identity = self._handles.identity(tensor)
-                copies.append(InSegment(list(tensor.shape), _name(tensor.dtype), at, offset, identity))
-            next_copy = iter(copies)
-            self._on_host = [place if place is not None else next(next_copy) for place in self._places]
+            copies = iter(
+                msgspec.structs.replace(place, device=self._handles.identity(tensor))
+                for tensor, (_, place) in zip(on_device, self._copy(on_device), strict=True)
+            )
+            self._on_host = [next(copies) if place is None else place for place in self._places]
         return self._on_host
 
 
@@ -202,9 +200,7 @@ def map_memory(descriptor: int, nbytes: int, *, private: bool) -> Bytes:
 
 def tensor_in(memory: Bytes, offset: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     """The tensor at an offset of the memory, without a copy."""
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
+    nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(memory[offset : offset + nbytes]).view(dtype).reshape(shape)
@@ -216,13 +212,6 @@ def _without_memory(part: Any) -> torch.Tensor:
         return torch.empty(part.shape, dtype=part.dtype, device="meta")
     dtype = torch.from_numpy(np.empty(0, part.dtype.newbyteorder("="))).dtype
     return torch.empty(part.shape, dtype=dtype, device="meta")
-
-
-def _copy(part: Any, to: torch.Tensor) -> None:
-    if isinstance(part, torch.Tensor):
-        to.copy_(part)
-    else:
-        np.copyto(to.numpy(), part)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -246,45 +235,35 @@ def split_parts(tensors: Any) -> tuple[Kind, list[str | int], list[Any]]:
     Raises:
         TypeError, ValueError: One of them cannot be shared.
     """
-    kind, keys, items = _container(tensors)
-    names = [f"[{key!r}]" for key in keys or range(len(items))] if kind != "tensor" else [""]
-    return kind, keys, [_checked(item, f"tensors{name}") for name, item in zip(names, items, strict=True)]
-
-
-def _container(tensors: Any) -> tuple[Kind, list[str | int], list[Any]]:
     if isinstance(tensors, torch.Tensor | np.ndarray):
-        return "tensor", [], [tensors]
+        return "tensor", [], [_checked(tensors, "tensors")]
     kind: Kind
+    keys: list[str | int]
+    items: Collection[Any]
     if isinstance(tensors, Mapping):
         for key in tensors:
             if type(key) not in (str, int):
                 raise TypeError(f"tensors has the key {key!r}: expected keys of type str or int")
-        kind, keys, items = "dict", list(tensors), list(tensors.values())
-        _check_keys(keys)
+        kind, keys, items = "dict", list(tensors), tensors.values()
+        try:
+            encode(keys)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise ValueError(f"tensors has a key that cannot be sent to another process: {error}") from None
     elif type(tensors) in (list, tuple):
-        kind, keys, items = ("list" if type(tensors) is list else "tuple"), [], list(tensors)
+        kind, keys, items = ("list" if type(tensors) is list else "tuple"), [], tensors
     else:
         raise TypeError(
             f"tensors: expected a tensor or array, or a list, tuple or dict of them, not {type(tensors).__name__}"
         )
     if not items:
         raise ValueError(f"tensors is an empty {kind}: there is nothing to share")
-    return kind, keys, items
-
-
-def _check_keys(keys: list[str | int]) -> None:
-    try:
-        encode(keys)
-    except (UnicodeEncodeError, OverflowError) as error:
-        raise ValueError(f"tensors has a key that cannot be sent to another process: {error}") from None
+    names = keys or range(len(items))
+    parts = [_checked(item, f"tensors[{name!r}]") for name, item in zip(names, items, strict=True)]
+    return kind, keys, parts
 
 
 def _checked(item: Any, where: str) -> Any:
-    """A tensor or array, detached.
-
-    Raises:
-        TypeError: It is neither, or has no plain memory.
-    """
+    """A tensor or array, detached; ``TypeError`` if it is neither, or has no plain memory."""
     if isinstance(item, np.ndarray):
         if isinstance(item, np.ma.MaskedArray):
             raise TypeError(f"{where} is a masked array; share its data and its mask")

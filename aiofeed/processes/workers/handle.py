@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiofeed.core.types import BatchPlan
-from aiofeed.processes.ipc.framing import Connection
+from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.workers.protocol import (
-    BatchFailed,
-    BatchReady,
+    BatchFinished,
     FromWorker,
     ReleaseSlot,
-    StartDecoding,
     ToWorker,
     decode_from_worker,
 )
@@ -35,9 +33,7 @@ class AssignedBatch:
     """A batch that a worker assembles.
 
     Args:
-        worker: The worker.
         serial: Identifies the batch in messages.
-        plan: Plan of the batch.
         reply: Set when the batch is finished.
         was_read: Called when the worker reports that all samples have been read.
     """
@@ -45,27 +41,22 @@ class AssignedBatch:
     worker: WorkerHandle
     serial: int
     plan: BatchPlan
-    reply: asyncio.Future[BatchReady | BatchFailed]
+    reply: asyncio.Future[BatchFinished]
     was_read: Callable[[], None]
-
-    def start_decoding(self) -> None:
-        """Tell the worker to decode it."""
-        self.worker.send(StartDecoding(self.serial))
 
 
 class WorkerHandle:
     """One worker process. Created on the running loop.
 
     Args:
-        number: Number of the worker, from 0.
-        count: How many workers there are.
+        number, count: Number of the worker, from 0, of how many.
         config: Descriptor of the worker's configuration; inherited, not closed.
         backend: The device that copies from its ring; ``None`` for none.
         received: Called with each message; may raise ``ProtocolError``.
         lost: Called once when the connection has ended; see ``Connection``.
 
     Attributes:
-        ring: Its shared memory.
+        name: The process, for an error message.
         ready: Whether its source is open.
         assigned: The batches that it assembles, by serial.
         decoding: How many of them it may decode.
@@ -88,7 +79,6 @@ class WorkerHandle:
         self.assigned: dict[int, AssignedBatch] = {}
         self.decoding = 0
         self.exit_status: int | None = None
-        self._count = count
         self._ended = False
         self._on_message = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,12 +94,9 @@ class WorkerHandle:
             except BaseException:
                 ours.close()
                 raise
+        self.pid = self._process.pid
+        self.name = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
         self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
 
     def send(self, message: ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
@@ -146,15 +133,11 @@ class WorkerHandle:
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_from_worker(payload)
-        self.ring.map_segments(message.segments if isinstance(message, BatchReady) else [], descriptors)
-        if isinstance(message, BatchReady):
-            self.ring.unmap(message.retired)
+        if isinstance(message, BatchFinished):
+            self.ring.map_segments(message.segments, descriptors, message.retired)
+        elif descriptors:
+            raise ProtocolError(f"{type(message).__name__} with descriptors")
         self._on_message(self, message)
-
-    @property
-    def name(self) -> str:
-        """The process, for an error message."""
-        return f'worker process {self.number + 1} of {self._count} (engine="process", pid {self.pid})'
 
     def describe_end(self) -> str:
         """How the process ended, for an error message."""

@@ -24,8 +24,7 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, close_all, send_message
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.workers.protocol import (
-    BatchFailed,
-    BatchReady,
+    BatchFinished,
     FromWorker,
     PlanBatch,
     ReplacementAnswer,
@@ -48,8 +47,7 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
     """Run as a worker process.
 
     Args:
-        connection: Descriptor of the socket to the trainer.
-        config: Descriptor of the file with the configuration.
+        connection, config: Descriptors of the socket to the trainer, and of the file with the configuration.
         parent: The trainer's process id.
         number: Number of this worker, from 0.
     """
@@ -60,7 +58,15 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
     sock = socket.socket(fileno=connection)
     status = 1
     try:
-        _serve(sock, read_config(config), parent, number)
+        worker_config = read_config(config)
+        loop_thread = EventLoopThread(
+            read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
+            decode_threads=worker_config.share(worker_config.decode_threads, number),
+        )
+        worker = _Worker(loop_thread, worker_config, parent, number)
+        loop_thread.launch(import_torch=False)
+        loop_thread.start(partial(worker.serve, sock))
+        loop_thread.finished.result()
         status = 0
     except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
         failure = FeedError(f'a worker process of engine="process" could not start: {type(error).__name__}: {error}')
@@ -85,17 +91,6 @@ def _exit_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _serve(sock: socket.socket, worker_config: WorkerConfig, parent: int, number: int) -> None:
-    loop_thread = EventLoopThread(
-        read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
-        decode_threads=worker_config.share(worker_config.decode_threads, number),
-    )
-    worker = _Worker(loop_thread, worker_config, parent, number)
-    loop_thread.launch(import_torch=False)
-    loop_thread.start(partial(worker.serve, sock))
-    loop_thread.finished.result()
 
 
 class _Worker:
@@ -135,7 +130,7 @@ class _Worker:
             executor=self._loop_thread.decode_pool,
             send=self.send,
         )
-        self.send(WorkerReady(os.getpid()))
+        self.send(WorkerReady())
         await self._engine.run()
 
     async def _steps(self) -> AsyncIterator[Step]:
@@ -147,11 +142,7 @@ class _Worker:
             yield plan
 
     async def request_index(self, serial: int, position: int) -> int:
-        """The index at a position of the epoch's order, which the trainer has; on the loop.
-
-        Raises:
-            FeedError: The epoch has no order.
-        """
+        """The index at a position of the epoch's order, which the trainer has; ``FeedError`` if there is no order."""
         ticket = next(self._tickets)
         self._requests[ticket] = asyncio.get_running_loop().create_future()
         self.send(ReplacementRequest(ticket, serial, position))
@@ -167,14 +158,14 @@ class _Worker:
         """Send a message to the trainer; a batch whose description is too long for one is sent as failed."""
         assert self._connection is not None
         payload = encode(message)
-        if len(payload) > MAX_MESSAGE_BYTES and isinstance(message, BatchReady):
+        if len(payload) > MAX_MESSAGE_BYTES and isinstance(message, BatchFinished):
             close_all(descriptors)
             descriptors = ()
             error = CollateError(
                 f"the numbers and strings of a batch take {len(payload)} bytes beside its arrays; at most "
                 f"{MAX_MESSAGE_BYTES} can be sent to another process: put them into arrays"
             )
-            payload = encode(BatchFailed(message.serial, describe(error), [], message.stats, message.nbytes))
+            payload = encode(BatchFinished(message.serial, message.stats, message.nbytes, [], describe(error)))
         self._connection.send(payload, descriptors)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:

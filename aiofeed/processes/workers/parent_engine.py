@@ -6,7 +6,6 @@ A batch comes back from a worker in ``MultiprocessEngine._assemble``; ``WorkerEn
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,13 +14,13 @@ from typing import Any
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
-from aiofeed.processes.ipc.batch_codec import decode_batch, leaf_in_slot
+from aiofeed.processes.ipc.batch_codec import decode_and_wrap
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, RingLease
 from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import WorkerPool
-from aiofeed.processes.workers.protocol import BatchFailed, BatchReady
+from aiofeed.processes.workers.protocol import BatchFinished, StartDecoding
 from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
 from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
 from aiofeed.runtime.queue import ReadyBatch, release
@@ -33,9 +32,6 @@ class MultiprocessEngine(Engine):
     """Turns batch plans into finished batches by worker processes.
 
     Args:
-        steps: What to assemble, in order, and where epochs begin and end.
-        processes: The workers.
-        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
         memory: Memory for arrays that are copied out of the ring.
         executor: Copies large batches.
         options: Other arguments of ``Engine``. The fetcher only gives the names of samples; the tuner holds how many
@@ -111,7 +107,7 @@ class MultiprocessEngine(Engine):
     async def _assemble(self, batch: Batch, assigned: AssignedBatch, may_decode: bool) -> None:
         if not may_decode:
             await batch.decode_permit.wait()
-            assigned.start_decoding()
+            assigned.worker.send(StartDecoding(assigned.serial))
         assigned.worker.decoding += 1
         try:
             reply = await assigned.reply
@@ -120,8 +116,9 @@ class MultiprocessEngine(Engine):
         for name in reply.stats.__struct_fields__:
             setattr(batch.counters, name, getattr(batch.counters, name) + getattr(reply.stats, name))
         borrowed: BorrowedSlot | None = None
-        if isinstance(reply, BatchFailed):
-            batch.error = _as_feed_error(rebuild(reply.error))
+        if reply.error is not None:
+            error = rebuild(reply.error)
+            batch.error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         else:
             batch.kept = reply.remaining
             borrowed = await self._receive(batch, assigned, reply)
@@ -134,7 +131,7 @@ class MultiprocessEngine(Engine):
             borrowed.track()
         self._release_taken()
 
-    async def _receive(self, batch: Batch, assigned: AssignedBatch, reply: BatchReady) -> BorrowedSlot | None:
+    async def _receive(self, batch: Batch, assigned: AssignedBatch, reply: BatchFinished) -> BorrowedSlot | None:
         """Decode a batch from its slot; returns the slot if it is to be tracked once the batch is delivered."""
         self.chunk_size = reply.chunk_size
         self._follow_reads(assigned, reply.reads)
@@ -145,13 +142,11 @@ class MultiprocessEngine(Engine):
         try:
             if ring.pinned:
                 batch.lease = RingLease(asyncio.get_running_loop(), free)
-                batch.result = decode_batch(
-                    reply.batch, lambda node: leaf_in_slot(ring.view(node), node, pinned=ring.pinned)
-                )
+                batch.result = ring.batch_in_slot(reply.batch)
                 return None
             batch.lease = self._memory.lease()
             borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)
-            take_out = partial(self._take_out, borrowed, reply, batch.lease)
+            take_out = partial(decode_and_wrap, reply.batch, partial(borrowed.leaf, batch.lease), self._wrap)
             if borrowed.copied_bytes(reply.batch) <= INLINE_BYTES:
                 batch.result, seconds = take_out()
             else:
@@ -168,15 +163,6 @@ class MultiprocessEngine(Engine):
         if self._tuner is not None and not self._tuner.reading.given:
             self._tuner.reading.concurrency = self._pool.set_reads(assigned.worker.number, reads)
             self._concurrency.apply(self._tuner)
-
-    def _take_out(self, borrowed: BorrowedSlot, reply: BatchReady, lease: BufferLease) -> tuple[Any, float]:
-        started = time.perf_counter()
-        batch = self._wrap(decode_batch(reply.batch, partial(borrowed.leaf, lease)))
-        return batch, time.perf_counter() - started
-
-
-def _as_feed_error(error: Exception) -> FeedError:
-    return error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
 
 
 def _no_builder(samples: int, lease: BufferLease) -> Any:

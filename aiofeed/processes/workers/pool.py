@@ -24,8 +24,7 @@ from aiofeed.processes.ipc.ring import release_unused
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.workers.handle import AssignedBatch, WorkerHandle
 from aiofeed.processes.workers.protocol import (
-    BatchFailed,
-    BatchReady,
+    BatchFinished,
     FromWorker,
     PlanBatch,
     ReadReport,
@@ -56,7 +55,7 @@ class WorkerPool:
     """All worker processes of a feeder.
 
     Args:
-        worker_config: What they work with; pickled by this constructor.
+        worker_config: Pickled by this constructor.
         backend: The device that copies from their rings; ``None`` for none.
 
     Attributes:
@@ -134,12 +133,8 @@ class WorkerPool:
         return batch
 
     def received(self, worker: WorkerHandle, message: FromWorker) -> None:
-        """Process a message of a worker.
-
-        Raises:
-            ProtocolError: It is about a batch that the worker does not have.
-        """
-        if isinstance(message, BatchReady | BatchFailed):
+        """Process a message of a worker; ``ProtocolError`` if it is about a batch that the worker does not have."""
+        if isinstance(message, BatchFinished):
             batch = _assigned(worker, message.serial)
             del worker.assigned[message.serial]
             if not batch.reply.done():
@@ -201,18 +196,11 @@ class WorkerPool:
     def _fail(self, error: Exception) -> None:
         if self._error is not None:
             return
-        if not isinstance(error, FeedError):
-            # An error of the source's open() reaches the user unchanged.
-            if self._ready is not None and not self._ready.done():
-                self._error = FeedError(str(error))
-                self._ready.set_exception(error)
-                return
-            error = FeedError(f"{type(error).__name__}: {error}")
-        self._error = error
+        self._error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+            self._ready.set_exception(error)  # an error of the source's open() reaches the user unchanged
         if self._on_error is not None:
-            self._on_error(error)
+            self._on_error(self._error)
 
     async def aclose(self) -> None:
         """Stop all workers; see the top of this module."""

@@ -5,17 +5,16 @@ Trainer (``pool.py``, ``parent_engine.py``)            Worker (``main.py``, ``wo
     PlanBatch        ->    reads the samples
                      <-    ReadReport, if batches may be finished out of order
     StartDecoding    ->    decodes them into a slot, unless ``PlanBatch`` has allowed that
-                     <-    BatchReady: the batch is in the slot; or BatchFailed
+                     <-    BatchFinished: the batch is in the slot, or it failed
     ReleaseSlot      ->    reuses the slot
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, Union
 
-import msgspec
-
-from aiofeed.processes.ipc.schema import ErrorMessage, NewSegment, Node, Struct, decode
+from aiofeed.processes.ipc.schema import ErrorMessage, NewSegment, Node, Struct, decoder
 
 # --- from the trainer to a worker ---
 
@@ -48,12 +47,7 @@ class StartDecoding(Struct, frozen=True):
 
 
 class ReleaseSlot(Struct, frozen=True):
-    """The trainer no longer uses the slot of a batch.
-
-    Args:
-        serial: Serial number of the batch.
-        reusable: Whether it may be written again; not if a fork of the trainer can still read it.
-    """
+    """The trainer no longer uses the slot of a batch. Not ``reusable``: a fork of the trainer may still read it."""
 
     serial: int
     reusable: bool = True
@@ -76,8 +70,6 @@ class StopWorker(Struct, frozen=True):
 class WorkerReady(Struct, frozen=True):
     """The source is open; the worker takes plans."""
 
-    pid: int
-
 
 class ReadReport(Struct, frozen=True):
     """All samples of a batch have been read. Sent only if batches may be finished out of order."""
@@ -95,42 +87,34 @@ class BatchStats(Struct, frozen=True):
     retries: int = 0
 
 
-class BatchReady(Struct, frozen=True):
-    """A finished batch. Its slot belongs to the trainer until ``ReleaseSlot``.
+class BatchFinished(Struct, frozen=True):
+    """A finished batch, or one that failed. The slot of a batch belongs to the trainer until ``ReleaseSlot``.
 
     Args:
         serial: Serial number of the batch.
-        batch: Its description.
         stats: Its statistics.
         nbytes: Encoded and decoded bytes, for the memory budget.
+        failures: Errors of the samples that were skipped or replaced.
+        error: The error to raise in place of the batch; the fields below are then not set.
+        batch: Its description.
         chunk_size: Samples per decode job.
         segments: Memory that is new to the trainer.
         retired: Numbers of segments that will not be used again.
         remaining: Positions of the samples that are left; ``None``: all.
-        failures: Errors of the samples that were skipped or replaced.
         reads: How many samples the worker reads at a time.
     """
 
     serial: int
-    batch: Node
     stats: BatchStats
     nbytes: int
-    chunk_size: int
-    segments: list[NewSegment] = msgspec.field(default_factory=list)
-    retired: list[int] = msgspec.field(default_factory=list)
-    remaining: list[int] | None = None
-    failures: list[ErrorMessage] = msgspec.field(default_factory=list)
-    reads: int = 0
-
-
-class BatchFailed(Struct, frozen=True):
-    """A batch that failed: the error to raise in its place, and the errors of its samples."""
-
-    serial: int
-    error: ErrorMessage
     failures: list[ErrorMessage]
-    stats: BatchStats
-    nbytes: int
+    error: ErrorMessage | None = None
+    batch: Node = None
+    chunk_size: int = 0
+    segments: Sequence[NewSegment] = ()
+    retired: Sequence[int] = ()
+    remaining: list[int] | None = None
+    reads: int = 0
 
 
 class ReplacementRequest(Struct, frozen=True):
@@ -149,17 +133,7 @@ class WorkerEnded(Struct, frozen=True):
 
 # msgspec cannot resolve a forward reference in the form `X | Y`.
 ToWorker: TypeAlias = Union[PlanBatch, StartDecoding, ReleaseSlot, ReplacementAnswer, StopWorker]  # noqa: UP007
-FromWorker: TypeAlias = Union[WorkerReady, ReadReport, BatchReady, BatchFailed, ReplacementRequest, WorkerEnded]  # noqa: UP007
+FromWorker: TypeAlias = Union[WorkerReady, ReadReport, BatchFinished, ReplacementRequest, WorkerEnded]  # noqa: UP007
 
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
-
-
-def decode_to_worker(payload: bytes) -> ToWorker:
-    """Decode a message to a worker; ``ProtocolError`` if it is none."""
-    return decode(_to_worker, payload)
-
-
-def decode_from_worker(payload: bytes) -> FromWorker:
-    """Decode a message from a worker; ``ProtocolError`` if it is none."""
-    return decode(_from_worker, payload)
+decode_to_worker: Callable[[bytes], ToWorker] = decoder(ToWorker)
+decode_from_worker: Callable[[bytes], FromWorker] = decoder(FromWorker)

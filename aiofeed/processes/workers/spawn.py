@@ -81,14 +81,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Discard(io.RawIOBase):
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
 def check_picklable(**arguments: Any) -> None:
     """Check that arguments can be sent to a worker process.
 
@@ -96,9 +88,10 @@ def check_picklable(**arguments: Any) -> None:
         TypeError: One cannot; the message has its name, the reason and what to do.
     """
     for name, value in arguments.items():
-        pickler = _Pickler(_Discard(), pickle.HIGHEST_PROTOCOL)
         try:
-            pickler.dump(value)
+            with open(os.devnull, "wb") as discarded:
+                pickler = _Pickler(discarded, pickle.HIGHEST_PROTOCOL)
+                pickler.dump(value)
         except Exception as error:  # the user's objects may raise anything when they are pickled
             raise TypeError(
                 f'{name}={value!r} cannot be sent to a worker process of engine="process": {type(error).__name__}: '
@@ -110,14 +103,14 @@ def check_picklable(**arguments: Any) -> None:
 
 
 def _check_main(name: str, what: str) -> None:
-    path = _main_path()
-    if path is None:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None or not os.path.isfile(path):
         raise TypeError(
             f"{name}= uses {what}, which is defined in an interactive session: a new process cannot import it; "
             f"define it in a module and import it from there, {_OR_THREADS}"
         )
     try:
-        guarded = "__name__" in path.read_text(encoding="utf-8", errors="replace")
+        guarded = "__name__" in Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         guarded = True  # the worker reports it
     if not guarded:
@@ -144,31 +137,19 @@ def check_not_starting() -> None:
         )
 
 
-def _main_path() -> Path | None:
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    return Path(path) if path is not None and Path(path).is_file() else None
-
-
 def write_config(worker_config: WorkerConfig) -> int:
     """Pickle a configuration into a file without a name; returns its descriptor, which workers inherit."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dump(worker_config)
-    preparation = _preparation() if pickler.of_main is not None else {}
+    preparation = {}
+    if pickler.of_main is not None:
+        from multiprocessing import spawn
+
+        names = ("sys_argv", "init_main_from_name", "init_main_from_path")
+        preparation = {name: value for name, value in spawn.get_preparation_data("aiofeed").items() if name in names}
     head = pickle.dumps(preparation)
     data = len(head).to_bytes(8, "little") + head + buffer.getbuffer()
-    return _unnamed_file(data)
-
-
-def _preparation() -> dict[str, Any]:
-    from multiprocessing import spawn
-
-    names = ("sys_argv", "init_main_from_name", "init_main_from_path")
-    return {name: value for name, value in spawn.get_preparation_data("aiofeed").items() if name in names}
-
-
-def _unnamed_file(data: bytes) -> int:
     reserve_standard_descriptors()
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("aiofeed-start", os.MFD_CLOEXEC)

@@ -24,8 +24,7 @@ from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.ring import Slot, SlotPool
 from aiofeed.processes.workers.protocol import (
-    BatchFailed,
-    BatchReady,
+    BatchFinished,
     BatchStats,
     FromWorker,
     ReadReport,
@@ -36,6 +35,7 @@ from aiofeed.processes.workers.protocol import (
 from aiofeed.processes.workers.spawn import WorkerConfig
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.queue import BatchQueue
+from aiofeed.runtime.tensors import unchanged
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
@@ -55,12 +55,7 @@ class WorkerPlan(BatchPlan):
 
 @dataclass(frozen=True, eq=False)
 class RemoteOrder:
-    """The epoch's order, which is in the trainer's process.
-
-    Args:
-        length: Number of positions.
-        request: Requests the index at a position.
-    """
+    """The epoch's order, which is in the trainer's process; ``request`` requests the index at a position."""
 
     length: int
     request: Callable[[int], Awaitable[int]]
@@ -140,7 +135,7 @@ class WorkerEngine(Engine):
             batch_size=1,
             fetcher=fetcher,
             new_builder=partial(_new_builder, builder_factory(fetcher, worker_config.collate_fn, staged=False)),
-            wrap=_unchanged,
+            wrap=unchanged,
             memory=slots,
             executor=executor,
             queue=BatchQueue(),
@@ -195,15 +190,22 @@ class WorkerEngine(Engine):
         if batch.error is not None:
             if slot is not None:
                 slot.give_back()
-            self._send(BatchFailed(serial, describe(batch.error), failures, stats, batch.nbytes), ())
+            self._send(BatchFinished(serial, stats, batch.nbytes, failures, describe(batch.error)), ())
             return
         assert slot is not None
         segments, descriptors, retired = self._slots.introduce(slot.segments, self._mapped)
         self._in_use[serial] = slot
-        remaining = None if batch.kept is None else list(batch.kept)
-        reads = self._reads.concurrency
-        message = BatchReady(
-            serial, batch.result, stats, batch.nbytes, self.chunk_size, segments, retired, remaining, failures, reads
+        message = BatchFinished(
+            serial,
+            stats,
+            batch.nbytes,
+            failures,
+            batch=batch.result,
+            chunk_size=self.chunk_size,
+            segments=segments,
+            retired=retired,
+            remaining=None if batch.kept is None else list(batch.kept),
+            reads=self._reads.concurrency,
         )
         self._send(message, descriptors)
 
@@ -214,10 +216,6 @@ class WorkerEngine(Engine):
         if not self._admission.closed:
             self._admission.closed = True
             self._send(WorkerEnded(describe(error)), ())
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _new_builder(new_builder: NewBuilder, samples: int, lease: BufferLease) -> BatchBuilder:

@@ -32,7 +32,6 @@ class BorrowedSlot:
 
     Args:
         tracker: Reports when the user has dropped the batch.
-        ring: The slot is in.
         free: Called once, when nothing refers to the slot, with whether it may be written again.
         zero_copy: Whether arrays may stay in the slot.
     """
@@ -49,36 +48,25 @@ class BorrowedSlot:
         self._referenced = 0
 
     def stays(self, node: ArrayNode) -> bool:
-        """Whether an array stays in the slot; the others are copied.
-
-        Raises:
-            ProtocolError: It does not lie within its segment.
-        """
+        """Whether an array stays in the slot, or is copied; ``ProtocolError`` if it does not lie within its segment."""
         if not self._zero_copy or node.kind == "scalar" or node.segment < 0:
             return False
         nbytes = self._ring.view(node).nbytes
-        return nbytes >= max(SMALL_BYTES, _MIN_FRACTION * self._ring.segment_bytes(node.segment))
+        return nbytes >= max(SMALL_BYTES, _MIN_FRACTION * self._ring.memory(node.segment).nbytes)
 
     def copied_bytes(self, batch: Node) -> int:
-        """Bytes of the arrays that are copied.
-
-        Raises:
-            ProtocolError: One does not lie within its segment.
-        """
+        """Bytes of the arrays that are copied."""
         return sum(self._ring.view(node).nbytes for node in array_nodes(batch) if not self.stays(node))
 
     def leaf(self, lease: BufferLease, node: ArrayNode) -> Any:
-        """An array or tensor, in the slot or as a copy in memory of the lease. For any thread, before ``track``.
-
-        Raises:
-            ProtocolError: It does not lie within its segment.
-        """
+        """An array or tensor, in the slot or as a copy in memory of the lease. For any thread, before ``track``."""
         if not self.stays(node):
             return copied_leaf(self._ring.view(node), node, lease)
         owner = self._owners.get(node.segment)
         if owner is None:
             # Derived arrays keep this ndarray alive: its own base is an mmap, at which NumPy's chain of bases ends.
-            owner = self._owners[node.segment] = np.frombuffer(self._ring.mapping(node.segment), np.uint8)
+            segment: Any = self._ring.memory(node.segment)
+            owner = self._owners[node.segment] = np.frombuffer(segment.base, np.uint8)
         return leaf_of(self._ring.view(node, owner), node)
 
     def track(self) -> None:

@@ -32,14 +32,12 @@ from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import (
     ArrayNode,
     BytesNode,
-    MappingNode,
+    ContainerNode,
     NewSegment,
-    RecordNode,
-    ValuesNode,
     encode,
 )
 from aiofeed.processes.workers.protocol import (
-    BatchReady,
+    BatchFinished,
     BatchStats,
     PlanBatch,
     ReplacementAnswer,
@@ -49,7 +47,12 @@ from aiofeed.processes.workers.protocol import (
 )
 from tests.support.paths import environment
 
-READY = BatchReady(3, ArrayNode("tensor", 0, 0, [2, 3], "|u1"), BatchStats(), 6, 2, [NewSegment(0, 65536)])
+FINISHED = BatchFinished(
+    3, BatchStats(), 6, [], batch=ArrayNode("tensor", 0, 0, [2, 3], "|u1"), segments=[NewSegment(0, 65536)]
+)
+DEEPLY_NESTED = (
+    b"\x97\xadBatchFinished\x03\x91\xaaBatchStats\x06\x90\xc0" + b"\x93\xadContainerNode\xa4list\x91" * 100_000
+)
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6), st.data())
@@ -77,12 +80,12 @@ def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
 @given(st.data())
 def test_corrupted_messages_are_messages_or_a_protocol_error(data: Any) -> None:
     """A corrupted description of a batch is refused, or lies within the ring."""
-    payload = bytearray(encode(READY))
+    payload = bytearray(encode(FINISHED))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:
         message = decode_from_worker(bytes(payload))
-        if isinstance(message, BatchReady):
+        if isinstance(message, BatchFinished):
             decode_batch(message.batch, Ring().view)
     except ProtocolError:
         pass
@@ -92,11 +95,11 @@ def test_corrupted_messages_are_messages_or_a_protocol_error(data: Any) -> None:
     "payload",
     [
         pytest.param(b"", id="empty"),
-        pytest.param(encode(READY)[:-1], id="truncated"),
-        pytest.param(encode(READY) + b"\x00", id="trailing bytes"),
+        pytest.param(encode(FINISHED)[:-1], id="truncated"),
+        pytest.param(encode(FINISHED) + b"\x00", id="trailing bytes"),
         pytest.param(msgspec.msgpack.encode(["Unknown", 1]), id="unknown type"),
         pytest.param(msgspec.msgpack.encode(["ReadReport", "one"]), id="wrong field type"),
-        pytest.param(b"\x98\xaaBatchReady\x03" + b"\x93\xacSequenceNode\xa4list\x91" * 100_000, id="deeply nested"),
+        pytest.param(DEEPLY_NESTED, id="deeply nested"),
         pytest.param(pickle.dumps(os.getpid), id="pickle"),
     ],
 )
@@ -144,10 +147,10 @@ def test_arrays_outside_the_ring_are_refused(node: ArrayNode) -> None:
 def test_inconsistent_structures_are_refused() -> None:
     """Keys without values, invalid field names, invalid text, unknown classes."""
     for node in (
-        MappingNode("dict", ["a"], []),
-        RecordNode("namedtuple", "m", "P", ["a", "class"], [ValuesNode("list", []), ValuesNode("list", [])]),
-        RecordNode("namedtuple", "m", "P", ["a"], []),
-        RecordNode("dataclass", "subprocess", "Popen", ["a"], [ValuesNode("list", [])]),
+        ContainerNode("dict", [], ["a"]),
+        ContainerNode("namedtuple", [1, 2], ["a", "class"], "m", "P"),
+        ContainerNode("namedtuple", [], ["a"], "m", "P"),
+        ContainerNode("dataclass", [1], ["a"], "subprocess", "Popen"),
         BytesNode("text", b"\xff"),
     ):
         with pytest.raises(ProtocolError):

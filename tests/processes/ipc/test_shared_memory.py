@@ -114,8 +114,7 @@ def test_slots_are_reused_and_grow(pool: SlotPool) -> None:
         for size in sizes:
             slot.take(size)[:] = 1
         new, descriptors, retired = pool.introduce(slot.segments, known)
-        ring.map_segments(new, descriptors)
-        ring.unmap(retired)
+        ring.map_segments(new, descriptors, retired)
         return slot, len(new), retired
 
     slot, new, _ = write([100_000, 512])

@@ -70,7 +70,7 @@ HELLO = frame(encode(Hello(VERSION)))
         frame(b""),
         frame(b"\xff" * 100),
         frame(encode(Join(1))),
-        frame(encode(Welcome(VERSION, 3))),
+        frame(encode(Welcome(3))),
         HELLO + HELLO,
         HELLO + frame(encode(Read(0))),
         HELLO + frame(encode(Read(-1))),

@@ -24,7 +24,7 @@ from aiofeed import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
-from aiofeed.processes.ipc.schema import ArrayNode, DeviceMemoryHandle, MappingNode
+from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
 from aiofeed.processes.serving import device_reader
 from aiofeed.processes.serving.device_reader import DeviceReader, UncopiedBatch
 from aiofeed.processes.serving.device_ring import DeviceRing, TensorInBlock
@@ -339,7 +339,7 @@ def test_a_dropped_consumer_gets_the_batches_sent_to_it_and_then_the_error(
                 os.kill(slow.pid, signal.SIGCONT)
                 kind, text, bad = slow.receive()
                 assert (kind, bad) == ("FeedError", [])
-                assert "it was dropped" in text
+                assert "this process was dropped" in text
 
 
 def test_slots_of_a_dropped_consumer_in_host_memory_are_not_written_again(address: str, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_waiting_batches_are_copied_when_the_server_closes(address: str, device:
             os.kill(server.pid, signal.SIGUSR1)
             assert server.receive() == "closed"
             server.process.join()  # its device memory is gone
-            with pytest.raises(FeedError, match="it was closed"):
+            with pytest.raises(FeedError, match="the server was closed"):
                 seen.extend(iterator)
     assert len(seen) >= 4
     assert [wrong_parts(batch) for batch in seen] == [[]] * len(seen)
@@ -474,7 +474,7 @@ def published(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
         tree, block = placed
         ring.export(block, "me")
         number, handle, retired = ring.introduce(block, "me")
-    return BatchAvailable(0, 0, 0, MappingNode("dict", ["x"], [tree["x"]]), 32, [], [], number, handle, retired)
+    return BatchAvailable(0, 0, 0, ContainerNode("dict", [tree["x"]], ["x"]), 32, [], [], number, handle, retired)
 
 
 def received(reader: DeviceReader, message: BatchAvailable, lease: CountingLease) -> UncopiedBatch:
@@ -573,7 +573,7 @@ def test_a_consumer_is_dropped_although_the_device_has_failed(device: LateDevice
     ring = DeviceRing(device, device, 2)
     published(ring, device)
     [block] = ring._blocks
-    block.exports["me"].read = Failing()  # type: ignore[assignment]
+    block.read["me"] = Failing()  # type: ignore[assignment]
     ring.gone("me", reading=True)
     assert not block.reusable
 
@@ -624,8 +624,7 @@ def test_an_export_that_was_never_sent_is_taken_back(device: LateDevice, reading
             ring.export(block, consumer)
         _, handle, _ = ring.introduce(block, "sent")
         assert handle is not None
-        unsent = block.exports["not sent"].unsent
-        assert unsent is not None
+        unsent = block.unsent["not sent"]
         ring.gone("sent", reading=reading)
         assert device.forgotten == []
         ring.gone("not sent", reading=reading)

@@ -382,7 +382,7 @@ def test_a_slow_consumer_is_dropped(address: str, tmp_path: Path) -> None:
             os.kill(slow.pid, signal.SIGCONT)
             kind, text = slow.receive()
             assert kind == "FeedError"
-            assert "it was dropped" in text
+            assert "this process was dropped" in text
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc import address
-from aiofeed.processes.ipc.cuda_ipc import HandleError
+from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import frame
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.schema import DeviceMemoryHandle, encode
 from aiofeed.processes.ipc.shared_memory import anonymous_memory
-from aiofeed.processes.shared_tensors import client
-from aiofeed.processes.shared_tensors.api import attach_tensors, attach_through, share, share_through
+from aiofeed.processes.shared_tensors import api, client
+from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
 from aiofeed.processes.shared_tensors.protocol import Attach, InSegment, Offer, OnDevice
 from aiofeed.runtime import machine
 from tests.support.paths import ROOT, environment
@@ -472,7 +472,7 @@ def place(**changes: Any) -> InSegment:
 
 
 def offer(*places: Any, **changes: Any) -> Offer:
-    return Offer(**{"pid": 1, "kind": "list", "keys": [], "places": list(places), "segments": [65536], **changes})
+    return Offer(**{"kind": "list", "keys": [], "places": list(places), "segments": [65536], **changes})
 
 
 INVALID = {
@@ -608,7 +608,7 @@ def test_interpreter_exit_removes_the_socket(start: Callable[..., Process]) -> N
 # --- device memory ----------------------------------------------------------------------------------------------------
 
 
-class FakeHandles:
+class FakeHandles(CudaHandles):
     """Simulated device memory: the storages that were put there; the allocation of a handle is their address.
 
     Args:
@@ -669,8 +669,16 @@ def on_both(handles: FakeHandles) -> dict[str, torch.Tensor]:
     return {"host": torch.arange(3), "device": block, "part": block[4:8].view(2, 2)}
 
 
+def share_through(handles: FakeHandles, tensors: Any, address: str) -> SharedTensors:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "CudaHandles", lambda: handles)
+        return share(tensors, address)
+
+
 def attach(handles: FakeHandles, device: object = None) -> Any:
-    return attach_through(handles, "gpu", device, writable=False, timeout_s=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "CudaHandles", lambda: handles)
+        return attach_tensors("gpu", device, timeout_s=5)
 
 
 def test_device_memory_is_opened_and_not_copied() -> None:
