@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.core.types import DeferredTensor, HostTensor, Transform
+from aiofeed.devices.backend import AllEvents
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.devices.split import split
 from aiofeed.runtime.tensors import is_tensor, restore_layout
@@ -248,7 +249,7 @@ class StaticOutput:
     def _tensors_for(self, batch: Any, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
-        layout = repr(map_leaves(_LeafFormat, batch))
+        layout = repr(map_leaves(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "...", batch))
         if self._tensors is None:
             if any(leaf.layout is not torch.strided for leaf in found):
                 raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self._backend.name}: {layout}")
@@ -262,33 +263,6 @@ class StaticOutput:
                 f"{self._layout}, this one is {layout}"
             )
         return self._tensors
-
-
-class _LeafFormat:
-    """Formats a leaf for an error message: dtype and shape of a tensor."""
-
-    def __init__(self, leaf: Any) -> None:
-        self._leaf = leaf
-
-    def __repr__(self) -> str:
-        leaf = self._leaf
-        return f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "..."
-
-
-class _AllEvents:
-    """An event that is complete when several events are."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
-
-    def query(self) -> bool:
-        """Return whether all events are complete."""
-        return all(event.query() for event in self._events)
-
-    def synchronize(self) -> None:
-        """Block until all events are complete."""
-        for event in self._events:
-            event.synchronize()
 
 
 class MultiDeviceCopier:
@@ -331,7 +305,7 @@ class MultiDeviceCopier:
                 copier.wait_for_copies()
             raise
         return PendingCopy(
-            tuple(issued), _AllEvents([part.copied for part in issued]), _AllEvents([part.ready for part in issued])
+            tuple(issued), AllEvents([part.copied for part in issued]), AllEvents([part.ready for part in issued])
         )
 
     def deliver(self, pending: PendingCopy) -> tuple[Any, ...]:
@@ -340,7 +314,7 @@ class MultiDeviceCopier:
 
     def last_use_event(self) -> Event:
         """Return an event after all work queued so far on each device's stream of the last ``deliver``."""
-        return _AllEvents([copier.last_use_event() for copier in self._copiers])
+        return AllEvents([copier.last_use_event() for copier in self._copiers])
 
     def release(self) -> None:
         """Drop the host tensors whose copies are complete. Not thread-safe."""

@@ -38,7 +38,7 @@ from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.buffers import BufferPool
-from aiofeed.runtime.cancellation import TaskScope, is_cancelled
+from aiofeed.runtime.cancellation import is_cancelled, task_scope
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.time_limits import StopFlag
@@ -125,7 +125,7 @@ class Engine:
         """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                with TaskScope():
+                with task_scope():
                     await self._plan()
         except BaseExceptionGroup as errors:
             # A bug in the engine or a fetcher: raise it in the consumer, which would wait forever.

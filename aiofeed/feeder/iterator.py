@@ -21,7 +21,6 @@ from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
-from aiofeed.runtime.threads import JOIN_S
 
 if TYPE_CHECKING:
     from aiofeed.devices.copier import AnyCopier
@@ -138,7 +137,6 @@ class Delivery:
         self._copier = copier
         self._transform = transform
         self._copy_thread: CopyThread | None = None
-        self._launched = False
         if copier is not None:
             self.queue = BatchQueue()
             self._copy_thread = CopyThread(
@@ -152,9 +150,8 @@ class Delivery:
         """
         if self._copier is not None:
             self._copier.wait_for_caller()
-        if self._copy_thread is not None and not self._launched:
-            self._launched = True
-            self._copy_thread.launch()
+        if self._copy_thread is not None:
+            self._copy_thread.start()
         self._producer.start()
 
     def take(self, item: ReadyBatch) -> Any:
@@ -195,7 +192,7 @@ class Delivery:
         """Wait for the threads to end without blocking the caller's event loop."""
         await self._producer.stopped()
         if self._copy_thread is not None:
-            await asyncio.to_thread(self._copy_thread.join, JOIN_S)
+            await self._copy_thread.stopped()
 
 
 class EpochObserver:

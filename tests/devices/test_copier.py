@@ -328,7 +328,7 @@ class TestErrors:
 
     def test_a_full_device_is_named(self):
         """An out-of-memory error is a failed copy that gives the number of bytes."""
-        with pytest.raises(DeviceCopyError, match=r"OutOfMemoryError.*4096 bytes asked for") as caught:
+        with pytest.raises(DeviceCopyError, match=r"OutOfMemoryError.*4096 bytes requested") as caught:
             Copier(SimulatedDevice(memory_bytes=1024)).issue(torch.zeros(1024))
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 

@@ -12,7 +12,7 @@ import numpy as np
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
-from aiofeed.devices.backend import poll
+from aiofeed.devices.backend import is_complete, poll
 from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
@@ -148,13 +148,9 @@ class DeviceWindows:
 
     def _at_most_queued(self, windows: int) -> bool:
         """Return whether queued work uses at most this number of windows."""
-        try:
-            while len(self._queued) > windows and all(event.query() for event in self._queued[0]):
-                self._queued.popleft()
-        except Exception as error:
-            raise DeviceCopyError(
-                f"{self._backend.name} failed in work queued before: {type(error).__name__}: {error}"
-            ) from error
+        name = self._backend.name
+        while len(self._queued) > windows and all(is_complete(event, name) for event in self._queued[0]):
+            self._queued.popleft()
         return len(self._queued) <= windows
 
     def _issue(self, batch_range: BatchRange) -> DeviceWindow:
