@@ -156,11 +156,7 @@ class DeviceBackend(Protocol):
 
 
 class TorchBackend:
-    """An accelerator that torch supports. Made by ``resolve_device``.
-
-    Args:
-        device: A device with an index, e.g. ``torch.device("cuda", 0)``.
-    """
+    """An accelerator that torch supports. Made by ``resolve_device``, which gives every device an index."""
 
     def __init__(self, device: torch.device) -> None:
         import torch

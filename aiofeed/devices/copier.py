@@ -57,7 +57,6 @@ class Copier:
     """Queues the copies of one device and hands batches to the consumer's stream. Has no thread and no queue.
 
     Args:
-        backend: The device.
         transform: Called with each batch on the device, on the side stream, e.g. to normalise images.
         output: Called by ``deliver`` with the batch and the consumer's stream; ``deliver`` returns its result.
     """
@@ -209,10 +208,7 @@ class StaticOutput:
     memory per batch. A ring of buffers would save that copy but need one captured graph per buffer.
 
     The tensors are written on the stream of this ``deliver``, after all work queued so far on the stream of the
-    previous ``deliver``, which uses the previous batch.
-
-    Args:
-        backend: The device. The tensors are created with the first batch and kept as long as this object.
+    previous ``deliver``, which uses the previous batch. They are created with the first batch.
     """
 
     def __init__(self, backend: DeviceBackend) -> None:
@@ -269,10 +265,6 @@ class MultiDeviceCopier:
     """A ``Copier`` for several devices: returns each batch as a tuple with one part per device.
 
     It splits the batch on the host. A copy from one device to another would put a barrier on the streams of both.
-
-    Args:
-        group: The devices.
-        copiers: One per device.
     """
 
     def __init__(self, group: DeviceGroup, copiers: Sequence[Copier]) -> None:
@@ -330,19 +322,8 @@ def copier_for(
     transform: Transform | None = None,
     static_outputs: Sequence[StaticOutput] = (),
 ) -> AnyCopier:
-    """Return the copier of a device or of several devices.
-
-    Args:
-        backend: A result of ``resolve_devices``.
-        transform: Called with each batch, or each part of it, on the side stream of its device.
-        static_outputs: One per device; empty: each batch gets its own tensors.
-    """
+    """Return the copier of one or several devices. Without ``static_outputs`` each batch gets its own tensors."""
     backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
     outputs: Sequence[StaticOutput | None] = static_outputs or [None] * len(backends)
     copiers = [Copier(each, transform, output) for each, output in zip(backends, outputs, strict=True)]
     return MultiDeviceCopier(backend, copiers) if isinstance(backend, DeviceGroup) else copiers[0]
-
-
-def static_outputs_for(backend: DeviceBackend | DeviceGroup) -> tuple[StaticOutput, ...]:
-    """Return one ``StaticOutput`` per device; nothing is allocated yet."""
-    return tuple(StaticOutput(each) for each in (backend.backends if isinstance(backend, DeviceGroup) else (backend,)))

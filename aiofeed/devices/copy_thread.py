@@ -50,7 +50,6 @@ class CopyThread(BoundedThread):
     """Moves items from one queue to another and copies batches to the device on the way.
 
     Args:
-        copier: Issues the copies.
         incoming: Finished batches in host memory.
         outgoing: Batches whose copies are queued.
         room: Batches that may be on the device before the consumer takes one.

@@ -54,9 +54,7 @@ class FeederConfig:
     """The checked arguments of a feeder.
 
     Args:
-        length: Length of the source.
         engines: Number of worker processes; 0: threads of this process.
-        user_limits: The limits that the user specified.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
     """
 
@@ -101,10 +99,11 @@ def complete_config(
 
 def with_static_outputs(config: FeederConfig) -> FeederConfig:
     """Return the configuration with new static outputs; their tensors are created with the first batch."""
-    from aiofeed.devices.copier import static_outputs_for
+    from aiofeed.devices.copier import StaticOutput
 
     backend = config.backend or CpuBackend()
-    return replace(config, backend=backend, static_outputs=static_outputs_for(backend))
+    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
+    return replace(config, backend=backend, static_outputs=tuple(map(StaticOutput, backends)))
 
 
 def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
@@ -352,12 +351,7 @@ def _check_cache_on_device(config: FeederConfig, codec: SampleCodec, static_batc
 
 
 def refuse_foreign_arguments(unknown: Mapping[str, object], *, known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an argument that ``Feeder`` does not have; the message names the alternative.
-
-    Args:
-        unknown: The unknown arguments by name.
-        known: Names of the arguments of ``Feeder``.
-    """
+    """Raise ``TypeError`` for an argument that ``Feeder`` does not have; the message names the alternative."""
     for name, value in unknown.items():
         if name in _LEAVE_OUT and value == _LEAVE_OUT[name]:
             raise TypeError(

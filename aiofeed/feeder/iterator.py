@@ -18,7 +18,6 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
 from aiofeed.devices.copy_thread import CopyThread
-from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
 
@@ -71,12 +70,7 @@ class Producer(Protocol):
 
 
 class LoopProducer:
-    """A producer whose batches come from an event loop thread.
-
-    Args:
-        loop_thread: The event loop thread.
-        queue: Receives the batches.
-    """
+    """A producer whose batches come from an event loop thread."""
 
     def __init__(self, loop_thread: EventLoopThread, queue: BatchQueue[QueueItem]) -> None:
         self.loop_thread = loop_thread
@@ -104,10 +98,7 @@ class LoopProducer:
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
-        if self.loop_thread.join(timeout_s):
-            return True
-        threads.unregister(self.loop_thread)
-        return False
+        return self.loop_thread.join(timeout_s)
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""
@@ -183,10 +174,9 @@ class Delivery:
         """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
         deadline = time.monotonic() + timeout_s
         ended = self._producer.join(timeout_s)
-        if self._copy_thread is None or self._copy_thread.join(max(0.0, deadline - time.monotonic())):
-            return ended
-        threads.unregister(self._copy_thread)
-        return False
+        if self._copy_thread is not None:
+            ended = self._copy_thread.join(max(0.0, deadline - time.monotonic())) and ended
+        return ended
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""
@@ -196,11 +186,7 @@ class Delivery:
 
 
 class EpochObserver:
-    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch.
-
-    Args:
-        delivery: The iterator's.
-    """
+    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery

@@ -11,6 +11,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aiofeed.core.errors import as_exception
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
@@ -38,9 +40,7 @@ log = logging.getLogger("aiofeed.feeder")
 class StreamingPipeline(LoopProducer):
     """The threads that read, decode and collate, and their memory. One epoch after another runs on them.
 
-    Args:
-        config: The feeder's configuration.
-        after: The previous pipeline of the feeder. The source is opened again after that one has ended.
+    The source is opened after the previous pipeline of the feeder, ``after``, has ended.
     """
 
     def __init__(self, config: FeederConfig, after: StreamingPipeline | None = None) -> None:
@@ -230,6 +230,4 @@ def _bytes_per_sample(config: FeederConfig) -> float:
     row = getattr(config.decode, "row", None)
     if row is None:
         return 0.0
-    import numpy as np
-
     return float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)

@@ -183,14 +183,7 @@ class ThreadPull(BoundedThread):
 
 
 class LoopPull(LoopProducer):
-    """A producer that iterates an async iterable on an event loop of its own, a bounded number of batches ahead.
-
-    Args:
-        batches: Iterated by one task.
-        queue: Receives the batches.
-        room: Maximum number of batches in the queue.
-        memory: Pinned memory to which tensors are copied; ``None``: tensors stay where they are.
-    """
+    """A producer that iterates an async iterable in a task of its own event loop; otherwise like ``ThreadPull``."""
 
     def __init__(
         self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None

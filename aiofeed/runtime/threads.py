@@ -36,10 +36,6 @@ class DaemonThread:
 
     ``threading.Thread`` does not allow that before Python 3.13: after an interrupted ``join`` it counts as ended, and
     after an interrupted ``start`` as not started.
-
-    Args:
-        target: Called in the thread.
-        name: Shown by debuggers.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -103,11 +99,9 @@ class DaemonThread:
 
 
 class BoundedThread:
-    """A thread that handles batches as long as there is room for them and its owner exists. A subclass has ``_main``.
+    """A thread that handles batches as long as there is room for them and its owner exists; ``_main`` runs in it.
 
-    Args:
-        name: Shown by debuggers.
-        room: Number of batches that it may handle before the consumer takes one.
+    It may handle ``room`` batches before the consumer takes one.
     """
 
     def __init__(self, name: str, room: int) -> None:
@@ -137,8 +131,11 @@ class BoundedThread:
         self._room.put(False)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for the thread to end; return whether it has ended."""
-        return self._thread.join(timeout_s)
+        """Wait up to ``timeout_s`` for the thread; return whether it has ended. If not, the exit does not wait."""
+        if self._thread.join(timeout_s):
+            return True
+        unregister(self)
+        return False
 
     async def stopped(self) -> None:
         """Wait for the thread to end without blocking the caller's event loop."""

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -58,6 +59,7 @@ class SimulatedStream:
         return f"<stream {self.name}, {len(self.queue)} queued>"
 
 
+@dataclass(slots=True, eq=False)
 class Queued:
     """One operation of a stream.
 
@@ -67,20 +69,15 @@ class Queued:
         delay: number of times that the schedule skips the operation before it runs.
     """
 
-    __slots__ = ("after", "delay", "run")
-
-    def __init__(self, run: Callable[[], object] | None, after: SimulatedEvent | None = None, delay: int = 0) -> None:
-        self.run = run
-        self.after = after
-        self.delay = delay
+    run: Callable[[], object] | None
+    after: SimulatedEvent | None = None
+    delay: int = 0
 
 
 class StreamSchedule:
     """The streams of a device; runs some of their operations at each call of the host.
 
-    Args:
-        seed: seeds the random order.
-        latency: see ``SimulatedDevice``.
+    Arguments as for ``SimulatedDevice``.
     """
 
     def __init__(self, seed: int, latency: Latency) -> None:
