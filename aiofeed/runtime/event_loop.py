@@ -179,7 +179,10 @@ class EventLoopThread:
             self.call(self._stop_signal.set)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for all threads; return whether they have ended. If not, the exit does not wait."""
+        """Wait up to ``timeout_s`` for all threads; return whether they have ended.
+
+        After a timeout the interpreter's exit does not wait for them.
+        """
         if self.inherited or self._thread.current:
             return True
         deadline = time.monotonic() + timeout_s

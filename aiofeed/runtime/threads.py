@@ -131,7 +131,10 @@ class BoundedThread:
         self._room.put(False)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for the thread; return whether it has ended. If not, the exit does not wait."""
+        """Wait up to ``timeout_s`` for the thread; return whether it has ended.
+
+        After a timeout the interpreter's exit does not wait for it.
+        """
         if self._thread.join(timeout_s):
             return True
         unregister(self)
