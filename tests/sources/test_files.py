@@ -186,7 +186,7 @@ def test_pandas_targets_are_indexed_by_position(tmp_path: Path, index: tuple[int
     [(data, labels)] = Feeder(Files(paths, column), decode=lambda data: data[0], batch_size=3)
     assert data.tolist() == [0, 1, 2]
     assert labels.tolist() == [0, 10, 20]
-    with pytest.raises(TypeError, match=r"asked by its index.*aiofeed.Files"):
+    with pytest.raises(TypeError, match=r"is indexed by its index.*aiofeed.Files"):
         Feeder(column, batch_size=3)
 
 
@@ -267,7 +267,7 @@ def test_datasets_that_resemble_refused_objects_are_accepted(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_dict_of_columns_is_refused(kind: Any) -> None:
     """It has no samples 0, 1, ...; the error has its keys."""
-    with pytest.raises(TypeError, match=r"asked for samples 0, 1.*has the keys \['x', 'y'\]"):
+    with pytest.raises(TypeError, match=r"asks a source for samples 0, 1.*has the keys \['x', 'y'\]"):
         Feeder(kind(x=torch.zeros(3), y=torch.zeros(3)), batch_size=1)
 
 
