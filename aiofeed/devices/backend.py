@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -39,6 +39,22 @@ class Event(Protocol):
         ...
 
 
+class AllEvents:
+    """An event that is complete when several events are; without events, always."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        """Return whether all events are complete."""
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        """Block until all events are complete."""
+        for event in self._events:
+            event.synchronize()
+
+
 def poll_pauses() -> Iterator[float]:
     """Yield the pauses between polls of an event, in seconds: 20 us, doubled each time up to 1 ms."""
     pause_s = 20e-6
@@ -64,6 +80,18 @@ def poll(ready: Callable[[], bool]) -> tuple[float, float] | None:
         if ready():
             break
     return began, time.perf_counter()
+
+
+def is_complete(event: Event, device: str) -> bool:
+    """Return whether an event is complete; ``device`` is the name for the error.
+
+    Raises:
+        DeviceCopyError: Work that was queued before the event has failed.
+    """
+    try:
+        return event.query()
+    except Exception as error:
+        raise DeviceCopyError(f"{device} failed in work queued before: {type(error).__name__}: {error}") from error
 
 
 @runtime_checkable
@@ -128,11 +156,7 @@ class DeviceBackend(Protocol):
 
 
 class TorchBackend:
-    """An accelerator that torch supports. Made by ``resolve_device``.
-
-    Args:
-        device: A device with an index, e.g. ``torch.device("cuda", 0)``.
-    """
+    """An accelerator that torch supports. Made by ``resolve_device``, which gives every device an index."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -287,17 +311,6 @@ def _set_device_index(index: int) -> None:
     (getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx)(index)
 
 
-class _CompletedEvent:
-    """An event that is always complete: no work is ever queued on the host."""
-
-    def query(self) -> bool:
-        """Return True."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
 class CpuBackend:
     """The host as a device: copies run at once, there are no streams, and memory is pageable."""
 
@@ -331,9 +344,9 @@ class CpuBackend:
         """Return a copy, always, because the source memory is reused. Keeps the strides of dense tensors."""
         return tensor.clone()
 
-    def record(self, stream: object, /) -> _CompletedEvent:
-        """Return a completed event."""
-        return _CompletedEvent()
+    def record(self, stream: object, /) -> AllEvents:
+        """Return a completed event: no work is ever queued on the host."""
+        return AllEvents(())
 
     def wait(self, stream: object, event: object, /) -> None:
         """Do nothing: there is no queued work."""

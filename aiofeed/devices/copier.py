@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.core.types import DeferredTensor, HostTensor, Transform
+from aiofeed.devices.backend import AllEvents
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.devices.split import split
 from aiofeed.runtime.tensors import is_tensor, restore_layout
@@ -56,7 +57,6 @@ class Copier:
     """Queues the copies of one device and hands batches to the consumer's stream. Has no thread and no queue.
 
     Args:
-        backend: The device.
         transform: Called with each batch on the device, on the side stream, e.g. to normalise images.
         output: Called by ``deliver`` with the batch and the consumer's stream; ``deliver`` returns its result.
     """
@@ -208,10 +208,7 @@ class StaticOutput:
     memory per batch. A ring of buffers would save that copy but need one captured graph per buffer.
 
     The tensors are written on the stream of this ``deliver``, after all work queued so far on the stream of the
-    previous ``deliver``, which uses the previous batch.
-
-    Args:
-        backend: The device. The tensors are created with the first batch and kept as long as this object.
+    previous ``deliver``, which uses the previous batch. They are created with the first batch.
     """
 
     def __init__(self, backend: DeviceBackend) -> None:
@@ -248,7 +245,7 @@ class StaticOutput:
     def _tensors_for(self, batch: Any, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
-        layout = repr(map_leaves(_LeafFormat, batch))
+        layout = repr(map_leaves(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "...", batch))
         if self._tensors is None:
             if any(leaf.layout is not torch.strided for leaf in found):
                 raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self._backend.name}: {layout}")
@@ -264,41 +261,10 @@ class StaticOutput:
         return self._tensors
 
 
-class _LeafFormat:
-    """Formats a leaf for an error message: dtype and shape of a tensor."""
-
-    def __init__(self, leaf: Any) -> None:
-        self._leaf = leaf
-
-    def __repr__(self) -> str:
-        leaf = self._leaf
-        return f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "..."
-
-
-class _AllEvents:
-    """An event that is complete when several events are."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
-
-    def query(self) -> bool:
-        """Return whether all events are complete."""
-        return all(event.query() for event in self._events)
-
-    def synchronize(self) -> None:
-        """Block until all events are complete."""
-        for event in self._events:
-            event.synchronize()
-
-
 class MultiDeviceCopier:
     """A ``Copier`` for several devices: returns each batch as a tuple with one part per device.
 
     It splits the batch on the host. A copy from one device to another would put a barrier on the streams of both.
-
-    Args:
-        group: The devices.
-        copiers: One per device.
     """
 
     def __init__(self, group: DeviceGroup, copiers: Sequence[Copier]) -> None:
@@ -331,7 +297,7 @@ class MultiDeviceCopier:
                 copier.wait_for_copies()
             raise
         return PendingCopy(
-            tuple(issued), _AllEvents([part.copied for part in issued]), _AllEvents([part.ready for part in issued])
+            tuple(issued), AllEvents([part.copied for part in issued]), AllEvents([part.ready for part in issued])
         )
 
     def deliver(self, pending: PendingCopy) -> tuple[Any, ...]:
@@ -340,7 +306,7 @@ class MultiDeviceCopier:
 
     def last_use_event(self) -> Event:
         """Return an event after all work queued so far on each device's stream of the last ``deliver``."""
-        return _AllEvents([copier.last_use_event() for copier in self._copiers])
+        return AllEvents([copier.last_use_event() for copier in self._copiers])
 
     def release(self) -> None:
         """Drop the host tensors whose copies are complete. Not thread-safe."""
@@ -356,19 +322,8 @@ def copier_for(
     transform: Transform | None = None,
     static_outputs: Sequence[StaticOutput] = (),
 ) -> AnyCopier:
-    """Return the copier of a device or of several devices.
-
-    Args:
-        backend: A result of ``resolve_devices``.
-        transform: Called with each batch, or each part of it, on the side stream of its device.
-        static_outputs: One per device; empty: each batch gets its own tensors.
-    """
+    """Return the copier of one or several devices. Without ``static_outputs`` each batch gets its own tensors."""
     backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
     outputs: Sequence[StaticOutput | None] = static_outputs or [None] * len(backends)
     copiers = [Copier(each, transform, output) for each, output in zip(backends, outputs, strict=True)]
     return MultiDeviceCopier(backend, copiers) if isinstance(backend, DeviceGroup) else copiers[0]
-
-
-def static_outputs_for(backend: DeviceBackend | DeviceGroup) -> tuple[StaticOutput, ...]:
-    """Return one ``StaticOutput`` per device; nothing is allocated yet."""
-    return tuple(StaticOutput(each) for each in (backend.backends if isinstance(backend, DeviceGroup) else (backend,)))

@@ -15,21 +15,18 @@ either, because a device allocation or a ``transform`` can block.
 from __future__ import annotations
 
 import logging
-import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
-from aiofeed.devices.backend import poll
-from aiofeed.runtime import threads
+from aiofeed.devices.backend import is_complete, poll
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
-from aiofeed.runtime.threads import DaemonThread
+from aiofeed.runtime.threads import BoundedThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
@@ -49,11 +46,10 @@ QUEUED_BATCHES = 4
 _OWNER_POLL_S = 0.1
 
 
-class CopyThread:
+class CopyThread(BoundedThread):
     """Moves items from one queue to another and copies batches to the device on the way.
 
     Args:
-        copier: Issues the copies.
         incoming: Finished batches in host memory.
         outgoing: Batches whose copies are queued.
         room: Batches that may be on the device before the consumer takes one.
@@ -70,28 +66,16 @@ class CopyThread:
         room: int,
         issued: Callable[[ReadyBatch], object],
     ) -> None:
-        self.pid = os.getpid()
+        super().__init__("aiofeed-copy", room)
         self._copier = copier
         self._incoming = incoming
         self._outgoing = outgoing
         self._issued = issued
-        self._stopped = False
-        self._owner: weakref.ref[object] | None = None
         # One event per taken batch, recorded after the work queued before the take; until it is complete. The consumer
         # appends.
         self._queued: deque[Event] = deque()
         self._device_wait: tuple[float, float] | None = None
-        # One True per batch that may be copied. Any other item ends the thread.
-        self._room: SimpleQueue[object] = SimpleQueue()
-        for _ in range(room):
-            self._room.put(True)
         self._copying: deque[tuple[Event, BufferLease | None]] = deque()
-        self._thread = DaemonThread(self._main, "aiofeed-copy")
-
-    def launch(self) -> None:
-        """Start the thread. It is stopped at interpreter exit."""
-        threads.register(self)
-        self._thread.start()
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch and make the caller's current stream wait for its copy. Never blocks.
@@ -109,22 +93,12 @@ class CopyThread:
             self._room.put(True)
         return batch
 
-    def watch(self, owner: object) -> None:
-        """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
-        # The callback is a C function: the collector runs no Python code.
-        self._owner = weakref.ref(owner, self._room.put)
-
     def stop(self) -> None:
         """Tell the thread to end. Never blocks."""
-        self._stopped = True
-        self._room.put(False)
+        super().stop()
         self._incoming.put(Stopped())
         if not self._thread.is_alive():
             drop_batches(self._outgoing)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for the thread to end; return whether it has ended."""
-        return self._thread.join(timeout_s)
 
     def _main(self) -> None:
         try:
@@ -135,7 +109,7 @@ class CopyThread:
             self._outgoing.put(FeedFailure(_as_copy_error(error)))
         finally:
             self._finish_copies()
-            if self._unwanted:
+            if self._unwanted():
                 # A feeder may keep these queues for long after an iteration was left.
                 drop_batches(self._incoming)
                 drop_batches(self._outgoing)
@@ -151,20 +125,15 @@ class CopyThread:
     def _wait_for_room(self) -> bool:
         return self._get(self._room.get_nowait, self._room.get) is True
 
-    @property
-    def _unwanted(self) -> bool:
-        """Whether the thread was stopped or its owner was dropped."""
-        return self._stopped or (self._owner is not None and self._owner() is None)
-
     def _wait_for_device(self) -> bool:
         """Wait until few enough taken batches are in use on the device; return False if no batch is wanted any more."""
         self._device_wait = poll(self._may_copy)
-        return not self._unwanted
+        return not self._unwanted()
 
     def _may_copy(self) -> bool:
         # Slots still free in `_room` belong to batches not copied yet; do not count them.
         while len(self._queued) - self._room.qsize() >= QUEUED_BATCHES:
-            if self._unwanted or self._end_is_next():
+            if self._unwanted() or self._end_is_next():
                 return True
             if not self._oldest_complete():
                 if self._copying and self._copying[0][0].query():
@@ -174,12 +143,7 @@ class CopyThread:
 
     def _oldest_complete(self) -> bool:
         """Remove the event of the oldest take if it is complete; return whether it is."""
-        try:
-            complete = self._queued[0].query()
-        except Exception as error:
-            raise DeviceCopyError(
-                f"{self._copier.backend.name} failed in work queued before: {type(error).__name__}: {error}"
-            ) from error
+        complete = is_complete(self._queued[0], self._copier.backend.name)
         if complete:
             self._queued.popleft()
         return complete
@@ -222,7 +186,7 @@ class CopyThread:
         return True
 
     def _wait_for_item(self) -> QueueItem:
-        while not self._unwanted:
+        while not self._unwanted():
             try:
                 return self._incoming.get(_OWNER_POLL_S)
             except Empty:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,9 @@ def register(device: torch.device, memory: NDArray[np.uint8]) -> None:
         cudart = module.cudart()
         status = cudart.cudaHostRegister(memory.__array_interface__["data"][0], memory.nbytes, 0)
         if status != cudart.cudaError.success:
-            _clear_error(device)
+            # Clear the thread's last error; otherwise CUDA would raise it at the user's next kernel.
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)
         module.check_error(status)
 
 
@@ -89,13 +91,3 @@ def unregister(device: torch.device, memory: NDArray[np.uint8]) -> None:
     module: Any = torch.cuda
     with allocating(device):
         module.check_error(module.cudart().cudaHostUnregister(memory.__array_interface__["data"][0]))
-
-
-def _clear_error(device: torch.device) -> None:
-    """Clear the calling thread's last CUDA error; otherwise CUDA would raise it at the user's next kernel."""
-    import torch
-
-    try:
-        torch.ones(1, device=device)
-    except RuntimeError:
-        pass

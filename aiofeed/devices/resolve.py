@@ -20,11 +20,7 @@ _ALTERNATIVES = 'device=None gives host tensors, device="auto" uses the accelera
 
 
 class DeviceGroup:
-    """Several devices that share each batch.
-
-    Args:
-        backends: The devices, in the order of a batch's parts.
-    """
+    """Several devices that share each batch, in the order of its parts."""
 
     def __init__(self, backends: Sequence[DeviceBackend]) -> None:
         self.backends = tuple(backends)
@@ -161,12 +157,7 @@ def _same(one: DeviceBackend, other: DeviceBackend) -> bool:
 
 
 def explain_missing_device(wanted: str | None, kind: str | None) -> str:
-    """Return the reason why there is no such device, and the alternatives.
-
-    Args:
-        wanted: Type of the requested device, e.g. "cuda"; ``None`` for any accelerator.
-        kind: Type of the accelerator that torch sees; ``None`` if it sees none.
-    """
+    """Return why there is no ``wanted`` device (``None``: any), and the alternatives; torch sees type ``kind``."""
     import torch
 
     if kind is not None:

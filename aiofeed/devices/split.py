@@ -19,10 +19,6 @@ def split(batch: Any, parts: int) -> list[Any]:
     leaves, including tensors without dimensions, are repeated in every part. In a list of lists of length N, the inner
     lists are split.
 
-    Args:
-        batch: A pytree of ``HostTensor``, tensors and other leaves.
-        parts: The number of parts.
-
     Raises:
         ValueError: Tensors differ in size along dimension 0.
     """

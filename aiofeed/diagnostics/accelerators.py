@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.resolve import resolve_device
@@ -21,11 +22,7 @@ MEASURE_S = 0.1
 
 
 def find_accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
-    """Every accelerator that torch sees.
-
-    Args:
-        measure: measure the copy rates of each, which takes about 0.3 s and 64 MiB of its memory.
-    """
+    """Every accelerator that torch sees. To ``measure`` copy rates takes about 0.3 s and 64 MiB of memory of each."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -47,26 +44,26 @@ def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
     # torch.cuda, torch.xpu, ... have some of these functions, and torch.accelerator has some for all devices.
     module: Any = getattr(torch, device.type, None)
     common: Any = torch.accelerator
-    free, total = _call(module, "mem_get_info", device) or _call(common, "get_memory_info", device) or (None, None)
+
+    def ask(name: str) -> Any:
+        functions = [function for each in (module, common) if (function := getattr(each, name, None)) is not None]
+        values = (_attempt(partial(function, device)) for function in functions)
+        return next((value for value in values if value is not None), None)
+
+    free, total = ask("mem_get_info") or ask("get_memory_info") or (None, None)
     return AcceleratorReport(
         device=backend.name,
-        name=_call(module, "get_device_name", device) or device.type,
+        name=ask("get_device_name") or device.type,
         total_bytes=total,
         free_bytes=free,
-        allocated_bytes=_call_either(module, common, "memory_allocated", device),
-        reserved_bytes=_call_either(module, common, "memory_reserved", device),
+        allocated_bytes=ask("memory_allocated"),
+        reserved_bytes=ask("memory_reserved"),
         own_stream=device.type != "mps",
     )
 
 
 def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
-    """``report`` with the rates of pinned and pageable copies.
-
-    Args:
-        report: describes the same device.
-        backend: the device.
-        nbytes: size of one copy.
-    """
+    """The report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
     pageable = _attempt(lambda: copy_rate(backend, np.ones(nbytes, np.uint8), MEASURE_S))
@@ -81,16 +78,6 @@ def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: in
     return replace(report, pinned_bytes_per_s=pinned, pageable_bytes_per_s=pageable, pin_error=pin_error)
 
 
-def _call(module: Any, name: str, device: Any) -> Any:
-    function = getattr(module, name, None)
-    return None if function is None else _attempt(lambda: function(device))
-
-
-def _call_either(module: Any, common: Any, name: str, device: Any) -> Any:
-    value = _call(module, name, device)
-    return _call(common, name, device) if value is None else value
-
-
 def _attempt(function: Callable[[], Any]) -> Any:
     try:
         return function()
@@ -99,12 +86,9 @@ def _attempt(function: Callable[[], Any]) -> Any:
 
 
 def copy_rate(backend: DeviceBackend, memory: NDArray[np.uint8], seconds: float) -> float:
-    """Bytes per second of copies from ``memory`` on the side stream.
+    """Bytes per second of copies from host memory on the side stream, measured for a number of seconds.
 
-    Args:
-        backend: the device.
-        memory: host memory, pinned or not.
-        seconds: duration of the measurement; makes at least three copies, the first of which is not counted.
+    At least three copies are made; the first is not counted.
     """
     import torch
 

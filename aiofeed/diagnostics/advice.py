@@ -19,13 +19,7 @@ SLOW_COPIES = 6e9
 
 
 def advise(accelerators: Sequence[AcceleratorReport], absent: str | None, environment: Environment) -> tuple[str, ...]:
-    """One line for each problem.
-
-    Args:
-        accelerators: the accelerators that torch sees.
-        absent: why torch sees none.
-        environment: packages, cores, memory, limits.
-    """
+    """One line for each problem; ``absent`` tells why torch sees no accelerators."""
     lines: list[str] = []
     if not accelerators and absent is not None:
         lines += _on_missing_accelerator(absent, environment)

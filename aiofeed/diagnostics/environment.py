@@ -32,10 +32,14 @@ def inspect_environment() -> Environment:
     pillow = _pillow()
     files = _nvidia_files()
     untyped: Any = torch.cuda
+    if torch.version.cuda is not None:
+        built = f"CUDA {torch.version.cuda}"
+    else:
+        built = "built without CUDA" if torch.version.hip is None else f"ROCm {torch.version.hip}"
     return Environment(
         aiofeed=_version(("aiofeed",)),
         python=f"Python {platform.python_version()}, {sys.platform} {platform.machine()}",
-        torch=f"{torch.__version__}, {_built_for()}",
+        torch=f"{torch.__version__}, {built}",
         torch_threads=torch.get_num_threads(),
         pillow=pillow,
         # Pillow-SIMD's versions are Pillow's followed by ".post" and a number.
@@ -59,16 +63,6 @@ def inspect_environment() -> Environment:
         nvidia_refused=tuple(str(path) for path in files if not os.access(path, os.R_OK | os.W_OK)),
         forked=bool(untyped._is_in_bad_fork()),
     )
-
-
-def _built_for() -> str:
-    import torch
-
-    if torch.version.cuda is not None:
-        return f"CUDA {torch.version.cuda}"
-    if torch.version.hip is not None:
-        return f"ROCm {torch.version.hip}"
-    return "built without CUDA"
 
 
 def _pillow() -> str | None:

@@ -8,6 +8,7 @@ of the remaining or replaced samples with ``Batch.failures``, or ``Batch.error``
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -31,7 +32,6 @@ from aiofeed.runtime.time_limits import (
     JobControl,
     JobDeadline,
     JobStuckError,
-    StopFlag,
     run_with_sample_timeout,
 )
 
@@ -68,7 +68,7 @@ class DecodeStage:
         memory: BufferPool,
         executor: ThreadPool,
         policy: FailurePolicy,
-        stop: StopFlag,
+        stop: threading.Event,
         read_slot: Callable[[], AbstractAsyncContextManager[None]],
         tuner: ThreadTuner | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class DecodeStage:
         outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
         if deadline is not None and not deadline.finish():
             raise AbandonedError
-        if self._record(batch, outcome) and not batch.errors and not self._stop.stopped:
+        if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():
             self._finish(batch, outcome)
         if timer is not None:
             decoded = builder.nbytes * samples // len(batch.plan.indices)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,10 +39,9 @@ from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.buffers import BufferPool
-from aiofeed.runtime.cancellation import TaskScope, is_cancelled
+from aiofeed.runtime.cancellation import is_cancelled, task_scope
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, Step
 
 log = logging.getLogger("aiofeed.engine")
@@ -103,7 +103,7 @@ class Engine:
         self._length = length
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
-        self._stop = StopFlag()
+        self._stop = threading.Event()
         self._decode_stage = DecodeStage(
             fetcher=fetcher,
             new_builder=new_builder,
@@ -125,7 +125,7 @@ class Engine:
         """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                with TaskScope():
+                with task_scope():
                     await self._plan()
         except BaseExceptionGroup as errors:
             # A bug in the engine or a fetcher: raise it in the consumer, which would wait forever.
@@ -133,7 +133,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a sampler or source failed: raise its error in the consumer
             self._deliver_failure(error)
         finally:
-            self._stop.stopped = True
+            self._stop.set()
             self._buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
 
     def _deliver_failure(

@@ -16,7 +16,6 @@ from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
-from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import ReadyBatch
@@ -89,23 +88,24 @@ class AttachedFeed:
         self._epoch: _ServedEpoch | None = None
         self._delivery: Delivery | None = None
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
-        self._server = _ServerStatus()
+        # The server's last status. The subscription refers to it, so that it need not refer to this object.
+        self._server = {"epoch": -1, "batches": 0}
 
     def _connect(self, wait_s: float) -> None:
         from aiofeed.processes.serving.connect import subscribe
 
-        backend, server = self._backend, _ServerStatus()
+        backend, server = self._backend, {"epoch": -1, "batches": 0}
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._subscription is not None and self._subscription.host_only
-        subscription, server.batches = subscribe(
+        subscription, server["batches"] = subscribe(
             self._path,
             wait_s,
             backend,
             memory=memory,
             wrap=as_tensors if backend is None else unchanged,
             executor=loop_thread.decode_pool,
-            on_epoch=server.epoch_began,
+            on_epoch=lambda epoch, batches: server.update(epoch=epoch, batches=batches),
             host_only=host_only,
         )
         subscription.host_only = host_only
@@ -125,12 +125,12 @@ class AttachedFeed:
 
     def __len__(self) -> int:
         """Return the batches per epoch for this consumer; in mode "shard" an estimate until an epoch has started."""
-        return self._server.batches
+        return self._server["batches"]
 
     @property
     def epoch(self) -> int:
         """The server's number of the current or last epoch; -1 before the first."""
-        return self._server.epoch
+        return self._server["epoch"]
 
     def __iter__(self) -> FeedIterator[Any]:
         """Take part in the next epoch; close the open iterator."""
@@ -208,23 +208,26 @@ class AttachedFeed:
 
     def close(self) -> None:
         """Disconnect and stop the threads; waits up to 5 s. Idempotent; the next ``iter()`` connects again."""
+        from aiofeed.processes.ipc.ring import release_unused
+
         delivery = self._delivery
         if (loop_thread := self._stop()) is None:
             return
         ended = loop_thread.join(JOIN_S) and (delivery is None or delivery.join(JOIN_S))
-        _release_unused()
+        release_unused()
         if not ended:
             log.warning("the threads of attach(%r) did not end within %.0f s", str(self._path), JOIN_S)
-            threads.unregister(loop_thread)
 
     async def aclose(self) -> None:
         """Like ``close``, without blocking the caller's event loop."""
+        from aiofeed.processes.ipc.ring import release_unused
+
         delivery = self._delivery
         if (loop_thread := self._stop()) is not None:
             await asyncio.wait([asyncio.wrap_future(loop_thread.finished)], timeout=JOIN_S)
             if delivery is not None:
                 await delivery.stopped()
-            _release_unused()
+            release_unused()
 
     def _stop(self) -> EventLoopThread | None:
         loop_thread, self._loop_thread = self._loop_thread, None
@@ -251,36 +254,26 @@ class AttachedFeed:
 
 
 class _ServedEpoch(LoopProducer):
-    """A producer of one epoch of the server's feeder, for one iterator. Its threads are those of the subscription.
-
-    Args:
-        loop_thread: Runs the subscription.
-        subscription: The connection to the server.
-    """
+    """A producer of one epoch of the server's feeder, for one iterator. Its threads are those of the subscription."""
 
     def __init__(self, loop_thread: EventLoopThread, subscription: Subscription) -> None:
         from aiofeed.processes.serving.receiver import EpochFeed
 
         self.feed = EpochFeed(room=PREFETCH_BATCHES)
         super().__init__(loop_thread, self.feed.queue)
-        self._subscription = subscription
+        self.subscription = subscription
 
     def start(self) -> None:
         """Subscribe to the epoch."""
-        self.loop_thread.call(self._subscription.begin, self.feed)
-
-    def handing_out(self) -> None:
-        """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
-        if not self.feed.started:
-            self.loop_thread.call(self._subscription.mark_started, self.feed)
+        self.loop_thread.call(self.subscription.begin, self.feed)
 
     def watch(self, owner: object) -> None:
         """End the subscription to the epoch when ``owner`` is dropped."""
-        self._subscription.iterators.watch(owner, self.feed)
+        self.subscription.iterators.watch(owner, self.feed)
 
     def stop(self) -> None:
         """End the subscription to the epoch. Never blocks."""
-        self.loop_thread.call(self._subscription.end, self.feed)
+        self.loop_thread.call(self.subscription.end, self.feed)
 
     def join(self, timeout_s: float) -> bool:
         """Return True: the epoch has no threads of its own."""
@@ -288,17 +281,6 @@ class _ServedEpoch(LoopProducer):
 
     async def stopped(self) -> None:
         """Return at once: the epoch has no threads of its own."""
-
-
-class _ServerStatus:
-    """The server's last status. The subscription refers to it, so that it need not refer to the ``AttachedFeed``."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self.epoch = -1
-
-    def epoch_began(self, epoch: int, batches: int) -> None:
-        self.epoch, self.batches = epoch, batches
 
 
 class _ServedObserver(EpochObserver):
@@ -310,11 +292,7 @@ class _ServedObserver(EpochObserver):
         self._epoch = epoch
 
     def handing_out(self, item: ReadyBatch) -> None:
-        self._epoch.handing_out()
-
-
-def _release_unused() -> None:
-    """Unregister shared memory whose last copy to the device has just ended."""
-    from aiofeed.processes.ipc.ring import release_unused
-
-    release_unused()
+        """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
+        epoch = self._epoch
+        if not epoch.feed.started:
+            epoch.loop_thread.call(epoch.subscription.mark_started, epoch.feed)

@@ -1,37 +1,52 @@
-"""The configuration of a feeder: its arguments, checked against each other."""
+"""The configuration of a feeder: its arguments, checked one by one and against each other.
+
+Each error says what was given and what to write instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+import difflib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
-from aiofeed.core.limits import Limits, ResolvedLimits
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform
-from aiofeed.core.validation import check_bool, check_callable
+from aiofeed.core.validation import check_bool, is_async_function
 from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.feeder.arguments import (
-    adopt_cache,
-    adopt_collate,
-    adopt_decoder,
-    an_engine,
-    check_static,
-    limits_for,
-)
-from aiofeed.sampling.schedule import fingerprint
-from aiofeed.sources.dataset import FromDataset
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.runtime import machine
+from aiofeed.sampling.schedule import Shuffle, fingerprint
+from aiofeed.sources.dataset import FromDataset, check_subset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
-    from aiofeed.cache.disk import DiskCache
-    from aiofeed.cache.host import HostCache
-    from aiofeed.cache.store import SampleStore as Cache
+    from aiofeed.cache.decoder_codec import SampleCodec
+    from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
-    from aiofeed.devices.resolve import Device
+
+_DATALOADER_ARGUMENTS: Mapping[str, str] = {
+    "num_workers": "reading and decoding run in threads, limited by Limits(decode_threads=...); "
+    'engine="process:{value}" uses that many worker processes; pass a thread-safe Dataset as '
+    "FromDataset(dataset, threads={value})",
+    "pin_memory": "memory is pinned if device= is an accelerator",
+    "pin_memory_device": "pass device=",
+    "prefetch_factor": "pass limits=Limits(prefetch_batches={value})",
+    "persistent_workers": "threads live as long as the feeder",
+    "worker_init_fn": "there are no worker processes; the decoder's `rng` gives each sample its own random numbers",
+    "multiprocessing_context": "there are no worker processes",
+    "batch_sampler": "pass sampler= and batch_size=",
+    "timeout": "pass on_error=FailurePolicy(read_timeout_s={value})",
+    "generator": "pass seed=",
+    "dataset": "it is the first argument",
+}
+# Values that request no workers or no limit, which is what a feeder does anyway.
+_LEAVE_OUT: Mapping[str, object] = {"num_workers": 0, "timeout": 0, "prefetch_factor": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,117 +56,179 @@ class FeederConfig:
     Args:
         engines: Number of worker processes; 0: threads of this process.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
-        user_limits: The limits that the user specified; ``None``: none of ``limits`` is tuned.
-        passable: Shares the memory of worker processes with a server's consumers.
     """
 
     source: Source[Any] | FromDataset | Tensors
+    length: int
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | None
     backend: DeviceBackend | DeviceGroup | None
     transform: Transform | None
+    policy: FailurePolicy
     limits: ResolvedLimits
-    in_order: bool = True
-    length: int = 0
-    policy: FailurePolicy = field(default_factory=FailurePolicy)
-    engines: int = 0
+    user_limits: Limits
+    in_order: bool
+    engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
-    cache: Cache | None = None
-    user_limits: Limits | None = None
+    cache: SampleStore | None = None
 
 
-def new_config(
-    source: Source[Any] | FromDataset | Tensors,
-    *,
-    length: int,
-    decode: Callable[..., Any] | None,
-    batch_size: int,
-    drop_last: bool,
-    sampled: bool,
-    collate_fn: Collate | None,
-    device: Device | Sequence[Device],
-    transform: Transform | None,
-    on_error: Action | FailurePolicy,
-    cache: Literal["host", "device"] | HostCache | DiskCache | None,
-    limits: Limits | None,
-    in_order: bool,
-    engine: str,
-    static_batches: bool,
+def complete_config(
+    config: FeederConfig, *, cache: object, static_batches: bool, drop_last: bool, sampled: bool
 ) -> FeederConfig:
-    """Check the arguments of ``Feeder`` and return its configuration. ``source`` is a result of ``adopt_source``.
+    """Check arguments of ``Feeder`` against each other; return the configuration with its cache and static outputs.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range, or two exclude each other.
     """
     static_batches = check_bool("static_batches", static_batches)
-    config = FeederConfig(
-        source=source,
-        decode=adopt_decoder(source, decode),
-        batch_size=batch_size,
-        collate_fn=adopt_collate(source, collate_fn),
-        backend=resolve_devices(device),
-        transform=check_callable("transform", transform),
-        limits=limits_for(limits, batch_size, source, an_engine(engine)),
-        in_order=check_bool("in_order", in_order),
-        length=length,
-        policy=as_policy(on_error),
-        engines=an_engine(engine),
-        user_limits=limits or Limits(),
-    )
-    _check_picklable(config)
-    store = adopt_cache(
-        cache,
-        source,
-        config.decode,
-        engines=config.engines,
-        batch_size=batch_size,
-        backend=config.backend,
-        collate_fn=config.collate_fn,
-        static_batches=static_batches,
-        fingerprint=partial(fingerprint_of, source, length),
-    )
-    config = replace(config, cache=store)
+    if isinstance(config.source, Tensors):
+        _check_tensors(config, cache, static_batches)
+    if config.engines:
+        from aiofeed.processes.workers import spawn
+
+        spawn.check_picklable(source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+    if cache is not None:
+        config = replace(config, cache=_new_store(cache, config, static_batches))
     if static_batches:
-        known_length = None if sampled else length
-        check_static(drop_last=drop_last, length=known_length, batch_size=batch_size, policy=config.policy)
+        _check_static(config, drop_last=drop_last, sampled=sampled)
         config = with_static_outputs(config)
-    _check_resident(config)
     return config
 
 
 def with_static_outputs(config: FeederConfig) -> FeederConfig:
     """Return the configuration with new static outputs; their tensors are created with the first batch."""
-    from aiofeed.devices.copier import static_outputs_for
+    from aiofeed.devices.copier import StaticOutput
 
     backend = config.backend or CpuBackend()
-    return replace(config, backend=backend, static_outputs=static_outputs_for(backend))
+    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
+    return replace(config, backend=backend, static_outputs=tuple(map(StaticOutput, backends)))
 
 
-def _check_resident(config: FeederConfig) -> None:
-    """Raise ``ValueError`` if an option excludes ``Tensors``."""
-    if not isinstance(config.source, Tensors):
-        return
-    if isinstance(config.backend, DeviceGroup):
-        raise ValueError(
-            "the data of Tensors are on one device: for several devices create one feeder for each, with "
-            "shard=(rank, world_size)"
+def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
+    """Return the source itself, or ``FromDataset`` of a torch ``Dataset``."""
+    if isinstance(source, FromDataset | Tensors):
+        return source
+    if is_iterable_dataset(source):
+        FromDataset(source)  # raises an error that says what to do
+    if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
+        missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
+        if missing:
+            raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
+        return source  # type: ignore[no-any-return]
+    if isinstance(source, str | bytes):
+        raise TypeError(
+            f"a source is an object, got the string {source!r}; did you mean aiofeed.ImageFolder({source!r})?"
         )
-    if config.static_outputs:
-        raise ValueError(
-            "static_batches=True copies every batch, and batches of Tensors are views that need no copy: use copy_ to "
-            "copy them into tensors of your own if addresses must not change"
+    if isinstance(source, Mapping) and _has_names(source):
+        raise TypeError(
+            f"a feeder asks a source for samples 0, 1, ..., and this {type(source).__name__} has the keys "
+            f"{list(source)[:8]}: pass one of its values, or for a dict of tensors aiofeed.Tensors(*tensors.values())"
         )
-    if config.engines:
-        raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
+    if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
+        raise TypeError(
+            f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
+            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+        )
+    if is_map_dataset(source):
+        check_subset(source)
+        return FromDataset(source)
+    if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
+        raise TypeError(
+            "a DataLoader yields batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
+        )
+    raise TypeError(
+        f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
+    )
 
 
-def _check_picklable(config: FeederConfig) -> None:
-    """Raise ``TypeError`` if the configuration cannot be sent to worker processes."""
-    if config.engines:
-        from aiofeed.processes.workers import spawn
+def _has_names(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
+    return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
 
-        spawn.check_picklable(source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+
+def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
+    """Return the decoder, or ``None`` if the source returns decoded samples."""
+    if isinstance(source, Tensors):
+        if decode is not None:
+            raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= gets each batch")
+        return None
+    if isinstance(source, FromDataset):
+        if decode is None:
+            return None
+        items, instead = source.dataset, "decode in the dataset"
+        if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
+            instead = f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)"
+        raise TypeError(f"a Dataset's items are decoded, so decode= makes no sense: {instead}")
+    if decode is None:
+        raise TypeError(
+            f"{type(source).__name__} returns bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
+            f"or any callable bytes -> tensor (decode=lambda data: data keeps the result of read())"
+        )
+    if not callable(decode):
+        raise TypeError(f"decode must be callable, got {decode!r}")
+    if isinstance(decode, type):
+        raise TypeError(f"decode must be a decoder, got the class {decode.__name__}; pass an instance")
+    if is_async_function(decode):
+        raise TypeError(
+            f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: await in the "
+            f"source's `async read` instead"
+        )
+    return decode  # type: ignore[no-any-return]
+
+
+def an_engine(value: object) -> int:
+    """Return the number of worker processes that ``engine=`` requests; 0 for threads.
+
+    Raises:
+        TypeError, ValueError: The value is not "thread", "process" or of the form "process:4".
+    """
+    expected = 'expected "thread", "process", or "process:4" for four processes'
+    if not isinstance(value, str):
+        raise TypeError(f"engine must be a str, got {value!r}; {expected}")
+    kind, colon, number = value.partition(":")
+    if value == "thread":
+        return 0
+    if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+        raise ValueError(f"engine={value!r}: {expected}")
+    if not hasattr(socket, "send_fds"):
+        raise ValueError(f'engine={value!r} needs Unix sockets, which this system does not have; use engine="thread"')
+    return int(number) if colon else 1
+
+
+def a_shuffle(value: object) -> Shuffle:
+    """Return ``value`` if it is a valid ``shuffle``."""
+    if value is True or value is False or value == "keyed":
+        return value
+    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
+
+
+def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
+    """Return all limits as numbers for this machine and source.
+
+    Raises:
+        TypeError: ``limits`` is not a ``Limits``.
+        ValueError: A limit that processes share is smaller than their number.
+    """
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
+    if limits is not None and not isinstance(source, FromDataset):  # each process has its own copy of a Dataset
+        for name in ("read_concurrency", "decode_threads"):
+            given = getattr(limits, name)
+            if given is not None and given < engines:
+                raise ValueError(
+                    f'Limits({name}={given}) with engine="process:{engines}": the processes share the limit, and each '
+                    f'needs 1; use at least {engines}, or fewer processes, as engine="process:{given}"'
+                )
+    return resolve_limits(
+        limits or Limits(),
+        batch_size=batch_size,
+        cpus=machine.cpus(),
+        free_memory=machine.free_memory(),
+        most_threads=source.threads if isinstance(source, FromDataset) else None,
+        engines=engines,
+    )
 
 
 def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
@@ -161,3 +238,127 @@ def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> 
         return str(found)
     kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
     return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
+
+
+def _check_tensors(config: FeederConfig, cache: object, static_batches: bool) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if an option excludes ``Tensors``."""
+    if config.collate_fn is not None:
+        raise TypeError(
+            "batches of Tensors are views, not collated from samples, so collate_fn= makes no sense: pass transform=, "
+            "which gets each batch, or torch.utils.data.TensorDataset(...) as the source"
+        )
+    if cache is not None:
+        raise TypeError("cache= keeps samples in memory, and the data of Tensors are in memory already: leave it out")
+    if isinstance(config.backend, DeviceGroup):
+        raise ValueError(
+            "the data of Tensors are on one device: for several devices create one feeder for each, with "
+            "shard=(rank, world_size)"
+        )
+    if static_batches:
+        raise ValueError(
+            "static_batches=True copies every batch, and batches of Tensors are views that need no copy: use copy_ to "
+            "copy them into tensors of your own if addresses must not change"
+        )
+    if config.engines:
+        raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
+
+
+def _check_static(config: FeederConfig, *, drop_last: bool, sampled: bool) -> None:
+    """Raise ``ValueError`` if ``static_batches=True`` is impossible because batches may differ in size."""
+    if not drop_last and (sampled or config.length % config.batch_size):
+        samples = "a sampler's samples" if sampled else f"{config.length} samples"
+        raise ValueError(
+            f"static_batches=True needs batches of one size, and the last of {samples} by {config.batch_size} may be "
+            f"smaller: pass drop_last=True"
+        )
+    if config.policy.action == "skip":
+        raise ValueError(
+            "static_batches=True needs batches of one size, and on_error='skip' makes them smaller: pass "
+            "on_error='replace', or 'raise'"
+        )
+
+
+def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> SampleStore:
+    """Return an empty store for decoded samples.
+
+    Raises:
+        TypeError, ValueError: ``cache`` is not a cache, or the source or another argument excludes it.
+    """
+    from aiofeed.cache.device import DeviceStore
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.item_codec import new_codec
+    from aiofeed.cache.resident import HostRows
+
+    if cache == "host":
+        cache = HostCache()
+    if cache != "device" and not isinstance(cache, HostCache | DiskCache):
+        is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
+        raise TypeError(
+            f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
+            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
+        )
+    source, length, decode = config.source, config.length, config.decode
+    codec = new_codec(decode)
+    if cache == "device":
+        _check_cache_on_device(config, codec, static_batches)
+        if config.backend is None:
+            return HostRows(length, config.batch_size, machine.free_memory)
+        return DeviceStore(length, config.batch_size)
+    if isinstance(cache, DiskCache):
+        if decode is None:
+            assert isinstance(source, FromDataset)
+            named = source.fingerprint()
+            return DiskStore(length, cache, named or dataset_identity(source.dataset), compare=named is None)
+        return DiskStore(length, cache, fingerprint_of(source, length), identity(decode))
+    if config.engines:
+        raise ValueError(
+            'cache="host" is memory of this process, and engine="process" decodes in other processes: pass '
+            'cache=DiskCache(path), which they share, or engine="thread"'
+        )
+    assert isinstance(cache, HostCache)
+    return HostStore(length, cache, machine.free_memory)
+
+
+def _check_cache_on_device(config: FeederConfig, codec: SampleCodec, static_batches: bool) -> None:
+    """Raise ``ValueError`` if batches cannot be views of permuted rows."""
+    if codec.random:
+        raise ValueError(
+            f'cache="device" with decode={config.decode!r}: its random augmentation runs on the CPU, sample by sample, '
+            f'which is not possible for samples on the device. Use cache="host", or augment batches in transform='
+        )
+    if config.collate_fn is not None:
+        raise ValueError(
+            'cache="device" hands out views of permuted rows, which collate_fn= cannot make: leave it out and pass '
+            'transform=, which gets each batch, or use cache="host"'
+        )
+    if config.engines:
+        raise ValueError(
+            'cache="device" is memory of this process, and engine="process" decodes in other processes: pass '
+            'engine="thread", or cache=DiskCache(path), which they share'
+        )
+    if isinstance(config.backend, DeviceGroup):
+        raise ValueError(
+            'cache="device" keeps samples on one device: for several devices create a feeder for each, with '
+            'shard=(rank, world_size), or use cache="host"'
+        )
+    if static_batches:
+        raise ValueError(
+            'static_batches=True copies every batch, and with cache="device" batches are views that need no copy: use '
+            'copy_ to copy them into tensors of your own if addresses must not change, or use cache="host"'
+        )
+
+
+def refuse_foreign_arguments(unknown: Mapping[str, object], *, known: Iterable[str]) -> None:
+    """Raise ``TypeError`` for an argument that ``Feeder`` does not have; the message names the alternative."""
+    for name, value in unknown.items():
+        if name in _LEAVE_OUT and value == _LEAVE_OUT[name]:
+            raise TypeError(
+                f"Feeder has no argument {name!r} ({name}={value!r}): leave it out; reading and decoding run in threads"
+            )
+        if name in _DATALOADER_ARGUMENTS:
+            instead = _DATALOADER_ARGUMENTS[name].format(value=value)
+            raise TypeError(f"Feeder has no argument {name!r} ({name}={value!r}): {instead}")
+        near = difflib.get_close_matches(name, [*known, "batch_size"], n=1)
+        raise TypeError(f"Feeder has no argument {name!r}" + (f"; did you mean {near[0]}=?" if near else ""))

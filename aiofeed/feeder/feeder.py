@@ -6,15 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, TypeVar
 
-from aiofeed.core.failure_policy import Action, FailurePolicy
+from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source, public
-from aiofeed.core.validation import check_bool, check_int, check_positive_int, check_seed
+from aiofeed.core.validation import check_bool, check_callable, check_int, check_positive_int, check_seed
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.arguments import a_shuffle, adopt_source, refuse_foreign_arguments
-from aiofeed.feeder.config import FeederConfig, fingerprint_of, new_config, with_static_outputs
+from aiofeed.feeder.config import (
+    FeederConfig,
+    a_shuffle,
+    adopt_decoder,
+    adopt_source,
+    an_engine,
+    complete_config,
+    fingerprint_of,
+    limits_for,
+    refuse_foreign_arguments,
+    with_static_outputs,
+)
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
@@ -130,22 +140,23 @@ class Feeder(Generic[BatchT]):
             pad=check_bool("pad", pad),
         )
         self._order = FeedOrder(order, sampler, shard)
-        config = new_config(
-            self._source,
+        engines = an_engine(engine)
+        config = FeederConfig(
+            source=self._source,
             length=self._length,
-            decode=decode,
+            decode=adopt_decoder(self._source, decode),
             batch_size=batch_size,
-            drop_last=drop_last,
-            sampled=sampler is not None,
-            collate_fn=collate_fn,
-            device=device,
-            transform=transform,
-            on_error=on_error,
-            cache=cache,
-            limits=limits,
-            in_order=in_order,
-            engine=engine,
-            static_batches=static_batches,
+            collate_fn=check_callable("collate_fn", collate_fn),
+            backend=resolve_devices(device),
+            transform=check_callable("transform", transform),
+            policy=as_policy(on_error),
+            limits=limits_for(limits, batch_size, self._source, engines),
+            user_limits=limits or Limits(),
+            in_order=check_bool("in_order", in_order),
+            engines=engines,
+        )
+        config = complete_config(
+            config, cache=cache, static_batches=static_batches, drop_last=drop_last, sampled=sampler is not None
         )
         self._device = device
         self._checkpoint = Checkpoint()

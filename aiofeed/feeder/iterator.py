@@ -18,10 +18,8 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
 from aiofeed.devices.copy_thread import CopyThread
-from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
-from aiofeed.runtime.threads import JOIN_S
 
 if TYPE_CHECKING:
     from aiofeed.devices.copier import AnyCopier
@@ -72,12 +70,7 @@ class Producer(Protocol):
 
 
 class LoopProducer:
-    """A producer whose batches come from an event loop thread.
-
-    Args:
-        loop_thread: The event loop thread.
-        queue: Receives the batches.
-    """
+    """A producer whose batches come from an event loop thread."""
 
     def __init__(self, loop_thread: EventLoopThread, queue: BatchQueue[QueueItem]) -> None:
         self.loop_thread = loop_thread
@@ -105,10 +98,7 @@ class LoopProducer:
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
-        if self.loop_thread.join(timeout_s):
-            return True
-        threads.unregister(self.loop_thread)
-        return False
+        return self.loop_thread.join(timeout_s)
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""
@@ -138,7 +128,6 @@ class Delivery:
         self._copier = copier
         self._transform = transform
         self._copy_thread: CopyThread | None = None
-        self._launched = False
         if copier is not None:
             self.queue = BatchQueue()
             self._copy_thread = CopyThread(
@@ -152,9 +141,8 @@ class Delivery:
         """
         if self._copier is not None:
             self._copier.wait_for_caller()
-        if self._copy_thread is not None and not self._launched:
-            self._launched = True
-            self._copy_thread.launch()
+        if self._copy_thread is not None:
+            self._copy_thread.start()
         self._producer.start()
 
     def take(self, item: ReadyBatch) -> Any:
@@ -193,16 +181,15 @@ class Delivery:
         """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
         deadline = time.monotonic() + timeout_s
         ended = self._producer.join(timeout_s)
-        if self._copy_thread is None or self._copy_thread.join(max(0.0, deadline - time.monotonic())):
-            return ended
-        threads.unregister(self._copy_thread)
-        return False
+        if self._copy_thread is not None:
+            ended = self._copy_thread.join(max(0.0, deadline - time.monotonic())) and ended
+        return ended
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""
         await self._producer.stopped()
         if self._copy_thread is not None:
-            await asyncio.to_thread(self._copy_thread.join, JOIN_S)
+            await self._copy_thread.stopped()
 
 
 _INTERRUPTED = (
@@ -212,11 +199,7 @@ _INTERRUPTED = (
 
 
 class EpochObserver:
-    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch.
-
-    Args:
-        delivery: The iterator's.
-    """
+    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery

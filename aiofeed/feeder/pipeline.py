@@ -11,18 +11,19 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aiofeed.core.errors import add_note, as_exception
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.factory import builder_factory, new_fetcher
-from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import LoopProducer
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
-from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
+from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.runtime.tensors import as_tensors, unchanged
@@ -39,9 +40,7 @@ log = logging.getLogger("aiofeed.feeder")
 class StreamingPipeline(LoopProducer):
     """The threads that read, decode and collate, and their memory. One epoch after another runs on them.
 
-    Args:
-        config: The feeder's configuration.
-        after: The previous pipeline of the feeder. The source is opened again after that one has ended.
+    The source is opened after the previous pipeline of the feeder, ``after``, has ended.
     """
 
     def __init__(self, config: FeederConfig, after: StreamingPipeline | None = None) -> None:
@@ -56,12 +55,21 @@ class StreamingPipeline(LoopProducer):
             after=None if after is None else after.loop_thread,
         )
         super().__init__(loop_thread, BatchQueue())
-        _attach_cache(config)
-        self._fetcher = _new_fetcher(config)
+        if config.cache is not None and not isinstance(config.backend, DeviceGroup):
+            config.cache.attach(config.backend)
+        assert not isinstance(config.source, Tensors)
+        self._fetcher = new_fetcher(
+            config.source,
+            config.decode,
+            config.collate_fn,
+            length=config.length,
+            policy=config.policy,
+            cache=config.cache,
+        )
         self._new_builder = builder_factory(self._fetcher, config.collate_fn, staged=config.backend is not None)
         # Go on from the tuning results of the previous pipeline. Worker processes are new and tune themselves. A fork
         # may have copied the parent's tuner in the middle of a step.
-        self.tuner: Tuner | None = _new_tuner(config) if after is None or config.engines else after.tuner
+        self.tuner: Tuner = _new_tuner(config) if after is None or config.engines else after.tuner
         # One buffer more than batches that may wait or be decoded, for the batch that the consumer uses.
         keep = limits.prefetch_batches + 1 + max(config.engines - 1, 0)
         self._memory: HostBufferPool | PinnedBufferPool
@@ -112,7 +120,7 @@ class StreamingPipeline(LoopProducer):
 
     async def _run(self, engine: Engine) -> None:
         loop_thread = self.loop_thread
-        with EndedBy(lambda: loop_thread.stopping):
+        with ended_by(lambda: loop_thread.stopping):
             if not await self._open():
                 return
         await engine.run()
@@ -164,12 +172,6 @@ class StreamingPipeline(LoopProducer):
         return not self.loop_thread.stopping and not self.loop_thread.inherited
 
 
-def _attach_cache(config: FeederConfig) -> None:
-    """Set the device on which batches are used."""
-    if config.cache is not None and not isinstance(config.backend, DeviceGroup):
-        config.cache.attach(config.backend)
-
-
 def _new_workers(config: FeederConfig) -> WorkerPool | None:
     if not config.engines:
         return None
@@ -191,18 +193,16 @@ def _new_workers(config: FeederConfig) -> WorkerPool | None:
         in_order=config.in_order,
         policy=config.policy,
         cache=config.cache,
-        reads_given=_reads_given(config),
-        threads_given=config.user_limits is None or config.user_limits.decode_threads is not None,
+        reads_given=config.user_limits.read_concurrency is not None,
+        threads_given=config.user_limits.decode_threads is not None,
     )
     backend = config.backend
     # All devices of one kind can copy from memory that one of them has page-locked.
     return WorkerPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
 
 
-def _new_tuner(config: FeederConfig) -> Tuner | None:
+def _new_tuner(config: FeederConfig) -> Tuner:
     """Return the tuner of the limits that the user left open. Worker processes choose threads and reads themselves."""
-    if config.user_limits is None:
-        return None
     limits = config.limits
     return Tuner(
         decode_threads=limits.decode_threads,
@@ -213,12 +213,8 @@ def _new_tuner(config: FeederConfig) -> Tuner | None:
             or bool(config.engines)
         ),
         read_concurrency=limits.read_concurrency,
-        reads_given=_reads_given(config),
+        reads_given=config.user_limits.read_concurrency is not None,
     )
-
-
-def _reads_given(config: FeederConfig) -> bool:
-    return config.user_limits is None or config.user_limits.read_concurrency is not None
 
 
 def _warn_of_gil(config: FeederConfig, limit: GilLimit) -> None:
@@ -229,23 +225,9 @@ def _warn_of_gil(config: FeederConfig, limit: GilLimit) -> None:
     log.warning(gil_message(limit, cores=config.limits.decode_threads, turbo=without or backend == "pillow"))
 
 
-def _new_fetcher(config: FeederConfig) -> Fetcher:
-    assert not isinstance(config.source, Tensors)
-    return new_fetcher(
-        config.source,
-        config.decode,
-        config.collate_fn,
-        length=config.length,
-        policy=config.policy,
-        cache=config.cache,
-    )
-
-
 def _bytes_per_sample(config: FeederConfig) -> float:
     """Return the bytes of a decoded sample if the decoder declares its row; otherwise 0."""
     row = getattr(config.decode, "row", None)
     if row is None:
         return 0.0
-    import numpy as np
-
     return float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)

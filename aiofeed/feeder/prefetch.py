@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import weakref
 from collections.abc import AsyncIterable, Iterable, Sequence, Sized
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aiofeed.core.errors import as_exception
@@ -16,13 +13,12 @@ from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, check_positive_int
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.iterator import Delivery, FeedIterator, LoopProducer
-from aiofeed.runtime import threads
 from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
-from aiofeed.runtime.cancellation import EndedBy, clear_cancellation, is_cancelled
+from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.runtime.tensors import stage
-from aiofeed.runtime.threads import JOIN_S, DaemonThread
+from aiofeed.runtime.threads import JOIN_S, BoundedThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.resolve import Device
@@ -91,13 +87,6 @@ class Prefetch(Generic[BatchT]):
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an iteration."""
-        return self._begin()
-
-    def __aiter__(self) -> FeedIterator[BatchT]:
-        """Start an iteration."""
-        return self._begin()
-
-    def _begin(self) -> FeedIterator[BatchT]:
         backend, transform = self._backend, self._transform
         memory = copier = None
         if backend is not None:
@@ -122,6 +111,10 @@ class Prefetch(Generic[BatchT]):
             raise
         return iterator
 
+    def __aiter__(self) -> FeedIterator[BatchT]:
+        """Start an iteration."""
+        return iter(self)
+
 
 def _ready(batch: Any, number: int, memory: BufferPool | None) -> ReadyBatch:
     if memory is None:
@@ -131,7 +124,7 @@ def _ready(batch: Any, number: int, memory: BufferPool | None) -> ReadyBatch:
     return ReadyBatch(number, 0, staged, lease)
 
 
-class ThreadPull:
+class ThreadPull(BoundedThread):
     """A producer that iterates an iterable in a thread of its own, a bounded number of batches ahead.
 
     Args:
@@ -144,22 +137,10 @@ class ThreadPull:
     def __init__(
         self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
     ) -> None:
+        super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
-        self.pid = os.getpid()
         self.queue = queue
         self._memory = memory
-        self._stopped = False
-        self._owner: weakref.ref[Any] | None = None
-        # One True per batch that may be produced. Any other item ends the thread.
-        self._room: SimpleQueue[object] = SimpleQueue()
-        for _ in range(room):
-            self._room.put(True)
-        self._thread = DaemonThread(self._main, "aiofeed-pull")
-
-    def start(self) -> None:
-        """Start the thread. It is stopped at interpreter exit."""
-        threads.register(self)
-        self._thread.start()
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item and allow one more, once per item."""
@@ -168,24 +149,6 @@ class ThreadPull:
             item.taken = True
             self._room.put(True)
         return item.batch
-
-    def watch(self, owner: object) -> None:
-        """Stop when ``owner`` is dropped."""
-        # The callback is a C function: the collector runs no Python code.
-        self._owner = weakref.ref(owner, self._room.put)
-
-    def stop(self) -> None:
-        """Tell the thread to end. Never blocks; an iterable that computes its next batch finishes it first."""
-        self._stopped = True
-        self._room.put(False)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for the thread to end; return whether it has ended."""
-        return self._thread.join(timeout_s)
-
-    async def stopped(self) -> None:
-        """Wait for the thread to end without blocking the caller's event loop."""
-        await asyncio.to_thread(self._thread.join, JOIN_S)
 
     def _main(self) -> None:
         batches, self._batches = self._batches, None
@@ -205,9 +168,6 @@ class ThreadPull:
         else:
             self.queue.put(Stopped())  # ends a copy thread that waits for a batch
 
-    def _unwanted(self) -> bool:
-        return self._stopped or (self._owner is not None and self._owner() is None)
-
     def _pull(self, iterator: Any) -> None:
         number = 0
         # Check `_unwanted`, too: there may be room left in front of the item that ends the thread.
@@ -223,14 +183,7 @@ class ThreadPull:
 
 
 class LoopPull(LoopProducer):
-    """A producer that iterates an async iterable on an event loop of its own, a bounded number of batches ahead.
-
-    Args:
-        batches: Iterated by one task.
-        queue: Receives the batches.
-        room: Maximum number of batches in the queue.
-        memory: Pinned memory to which tensors are copied; ``None``: tensors stay where they are.
-    """
+    """A producer that iterates an async iterable in a task of its own event loop; otherwise like ``ThreadPull``."""
 
     def __init__(
         self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
@@ -251,7 +204,7 @@ class LoopPull(LoopProducer):
 
     async def _run(self) -> None:
         loop_thread = self.loop_thread
-        with EndedBy(lambda: loop_thread.stopping):
+        with ended_by(lambda: loop_thread.stopping):
             await self.run()
 
     def _taken(self, item: ReadyBatch) -> None:

@@ -220,7 +220,6 @@ class Server:
         loop_thread.stop()
         if not loop_thread.join(JOIN_S):
             log.warning("the server at %s did not end within %.0f s of close() and is left behind", self._path, JOIN_S)
-            threads.unregister(loop_thread)
         self._hub = None
 
     def __enter__(self) -> Server:

@@ -52,8 +52,6 @@ class FeederSession(Generic[BatchT]):
     The feeder and the open iterator keep the session alive. The pipeline ends when the session is dropped.
 
     Args:
-        config: The feeder's configuration.
-        order: Gives the batches of an epoch.
         checkpoint: The user's position; updated as batches are handed out.
         failures: Receives the samples that failed.
         earlier_stats: Receives the statistics of ended epochs.
@@ -314,38 +312,30 @@ class _SessionObserver(EpochObserver):
 
 def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipeline | None) -> ResidentPipeline | None:
     """Return a pipeline of resident data if a stream's samples are all in memory; reuse the data of ``old``."""
-    if config.cache is None and not isinstance(config.source, Tensors):
+    source, cache = config.source, _resident_cache(config)
+    if not isinstance(source, Tensors) and (cache is None or not _has_all(cache, stream)):
         return None
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
 
-    old_source = old.data.source if isinstance(old, ResidentPipeline) else None
-    source = _resident_source(config, stream, old_source if isinstance(old_source, CachedData) else None)
-    if source is None:
-        return None
-    if isinstance(old, ResidentPipeline) and not old.inherited and old_source is source:
-        return old.successor()
+    if isinstance(old, ResidentPipeline) and not old.inherited:
+        cached = old.data.source
+        if not isinstance(cached, CachedData) or (cache is not None and cached.samples == cache.cached_samples):
+            return old.successor()
+    data: Tensors | CachedData
+    if isinstance(source, Tensors):
+        data, form_batch = source, None
+    else:
+        assert cache is not None
+        row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
+        targets = getattr(source, "target", None) is not None
+        data = CachedData(cache, None if row is None else row.axes, targets=targets)
+        form_batch = data.batch
     assert not isinstance(config.backend, DeviceGroup)
-    data = ResidentData(
-        source, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
+    resident = ResidentData(
+        data, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
     )
-    return ResidentPipeline(data, source.batch if isinstance(source, CachedData) else None)
-
-
-def _resident_source(config: FeederConfig, stream: EpochStream, old: CachedData | None) -> Tensors | CachedData | None:
-    """Return the data if all samples of a stream are in memory; ``old`` if the cache has no more samples than that."""
-    if isinstance(config.source, Tensors):
-        return config.source
-    cache = _resident_cache(config)
-    if cache is None or not _has_all(cache, stream):
-        return None
-    if old is not None and old.samples == cache.cached_samples:
-        return old
-    from aiofeed.engine.resident.cached_data import CachedData
-
-    row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
-    targets = getattr(config.source, "target", None) is not None
-    return CachedData(cache, None if row is None else row.axes, targets=targets)
+    return ResidentPipeline(resident, form_batch)
 
 
 def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:

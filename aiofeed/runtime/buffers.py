@@ -8,13 +8,14 @@ that owns the memory, because tensors and arrays derived from it come and go whi
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
+BlockT = TypeVar("BlockT", mmap.mmap, "NDArray[np.uint8]")
 
 log = logging.getLogger("aiofeed.runtime")
 
@@ -62,11 +64,18 @@ class BufferPool(Protocol):
         ...
 
 
+def _pop_fitting(blocks: list[BlockT], nbytes: int) -> BlockT | None:
+    """Remove and return a block of ``nbytes``, or of up to about twice as many; ``None`` if there is none."""
+    for position, block in enumerate(blocks):
+        if nbytes <= len(block) <= 2 * nbytes + _PAGE:
+            return blocks.pop(position)
+    return None
+
+
 class HostBufferPool:
     """Pageable memory for batches that the user gets; recycled once nothing refers to it.
 
-    Args:
-        keep: The number of free blocks to keep for later batches; further ones go back to the system.
+    Up to ``keep`` free blocks stay for later batches; further ones go back to the system.
     """
 
     pinned = False
@@ -96,7 +105,7 @@ class HostBufferPool:
             return np.empty(nbytes, np.uint8)
         with self._lock:
             self._collect()
-            block = self._find(nbytes) or self._map(nbytes)
+            block = _pop_fitting(self._free, nbytes) or self._map(nbytes)
             # Every derived array keeps this ndarray alive: numpy follows bases up to one whose own base is no ndarray.
             owner: Bytes = np.frombuffer(block, np.uint8, nbytes)
             reference = weakref.ref(owner, self._dropped.append)
@@ -114,36 +123,23 @@ class HostBufferPool:
         except OSError as error:
             raise MemoryError(f"no memory for {nbytes} bytes of a batch: {error.strerror}") from error
 
-    def _find(self, nbytes: int) -> mmap.mmap | None:
-        for position, block in enumerate(self._free):
-            if nbytes <= len(block) <= 2 * nbytes + _PAGE:
-                return self._free.pop(position)
-        return None
-
     def _collect(self) -> None:
         while self._dropped:
             _, block = self._lent.pop(id(self._dropped.popleft()))
             self._free.append(block)
         del self._free[: max(0, len(self._free) - self._keep)]
 
-    def clear(self) -> None:
-        """Return the free blocks to the system."""
-        with self._lock:
-            self._collect()
-            self._free.clear()
-
     def close(self) -> None:
         """Return the free blocks to the system now, and the others when they come back."""
-        self._keep = 0
-        self.clear()
+        with self._lock:
+            self._keep = 0
+            self._collect()
 
 
 class PinnedBufferPool:
-    """Page-locked memory for copies to a device, given back explicitly after the copy.
+    """Page-locked memory, allocated by ``pin``, for copies to a device; given back explicitly after the copy.
 
-    Args:
-        pin: The backend's allocator of page-locked bytes.
-        keep: The number of free blocks to keep for later batches.
+    Up to ``keep`` free blocks stay for later batches; further ones go back to the system.
     """
 
     def __init__(self, pin: Callable[[int], Bytes], keep: int) -> None:
@@ -160,9 +156,8 @@ class PinnedBufferPool:
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of page-locked memory, or of pageable memory if the system refuses to lock it."""
         with self._lock:
-            for position, block in enumerate(self._free):
-                if nbytes <= block.nbytes <= 2 * nbytes + _PAGE:
-                    return self._free.pop(position)
+            if (block := _pop_fitting(self._free, nbytes)) is not None:
+                return block
         capacity = -(-nbytes // 512) * 512
         if not self._refused:
             try:
@@ -188,15 +183,11 @@ class PinnedBufferPool:
         """Whether blocks are page-locked; True until the system has refused."""
         return not self._refused
 
-    def clear(self) -> None:
-        """Return the free blocks to the system."""
-        with self._lock:
-            self._free.clear()
-
     def close(self) -> None:
         """Return the free blocks to the system now, and the others when they come back."""
-        self._keep = 0
-        self.clear()
+        with self._lock:
+            self._keep = 0
+            self._free.clear()
 
 
 class PinnedBufferLease:
@@ -229,7 +220,4 @@ class PinnedBufferLease:
 
 def array(lease: BufferLease, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """An uninitialised C-contiguous array in memory of the lease."""
-    count = 1
-    for size in shape:
-        count *= size
-    return lease.take(count * dtype.itemsize).view(dtype).reshape(shape)
+    return lease.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

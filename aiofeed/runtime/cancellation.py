@@ -7,69 +7,46 @@ that cancels the task and does not call ``uncancel`` (async_timeout before 4.0.3
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextvars import ContextVar, Token
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+# Whether the running task should end, as last set by `ended_by`. Tasks created in its block have a copy.
+_ending: ContextVar[Callable[[], bool] | None] = ContextVar("aiofeed-ending", default=None)
 
 
-class TaskScope:
-    """A ``with`` block in the body of a ``TaskGroup`` that knows whether the group's tasks are being cancelled.
+@contextmanager
+def ended_by(ending: Callable[[], bool]) -> Iterator[None]:
+    """Let the running task, and tasks created in the ``with`` block, count as cancelled while ``ending()`` is true."""
+    token = _ending.set(ending)
+    try:
+        yield
+    finally:
+        _ending.reset(token)  # avoids a reference cycle of the task
 
-    They are after the surrounding task was cancelled or an exception has left the block. Tasks created in the block
-    belong to it.
+
+@contextmanager
+def task_scope() -> Iterator[None]:
+    """A ``with`` block in the body of a ``TaskGroup``: its tasks count as cancelled when the group cancels them.
+
+    The group does so after the surrounding task was cancelled or an exception has left the block.
     """
-
-    def __enter__(self) -> TaskScope:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task: asyncio.Task[Any] = task
-        self._before = task.cancelling()
-        self._left_by_error = False
-        self._token: Token[TaskScope | EndedBy | None] = _scope.set(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._left_by_error = kind is not None
-        _scope.reset(self._token)  # avoids a reference cycle of the task; tasks created in the block have a copy
-        del self._token
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the tasks of the block are being cancelled."""
-        return self._left_by_error or self._task.cancelling() > self._before
-
-
-class EndedBy:
-    """A ``with`` block in a task that counts as cancelled while ``ending()`` is true.
-
-    Args:
-        ending: Whether the creator of the task wants it to end.
-    """
-
-    def __init__(self, ending: Callable[[], bool]) -> None:
-        self._ending = ending
-
-    def __enter__(self) -> EndedBy:
-        self._token: Token[TaskScope | EndedBy | None] = _scope.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _scope.reset(self._token)
-        del self._token
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the task should end."""
-        return self._ending()
-
-
-_scope: ContextVar[TaskScope | EndedBy | None] = ContextVar("aiofeed-tasks", default=None)
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    left_by_error = False
+    with ended_by(lambda: left_by_error or task.cancelling() > before):
+        try:
+            yield
+        except BaseException:
+            left_by_error = True
+            raise
 
 
 def is_cancelled() -> bool:
     """Whether the running task should end. A ``CancelledError`` alone does not tell: user code may raise one."""
-    if (scope := _scope.get()) is not None:
-        return scope.cancelled
+    if (ending := _ending.get()) is not None:
+        return ending()
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -179,14 +179,18 @@ class EventLoopThread:
             self.call(self._stop_signal.set)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for all threads; return whether they have ended."""
+        """Wait up to ``timeout_s`` for all threads; return whether they have ended.
+
+        After a timeout the interpreter's exit does not wait for them.
+        """
         if self.inherited or self._thread.current:
             return True
         deadline = time.monotonic() + timeout_s
-        return all(
-            part.join(max(0.0, deadline - time.monotonic()))
-            for part in (self._thread, self.read_pool, self.decode_pool)
-        )
+        for part in (self._thread, self.read_pool, self.decode_pool):
+            if not part.join(max(0.0, deadline - time.monotonic())):
+                threads.unregister(self)
+                return False
+        return True
 
     def _main(self) -> None:
         assert self.loop is not None
@@ -264,8 +268,5 @@ async def _cancel(tasks: set[Any]) -> None:
 async def _run_cleanup(cleanup: Callable[[], Awaitable[None]]) -> None:
     try:
         await asyncio.wait_for(cleanup(), CLEANUP_S)
-    except (
-        Exception,
-        asyncio.CancelledError,
-    ):  # user code may raise anything; no caller is left to receive it
+    except (Exception, asyncio.CancelledError):  # user code may raise anything, and no caller is left to receive it
         log.exception("a source's aclose() failed")

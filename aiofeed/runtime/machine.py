@@ -27,18 +27,12 @@ def affinity() -> int:
 def free_memory() -> int:
     """Bytes available without swapping, by the kernel's estimate and the cgroup's limit."""
     available = _meminfo_available()
-    limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
+    limit, used = memory_limit(), _read_int(_CGROUP / "memory.current")
     if limit is not None and used is not None:
         # The page cache counts as used, but the kernel reclaims it when memory is needed.
-        available = min(available, max(limit - used + _unused_file_pages(), 0))
+        reclaimable = _read_field(_CGROUP / "memory.stat", "inactive_file") or 0
+        available = min(available, max(limit - used + reclaimable, 0))
     return available
-
-
-def _unused_file_pages() -> int:
-    for line in (_read(_CGROUP / "memory.stat") or "").splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
 
 
 def memory_limit() -> int | None:
@@ -59,13 +53,20 @@ def cpu_quota() -> float | None:
 
 
 def _meminfo_available() -> int:
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    if (available := _read_field(Path("/proc/meminfo"), "MemAvailable:")) is not None:
+        return available * 1024
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, ValueError, OSError):
         return _UNKNOWN_MEMORY
+
+
+def _read_field(path: Path, name: str) -> int | None:
+    """Return the number after a name at the start of a line."""
+    for line in (_read(path) or "").splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    return None
 
 
 def _read(path: Path) -> str | None:

@@ -61,34 +61,27 @@ class ThreadPool(ThreadPoolExecutor):
     Args:
         name: Threads are called ``aiofeed-<name>-<number>``.
         max_threads: The maximum number of threads.
-        max_running: The maximum number of jobs that run at a time. It can be changed while the pool runs.
+        max_running: The maximum number of jobs that run at a time. ``set_max_running`` changes it.
+
+    Attributes:
+        running: Number of jobs that run or are about to; abandoned ones do not count.
     """
 
     def __init__(self, name: str, max_threads: int, max_running: int | None = None) -> None:
         self.name = name
         self.max_threads = max_threads
-        self._max_running = max_threads if max_running is None else max_running
+        self.max_running = max_threads if max_running is None else max_running
         self._ready: SimpleQueue[_Work | None] = SimpleQueue()
         self._backlog: deque[_Work] = deque()
         self._own_threads: list[DaemonThread] = []
         self._lock = threading.Lock()
-        self._running = 0
+        self.running = 0
         self._active: set[_Job] = set()
         self._abandoned: set[_Job] = set()
         self._stopped = False
         self._draining = False
         # Wall-clock and CPU seconds of the jobs, exponentially weighted towards recent ones.
         self._wall_s = self._cpu_s = 0.0
-
-    @property
-    def max_running(self) -> int:
-        """The maximum number of jobs that run at a time."""
-        return self._max_running
-
-    @property
-    def running(self) -> int:
-        """Number of jobs that run or are about to; abandoned ones do not count."""
-        return self._running
 
     @property
     def backlog(self) -> int:
@@ -103,7 +96,7 @@ class ThreadPool(ThreadPoolExecutor):
     def set_max_running(self, max_running: int) -> None:
         """Change ``max_running``, at most to ``max_threads``. Fewer take effect as jobs end, more at once."""
         with self._lock:
-            self._max_running = max(1, min(max_running, self.max_threads))
+            self.max_running = max(1, min(max_running, self.max_threads))
             self._dispatch()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -137,7 +130,7 @@ class ThreadPool(ThreadPoolExecutor):
             assert isinstance(job, _Job)
             self._active.discard(job)
             self._abandoned.add(job)
-            self._running -= 1
+            self.running -= 1
             try:
                 self._dispatch()
             except RuntimeError:
@@ -149,14 +142,14 @@ class ThreadPool(ThreadPoolExecutor):
         self._draining = True
 
     def _dispatch(self) -> None:
-        while self._backlog and self._running < self._max_running:
-            if self._running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
+        while self._backlog and self.running < self.max_running:
+            if self.running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
                 return
             self._ready.put(self._take())
 
     def _take(self) -> _Work:
         work = self._backlog.popleft()
-        self._running += 1
+        self.running += 1
         self._active.add(work[0])
         return work
 
@@ -170,7 +163,7 @@ class ThreadPool(ThreadPoolExecutor):
         try:
             thread.start()
         except RuntimeError:
-            if not self._running:
+            if not self.running:
                 raise
             return False  # the existing threads do the work; the end of each job tries again
         self._own_threads.append(thread)
@@ -203,11 +196,11 @@ class ThreadPool(ThreadPoolExecutor):
                 self._abandoned.discard(job)
             else:
                 self._active.discard(job)
-                self._running -= 1
+                self.running -= 1
             if wall:
                 self._wall_s = self._wall_s * 0.9 + time.perf_counter() - wall
                 self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu
-            work = self._take() if self._backlog and self._running < self._max_running else None
+            work = self._take() if self._backlog and self.running < self.max_running else None
             self._dispatch()
             return work
 
@@ -248,10 +241,6 @@ class ReadPoolSizer:
     One thread reads files from the page cache faster than they are decoded, and a second one only competes with the
     decoders for the GIL. Storage with latency needs many concurrent reads. So ``max_running`` of the read pool is
     doubled while reads wait for storage and decode threads wait for reads, and halved while decoding has a backlog.
-
-    Args:
-        reads: The pool to resize.
-        decodes: The pool that decodes.
     """
 
     def __init__(self, reads: ThreadPool, decodes: ThreadPool) -> None:

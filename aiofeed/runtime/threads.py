@@ -8,6 +8,7 @@ untouched, because closing its copy of an epoll descriptor would remove file des
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Protocol
 
 # The time that interpreter exit waits for the threads of all feeders together.
@@ -34,10 +36,6 @@ class DaemonThread:
 
     ``threading.Thread`` does not allow that before Python 3.13: after an interrupted ``join`` it counts as ended, and
     after an interrupted ``start`` as not started.
-
-    Args:
-        target: Called in the thread.
-        name: Shown by debuggers.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -45,11 +43,12 @@ class DaemonThread:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._begun = threading.Event()
         self._ended = threading.Event()
-        self._interrupted = self._started = False
+        self._interrupted = False
+        self.started = False
 
     def start(self) -> None:
         """Start the thread. If an exception interrupts this call, the thread may run nevertheless."""
-        self._started = True
+        self.started = True
         try:
             self.thread.start()
         except BaseException:
@@ -79,7 +78,7 @@ class DaemonThread:
 
     def absent(self, timeout_s: float = BEGIN_S) -> bool:
         """Whether the thread does not exist; after an interrupted ``start`` this takes up to ``timeout_s`` to know."""
-        return not self._started or (self._interrupted and not self._begun.wait(timeout_s))
+        return not self.started or (self._interrupted and not self._begun.wait(timeout_s))
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the end of the thread; return whether it has ended.
@@ -97,6 +96,60 @@ class DaemonThread:
         # The target has returned, but the operating system's thread may exist for another moment.
         self.thread.join(POLL_INTERVAL_S)
         return True
+
+
+class BoundedThread:
+    """A thread that handles batches as long as there is room for them and its owner exists; ``_main`` runs in it.
+
+    It may handle ``room`` batches before the consumer takes one.
+    """
+
+    def __init__(self, name: str, room: int) -> None:
+        self.pid = os.getpid()
+        self._stopped = False
+        self._owner: weakref.ref[object] | None = None
+        # One True per batch that may be handled. Any other item ends the thread.
+        self._room: SimpleQueue[object] = SimpleQueue()
+        for _ in range(room):
+            self._room.put(True)
+        self._thread = DaemonThread(self._main, name)
+
+    def start(self) -> None:
+        """Start the thread; does nothing if it was started before. It is stopped at interpreter exit."""
+        if not self._thread.started:
+            register(self)
+            self._thread.start()
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
+        # The callback is a C function: the collector runs no Python code.
+        self._owner = weakref.ref(owner, self._room.put)
+
+    def stop(self) -> None:
+        """Tell the thread to end. Never blocks; user code that is running finishes first."""
+        self._stopped = True
+        self._room.put(False)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the thread; return whether it has ended.
+
+        After a timeout the interpreter's exit does not wait for it.
+        """
+        if self._thread.join(timeout_s):
+            return True
+        unregister(self)
+        return False
+
+    async def stopped(self) -> None:
+        """Wait for the thread to end without blocking the caller's event loop."""
+        await asyncio.to_thread(self._thread.join, JOIN_S)
+
+    def _unwanted(self) -> bool:
+        """Return whether the thread was stopped or its owner was dropped."""
+        return self._stopped or (self._owner is not None and self._owner() is None)
+
+    def _main(self) -> None:
+        raise NotImplementedError
 
 
 class Stoppable(Protocol):

@@ -23,15 +23,6 @@ T = TypeVar("T")
 _MIN_WAIT_S = 0.001
 
 
-class StopFlag:
-    """Tells running jobs to end after their current sample, because their results are not wanted any more."""
-
-    __slots__ = ("stopped",)
-
-    def __init__(self) -> None:
-        self.stopped = False
-
-
 class AbandonedError(Exception):
     """Raised in the thread of an abandoned job."""
 
@@ -41,9 +32,6 @@ class JobDeadline:
 
     The job calls ``begin`` before each sample and stores its result inside ``commit``. ``abandon`` takes the same lock,
     so a result is either stored before the job is abandoned, or never.
-
-    Args:
-        limit_s: The maximum number of seconds for one sample.
 
     Attributes:
         outcome: The results so far; changed inside ``commit`` only, so it is consistent when the job is abandoned.
@@ -114,7 +102,7 @@ class JobDeadline:
 class JobControl:
     """How a running job is ended: ``stop`` after its current sample, ``deadline`` (if there is a limit) during it."""
 
-    stop: StopFlag
+    stop: threading.Event
     deadline: JobDeadline | None = None
 
 

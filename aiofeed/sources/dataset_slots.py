@@ -75,7 +75,7 @@ class DatasetSlot:
         """Wait, while holding ``_changed``, until a slot is free and no call has waited longer."""
         log_at = time.monotonic() + LOG_AFTER_S
         while self._of_dataset(_waiting)[0] is not self or not self._has_free_slot():
-            if self._control.stop.stopped:
+            if self._control.stop.is_set():
                 raise AbandonedError
             if time.monotonic() >= log_at and (others := self._of_dataset(_active)):
                 log_at = math.inf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,12 +38,6 @@ class WrongBytesError(AssertionError):
         self.batches = batches
 
 
-@dataclass(frozen=True)
-class _Slot:
-    memory: NDArray[np.uint8]
-    copied: Event | None = None
-
-
 def check_copier(
     backend: DeviceBackend,
     streams: Sequence[Stream],
@@ -77,18 +70,20 @@ def check_copier(
     rng = np.random.default_rng(seed)
     consumer = _CopyConsumer(backend, streams, slow, batches, shape)
     tested = copier(backend, consumer.transform)
-    slots = deque(_Slot(_pinned_memory(backend, consumer.slot_bytes)) for _ in range(_SLOTS))
+    # Host memory, and the event of the last copy from it.
+    slots: deque[tuple[NDArray[np.uint8], Event | None]]
+    slots = deque((_pinned_memory(backend, consumer.slot_bytes), None) for _ in range(_SLOTS))
     pending: deque[PendingCopy] = deque()
     expected: list[list[int]] = []
     for _ in range(batches):
-        slot = slots.popleft()
-        while slot.copied is not None and not slot.copied.query():
+        memory, copied = slots.popleft()
+        while copied is not None and not copied.query():
             pass
-        batch, sums = consumer.fill(slot.memory, rng, pageable=len(expected) % _PHASE < _PHASE // 2)
+        batch, sums = consumer.fill(memory, rng, pageable=len(expected) % _PHASE < _PHASE // 2)
         expected.append(sums)
         pending.append(tested.issue(batch))
         del batch
-        slots.append(_Slot(slot.memory, pending[-1].copied))
+        slots.append((memory, pending[-1].copied))
         if len(pending) > _AHEAD:
             consumer.take(tested, pending.popleft())
     while pending:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +87,16 @@ def check_feeder(
         for backend in backends
     ]
     source = Checked(batches // 2 * batch_size)
-    transform = _Transform(slow, backends)
+    calls = itertools.count()
+
+    def transform(batch: Any) -> Any:
+        """Run on the side stream; slow in every other phase."""
+        rows, labels = batch
+        number, device_number = divmod(next(calls), len(backends))
+        if number // _PHASE % 2 == 0:
+            slow(backends[device_number])
+        return {"rows": rows.to(torch.float32) * 2 + 1, "labels": labels}
+
     feeder: Feeder[Any] = Feeder(
         source,
         decode=_decode,
@@ -110,7 +120,9 @@ def _train(feeder: Feeder[Any], consumers: Sequence[_FeedConsumer], *, several: 
         iterator = iter(feeder)
         while True:
             # The next batch is requested on the streams on which it is used.
-            with _current_streams(consumers, number):
+            with ExitStack() as stack:
+                for consumer in consumers:
+                    stack.enter_context(consumer.backend.use_stream(consumer.stream(number)))
                 batch = next(iterator, None)
                 if batch is None:
                     break
@@ -119,31 +131,6 @@ def _train(feeder: Feeder[Any], consumers: Sequence[_FeedConsumer], *, several: 
                 del batch, part
             number += 1
     return number
-
-
-@contextmanager
-def _current_streams(consumers: Sequence[_FeedConsumer], number: int) -> Iterator[None]:
-    """Make each consumer's stream for batch ``number`` the current one of its device."""
-    with ExitStack() as stack:
-        for consumer in consumers:
-            stack.enter_context(consumer.backend.use_stream(consumer.stream(number)))
-        yield
-
-
-class _Transform:
-    """A transform that runs on the side stream, and is slow in every other phase."""
-
-    def __init__(self, slow: Callable[[DeviceBackend], object], backends: Sequence[DeviceBackend]) -> None:
-        self.slow = slow
-        self.backends = backends
-        self.calls = 0
-
-    def __call__(self, batch: Any) -> Any:
-        rows, labels = batch
-        if self.calls // len(self.backends) // _PHASE % 2 == 0:
-            self.slow(self.backends[self.calls % len(self.backends)])
-        self.calls += 1
-        return {"rows": rows.to(torch.float32) * 2 + 1, "labels": labels}
 
 
 class _FeedConsumer:

@@ -45,12 +45,7 @@ class BlockHandle:
 
 
 class Allocator:
-    """Allocates blocks by stream and size; reuses the block that was freed last.
-
-    Args:
-        limit_bytes: capacity of the device; ``None`` for no limit.
-        schedule: the streams, on which poisoning is queued.
-    """
+    """Allocates blocks by stream and size; reuses the block that was freed last. Its stream poisons it."""
 
     def __init__(self, limit_bytes: int | None, schedule: StreamSchedule) -> None:
         self.limit_bytes = limit_bytes

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -36,11 +37,18 @@ class SimulatedEvent:
 
         A repeated call means that time has passed: it runs up to twice as many operations as the one before.
         """
-        return self._schedule.query(self)
+        schedule = self._schedule
+        with schedule.host_call():
+            for _ in range(schedule.random.randrange(4) << min(self.queries, _MAX_DOUBLINGS)):
+                if not self.done:
+                    schedule.advance(self.stream)
+            self.queries += 1
+            return self.done
 
     def synchronize(self) -> None:
-        """Run all operations before the event."""
-        self._schedule.synchronize(self)
+        """Run all operations before the event, as one call of the host."""
+        with self._schedule.host_call():
+            self._schedule.run_until(self)
 
     def complete(self) -> None:
         """Mark the event as complete."""
@@ -58,6 +66,7 @@ class SimulatedStream:
         return f"<stream {self.name}, {len(self.queue)} queued>"
 
 
+@dataclass(slots=True, eq=False)
 class Queued:
     """One operation of a stream.
 
@@ -67,20 +76,15 @@ class Queued:
         delay: number of times that the schedule skips the operation before it runs.
     """
 
-    __slots__ = ("after", "delay", "run")
-
-    def __init__(self, run: Callable[[], object] | None, after: SimulatedEvent | None = None, delay: int = 0) -> None:
-        self.run = run
-        self.after = after
-        self.delay = delay
+    run: Callable[[], object] | None
+    after: SimulatedEvent | None = None
+    delay: int = 0
 
 
 class StreamSchedule:
     """The streams of a device; runs some of their operations at each call of the host.
 
-    Args:
-        seed: seeds the random order.
-        latency: see ``SimulatedDevice``.
+    Arguments as for ``SimulatedDevice``.
     """
 
     def __init__(self, seed: int, latency: Latency) -> None:
@@ -91,7 +95,7 @@ class StreamSchedule:
         self.side: SimulatedStream | None = None
         self.streams = [self.default]
         self._latency = latency
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self._running = False
         self._active: list[SimulatedStream] = []
         self._calls_left = 0
@@ -113,7 +117,7 @@ class StreamSchedule:
         """Queue an operation."""
         stream.queue.append(operation)
         if len(stream.queue) > _QUEUE_DEPTH:
-            self._advance(stream)
+            self.advance(stream)
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         """An event after everything that is queued on a stream."""
@@ -121,29 +125,15 @@ class StreamSchedule:
         self.append(stream, event.complete)
         return event
 
-    def query(self, event: SimulatedEvent) -> bool:
-        """Whether an event is complete, after running a few of the operations before it, or none."""
-        with self.host_call():
-            for _ in range(self._random.randrange(4) << min(event.queries, _MAX_DOUBLINGS)):
-                if not event.done:
-                    self._advance(event.stream)
-            event.queries += 1
-            return event.done
-
-    def synchronize(self, event: SimulatedEvent) -> None:
-        """Run all operations before an event, as one call of the host."""
-        with self.host_call():
-            self.run_until(event)
-
     def run_until(self, event: SimulatedEvent) -> None:
         """Run all operations before an event; the other streams run some of theirs meanwhile."""
         while not event.done:
             self._run_others(event.stream)
             if not event.done:
-                self._advance(event.stream)
+                self.advance(event.stream)
 
-    def _advance(self, stream: SimulatedStream) -> None:
-        # Run the one operation that the head of the stream needs next: itself, or the head of the stream it waits for.
+    def advance(self, stream: SimulatedStream) -> None:
+        """Run the operation that the head of a stream needs next: itself, or the head of the stream it waits for."""
         while (after := stream.queue[0].after) is not None and not after.done:
             stream = after.stream
         self._step(stream, force=True)
@@ -155,11 +145,11 @@ class StreamSchedule:
                 pass
         elif self._latency == "random":
             if self._calls_left == 0:
-                self._calls_left = 1 + self._random.randrange(_MAX_STALL_CALLS)
-                self._active = [stream for stream in self.streams if self._random.random() < 0.5]
+                self._calls_left = 1 + self.random.randrange(_MAX_STALL_CALLS)
+                self._active = [stream for stream in self.streams if self.random.random() < 0.5]
             self._calls_left -= 1
             for stream in self._active:
-                for _ in range(self._random.choice((0, 1, 4))):
+                for _ in range(self.random.choice((0, 1, 4))):
                     if not self._step(stream, force=False):
                         break
 

@@ -113,7 +113,9 @@ class _Operation:
         if torch.Tag.inplace_view in self.func.tags:
             raise NotImplementedError(f"simulated tensors cannot change their shape in place ({self.func})")
         if any(value.alias_info is not None and not value.alias_info.is_write for value in self.returns):
-            return self._view()
+            # Views do not access memory, so they are created at once.
+            handle, simulated = self.inputs[0].handle, self.simulated
+            return _map(lambda raw: SimulatedTensor(raw, handle, simulated), self.call())
         if any("Tensor" not in str(value.type) for value in self.returns):
             self.simulated.synchronize_current()  # a number for the host
             return self.call()
@@ -129,11 +131,6 @@ class _Operation:
         call, returns = self.call, self.returns
         self.simulated.enqueue(lambda: _fill(outputs, _new_tensors(returns, call())))
         return value
-
-    def _view(self) -> Any:
-        # Views do not access memory, so they are created at once.
-        handle, simulated = self.inputs[0].handle, self.simulated
-        return _map(lambda raw: SimulatedTensor(raw, handle, simulated), self.call())
 
     def _run_now(self) -> Any:
         self.simulated.synchronize_current()

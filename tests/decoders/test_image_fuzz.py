@@ -14,6 +14,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import warnings
 import zlib
 from collections import Counter
@@ -32,7 +33,7 @@ from aiofeed.decoders.native_jpeg import native_decoder
 from aiofeed.decoders.pillow import FORMATS
 from aiofeed.decoders.simplejpeg import simplejpeg_decoder
 from aiofeed.engine.fetch.source import SourceFetcher
-from aiofeed.runtime.time_limits import JobControl, StopFlag
+from aiofeed.runtime.time_limits import JobControl
 from tests.support.paths import ROOT
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX, to measure peak memory")
@@ -325,7 +326,7 @@ def fetch(decoder: DecodeImage, data: bytes) -> np.ndarray[Any, Any] | DecodeErr
     """The picture or ``DecodeError`` that ``SourceFetcher`` returns; raises ``AssertionError`` for other errors."""
     fetcher = SourceFetcher(OneImage(), decoder, in_place=False)
     plan, sink = BatchPlan(0, [0], [0], 1), Sink()
-    outcome = fetcher.decode(plan, 0, [data], sink, JobControl(StopFlag()))  # type: ignore[arg-type]
+    outcome = fetcher.decode(plan, 0, [data], sink, JobControl(threading.Event()))  # type: ignore[arg-type]
     if outcome.errors:
         [(_, error)] = outcome.errors
         if not isinstance(error, DecodeError) or "the damaged image" not in str(error) or not str(error.__cause__):

@@ -244,7 +244,7 @@ class TestRefused:
         with feeder_of(torch.arange(8.0), collate_fn=collate) as feeder:
             iterator = iter(feeder)
             next(iterator)
-            with pytest.raises(aiofeed.DeviceCopyError, match=r"\{'x': torch.float32\[4\]\}, this one is \{'"):
+            with pytest.raises(aiofeed.DeviceCopyError, match=r"\{'x': 'torch.float32\[4\]'\}, this one is \{'"):
                 next(iterator)
             with pytest.raises(StopIteration):
                 next(iterator)

@@ -15,7 +15,7 @@ import torch
 
 from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
 from aiofeed.runtime.buffers import PinnedBufferPool
-from aiofeed.runtime.cancellation import TaskScope, clear_cancellation, is_cancelled
+from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled, task_scope
 from aiofeed.testing import SimulatedDevice
 
 BOUND_S = 20.0
@@ -604,7 +604,7 @@ async def test_an_asynchronous_iterable_is_closed_once(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["cancelled", "cancelled later", "error", "error of another", "error of another later"])
 async def test_a_task_scope_distinguishes_cancellations(way: str) -> None:
-    """A TaskScope's tasks end when their group ends; cancellations by the tasks themselves are cleared."""
+    """A task_scope's tasks end when their group ends; cancellations by the tasks themselves are cleared."""
     log: list[str] = []
 
     async def stubborn() -> None:
@@ -631,7 +631,7 @@ async def test_a_task_scope_distinguishes_cancellations(way: str) -> None:
 
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
-            with TaskScope():
+            with task_scope():
                 group.create_task(stubborn())
                 for _ in range(5):
                     await asyncio.sleep(0)

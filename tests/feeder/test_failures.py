@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -31,7 +32,6 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import Row
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
-from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.testing import SimulatedDevice
 
 
@@ -391,6 +391,6 @@ def test_an_error_of_a_blocking_read_is_that_of_its_file(tmp_path: Path) -> None
     for index in range(8):
         (tmp_path / f"{index}").write_bytes(b"%d" % index)
     source = Files([*sorted(tmp_path.iterdir()), "no\0path"])
-    read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), ChunkOutcome(), StopFlag())
+    read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), ChunkOutcome(), threading.Event())
     assert read[:8] == [b"%d" % index for index in range(8)]
     assert isinstance(read[8], ValueError)

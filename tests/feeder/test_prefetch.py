@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from aiofeed import DeviceCopyError, FeedError, IteratorClosedError, prefetch
 from aiofeed.feeder.prefetch import LoopPull
-from aiofeed.runtime.cancellation import EndedBy
+from aiofeed.runtime.cancellation import ended_by
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.testing import SimulatedDevice
 
@@ -244,6 +244,6 @@ async def test_an_error_of_a_stopped_iterable_is_dropped(ending: bool) -> None:
 
     queue: BatchQueue[QueueItem] = BatchQueue()
     pull = LoopPull(failing(), queue, room=2, memory=None)
-    with EndedBy(lambda: ending and bool(queue.items)):
+    with ended_by(lambda: ending and bool(queue.items)):
         await pull.run()
     assert [type(item) for item in queue.items] == ([ReadyBatch] if ending else [ReadyBatch, FeedFailure])

@@ -83,7 +83,7 @@ def test_free_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = [memory.take(LARGE) for _ in range(5)]
         assert len(mapped) == most
         del blocks
-    memory.clear()
+    memory.close()
     assert memory.take(LARGE).nbytes == LARGE
     assert len(mapped) == 5 + 3 + 1
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aiofeed import FailurePolicy, Feeder, FeedError, FromDataset, Limits
-from aiofeed.runtime.time_limits import JobControl, StopFlag
+from aiofeed.runtime.time_limits import JobControl
 from aiofeed.sources import dataset_slots
 from aiofeed.sources.dataset_slots import DatasetSlot
 from tests.support.waiting import until
@@ -266,7 +266,7 @@ def test_a_waiting_iterator_can_be_closed() -> None:
 def test_calls_wait_in_order_of_arrival() -> None:
     """A thread that leaves and comes back at once does not overtake one that waits."""
     source = FromDataset(Items(), threads=1)
-    control = JobControl(StopFlag())
+    control = JobControl(threading.Event())
     order: list[str] = []
 
     def second() -> None:

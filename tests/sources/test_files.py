@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import CollateBatchBuilder
 from aiofeed.engine.fetch.fetcher import UNREAD
 from aiofeed.engine.fetch.source import SourceFetcher
-from aiofeed.runtime.time_limits import JobControl, StopFlag
+from aiofeed.runtime.time_limits import JobControl
 from aiofeed.sources.file_io import read_file
 
 
@@ -395,5 +396,5 @@ def test_read_many_replaces_read_and_read_now_replaces_both(tmp_path: Path, inli
     encoded = asyncio.run(fetcher.read(range(10))).samples
     assert (encoded[0] is UNREAD) == inline
     builder = CollateBatchBuilder(10, list, None)
-    fetcher.decode(BatchPlan(0, range(10), range(10), 0), 0, encoded, builder, JobControl(StopFlag()))
+    fetcher.decode(BatchPlan(0, range(10), range(10), 0), 0, encoded, builder, JobControl(threading.Event()))
     assert builder.finish(()) == [b"LETTER %d" % number for number in range(10)]

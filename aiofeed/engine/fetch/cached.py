@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from aiofeed.engine.fetch.source import SourceFetcher, generator_of, seed_of
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, StopFlag, run_with_sample_timeout
+from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, run_with_sample_timeout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -132,7 +133,7 @@ class CachedFetcher(Fetcher):
             if store.layout is not None:
                 return
             [value] = (await self._inner.read([index])).samples
-            stop = StopFlag()
+            stop = threading.Event()
             deadline = None if self.limit_s is None else JobDeadline(self.limit_s)
             work = partial(self._get_one, index, value, JobControl(stop, deadline))
             found: Encoded | NotCacheableError | None = None
@@ -143,7 +144,7 @@ class CachedFetcher(Fetcher):
                     with contextlib.suppress(JobStuckError):
                         found, _ = await run_with_sample_timeout(decode_pool, work, deadline)
             finally:
-                stop.stopped = True
+                stop.set()
             if isinstance(found, NotCacheableError):
                 raise self.to_feed_error(found, index, False)
             if found is not None:
@@ -267,7 +268,7 @@ class CachedFetcher(Fetcher):
     def _decode_shared(self, chunk: Chunk, positions: Sequence[int]) -> None:
         """Put items into the batch, and wait for those that another process is making."""
         left, pause_s, since = list(positions), PAUSES_S[0], time.monotonic()
-        while left and not chunk.control.stop.stopped:
+        while left and not chunk.control.stop.is_set():
             patience_s = max(PATIENCE_S, PATIENCE_ITEMS * self._slowest_s)
             impatient = time.monotonic() - since > min(patience_s, self.limit_s or patience_s)
             before = len(left)

@@ -87,7 +87,7 @@ class Chunk:
         values, stop, deadline = self.values, self.control.stop, self.control.deadline
         reached = 0
         for position in self.positions:
-            if stop.stopped:
+            if stop.is_set():
                 break
             value, values[reached] = values[reached], None
             reached += 1
@@ -131,7 +131,7 @@ class Chunk:
     @property
     def ended(self) -> bool:
         """Whether the job is stopped, or an error has ended the chunk."""
-        return self.control.stop.stopped or (self.fetcher.stop_at_error and bool(self.outcome.errors))
+        return self.control.stop.is_set() or (self.fetcher.stop_at_error and bool(self.outcome.errors))
 
 
 class Fetcher(ABC):

@@ -21,7 +21,6 @@ from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, P
 from aiofeed.engine.fetch.user_errors import sample_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
-from aiofeed.runtime.time_limits import StopFlag
 from aiofeed.sampling.order import sample_seed
 
 # Reads that take this long are dominated by waiting. Chunks then have an eighth of the reads in flight, so that an
@@ -167,7 +166,7 @@ class SourceFetcher(Fetcher):
         sample could not be read.
         """
         control, builder = chunk.control, chunk.builder
-        if self._decode_many is None or control.deadline is not None or control.stop.stopped:
+        if self._decode_many is None or control.deadline is not None or control.stop.is_set():
             return None
         if any(isinstance(value, BaseException) for value in chunk.values):
             return None
@@ -272,7 +271,7 @@ class BlockingReader:
         self._policy = policy
         self._turn = threading.Lock()
 
-    def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: StopFlag) -> list[Any]:
+    def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: threading.Event) -> list[Any]:
         """The encoded samples, exceptions for those that failed; time, bytes and retries are added to ``outcome``."""
         started = time.perf_counter()
         try:

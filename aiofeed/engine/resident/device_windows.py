@@ -12,7 +12,7 @@ import numpy as np
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
-from aiofeed.devices.backend import poll
+from aiofeed.devices.backend import is_complete, poll
 from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
@@ -35,36 +35,30 @@ FREE_SHARE = 4
 _INDEX_BYTES = 8
 
 
-class DeviceWindow(Window):
-    """Rows on a device, permuted there by work that may still be queued.
+def _device_batch(
+    copier: Copier, pending: PendingCopy, streams: list[Stream], in_use: deque[list[Stream]], first: int, last: int
+) -> list[torch.Tensor]:
+    """Return rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them.
 
     Args:
         copier: Hands the rows to the consumer's stream.
-        pending: The rows.
-        in_use: Called at the first batch with the list of the streams that use the window; the list may still grow.
+        pending: The rows, permuted by work that may still be queued.
+        streams: The streams that use the window; this function adds the current one.
+        in_use: Receives ``streams`` at the first batch.
     """
+    import torch
 
-    def __init__(self, copier: Copier, pending: PendingCopy, in_use: Callable[[list[Stream]], object]) -> None:
-        self._copier = copier
-        self._pending = pending
-        self._streams: list[Stream] = []
-        self._in_use = in_use
-
-    def batch(self, first: int, last: int) -> list[torch.Tensor]:
-        """Return rows ``first`` to ``last - 1`` of each tensor; the calling thread's current stream waits for them."""
-        import torch
-
-        stream = self._copier.backend.current_stream()
-        if stream not in self._streams:
-            self._copier.deliver(self._pending)
-            self._streams.append(stream)
-            if len(self._streams) == 1:
-                self._in_use(self._streams)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.batch(first, last)
-        # `.data` gives each view a version counter of its own.
-        return [rows[first:last].data for rows in self._pending.batch]
+    stream = copier.backend.current_stream()
+    if stream not in streams:
+        copier.deliver(pending)
+        streams.append(stream)
+        if len(streams) == 1:
+            in_use.append(streams)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _device_batch(copier, pending, streams, in_use, first, last)
+    # `.data` gives each view a version counter of its own.
+    return [rows[first:last].data for rows in pending.batch]
 
 
 class DeviceWindows:
@@ -72,12 +66,7 @@ class DeviceWindows:
 
     Each window is allocated on the side stream and dropped after its batches were handed out. The device's allocator
     reuses its memory once the last view is gone and the streams that used it have caught up; no finalizer is involved.
-
-    Args:
-        backend: The device.
-        source: The data.
-        batch_size: Samples per batch.
-        memory_bytes: Limit of all windows together, excluding those the user keeps.
+    Arguments as for ``ResidentData``.
 
     Raises:
         DeviceCopyError: The data and two windows of one batch do not fit on the device.
@@ -93,8 +82,9 @@ class DeviceWindows:
         self._backend = backend
         self._source = source
         self._batch_bytes = batch_size * row_bytes(source)
-        rows = _DeviceRows(source.alias)
-        self._copier = Copier(backend, rows)
+        # The data on the device, as integers with their dtypes; filled below.
+        data: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._copier = Copier(backend, partial(_gather, data, source.alias))
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
         # For each window with batches handed out: first the streams that use it, then, when its last batch was handed
@@ -102,7 +92,7 @@ class DeviceWindows:
         self._in_use: deque[list[Stream]] = deque()
         self._queued: deque[list[Event]] = deque()
         self.wait_for_caller()
-        rows.data = self._upload()
+        data += self._upload()
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
         if (memory := free_and_total(backend)) is not None:
             bounds.append(memory[0] // FREE_SHARE)
@@ -123,7 +113,7 @@ class DeviceWindows:
             self._in_use.popleft()
         return self._at_most_queued(QUEUED_WINDOWS)
 
-    def make(self, batch_range: BatchRange) -> tuple[BatchRange, DeviceWindow]:
+    def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range, or of its head if memory is short.
 
         Raises:
@@ -148,16 +138,12 @@ class DeviceWindows:
 
     def _at_most_queued(self, windows: int) -> bool:
         """Return whether queued work uses at most this number of windows."""
-        try:
-            while len(self._queued) > windows and all(event.query() for event in self._queued[0]):
-                self._queued.popleft()
-        except Exception as error:
-            raise DeviceCopyError(
-                f"{self._backend.name} failed in work queued before: {type(error).__name__}: {error}"
-            ) from error
+        name = self._backend.name
+        while len(self._queued) > windows and all(is_complete(event, name) for event in self._queued[0]):
+            self._queued.popleft()
         return len(self._queued) <= windows
 
-    def _issue(self, batch_range: BatchRange) -> DeviceWindow:
+    def _issue(self, batch_range: BatchRange) -> Window:
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1]()
         start, count = int(batch_range.indices[0]), len(batch_range.indices)
@@ -169,7 +155,7 @@ class DeviceWindows:
             np.copyto(indices, batch_range.indices)
             pending = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
             self._copying.append((pending.copied, lease.give_back))
-        return DeviceWindow(self._copier, pending, self._in_use.append)
+        return partial(_device_batch, self._copier, pending, [], self._in_use)
 
     def _upload(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         import torch
@@ -227,29 +213,27 @@ class DeviceWindows:
         )
 
 
-class _DeviceRows:
-    """Data on a device, as integers with their dtypes. Called by the copier on the side stream; holds only the data."""
+def _gather(
+    data: list[tuple[torch.Tensor, torch.dtype]], alias: bool, wanted: tuple[torch.Tensor | None, int, int]
+) -> list[torch.Tensor]:
+    """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``.
 
-    def __init__(self, alias: bool) -> None:
-        self.data: list[tuple[torch.Tensor, torch.dtype]] = []
-        self._alias = alias
+    The copier calls it on the side stream.
+    """
+    import torch
 
-    def __call__(self, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
-        """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``."""
-        import torch
-
-        indices, start, count = wanted
-        found = []
-        # Tensors made under the user's torch.inference_mode could not be trained on outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            for data, dtype in self.data:
-                if indices is not None:
-                    rows = data.index_select(0, indices)
-                else:
-                    rows = data.narrow(0, start, count)
-                    rows = rows if self._alias else rows.clone()
-                found.append(rows.view(dtype))
-        return found
+    indices, start, count = wanted
+    found = []
+    # Tensors made under the user's torch.inference_mode could not be trained on outside it.
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor, dtype in data:
+            if indices is not None:
+                rows = tensor.index_select(0, indices)
+            else:
+                rows = tensor.narrow(0, start, count)
+                rows = rows if alias else rows.clone()
+            found.append(rows.view(dtype))
+    return found
 
 
 def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:

@@ -10,8 +10,9 @@ into one batch for a write into every batch of the window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -46,12 +47,8 @@ class Rows(Protocol):
         ...
 
 
-class Window(Protocol):
-    """The rows of consecutive batches."""
-
-    def batch(self, first: int, last: int) -> list[torch.Tensor]:
-        """Return rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
-        ...
+Window: TypeAlias = "Callable[[int, int], list[torch.Tensor]]"
+"""Returns rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
 
 
 class Windows(Protocol):
@@ -87,47 +84,34 @@ def row_bytes(source: Rows) -> int:
     return sum(map(tensor_row_bytes, source.tensors))
 
 
-class HostWindow(Window):
-    """Rows in host memory, which is reused when nothing refers to it any more."""
-
-    def __init__(self, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None]) -> None:
-        import torch
-
-        self._rows = rows
-        self._dtypes = dtypes
-        self._plain = not any(dtypes)
-        self._tensor = torch.from_numpy
-        self._under_inference_mode, self._inference_mode = torch.is_inference_mode_enabled, torch.inference_mode
-
-    def batch(self, first: int, last: int) -> list[torch.Tensor]:
-        """Return rows ``first`` to ``last - 1`` of each tensor."""
-        if self._under_inference_mode():
-            # Inference tensors could not be trained on later; batches of other sources can.
-            with self._inference_mode(False):
-                return self.batch(first, last)
-        # For torch each batch has a storage of its own, so that saving a batch saves only the batch.
-        tensor = self._tensor
-        batch = [tensor(rows[first:last]) for rows in self._rows]
-        if self._plain:
-            return batch
-        return [rows if dtype is None else rows.view(dtype) for rows, dtype in zip(batch, self._dtypes, strict=True)]
+def _host_batch(
+    torch: Any, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None] | None, first: int, last: int
+) -> list[torch.Tensor]:
+    """Return rows ``first`` to ``last - 1`` of each array; their memory is reused when nothing refers to it."""
+    if torch.is_inference_mode_enabled():
+        # Inference tensors could not be trained on later; batches of other sources can.
+        with torch.inference_mode(False):
+            return _host_batch(torch, rows, dtypes, first, last)
+    # For torch each batch has a storage of its own, so that saving a batch saves only the batch.
+    batch = [torch.from_numpy(each[first:last]) for each in rows]
+    if dtypes is None:
+        return batch
+    return [each if dtype is None else each.view(dtype) for each, dtype in zip(batch, dtypes, strict=True)]
 
 
 class HostWindows:
-    """Makes windows of data in host memory, in the consumer's thread.
-
-    Args:
-        source: The data.
-        batch_size: Samples per batch.
-        memory_bytes: Limit of all windows together, excluding those the user keeps.
-    """
+    """Makes windows of data in host memory, in the consumer's thread. Arguments as for ``ResidentData``."""
 
     # The consumer would wait as long for another thread, and gain nothing while all cores are busy.
     ahead = 0
     statistic = "collate_s"
 
     def __init__(self, source: Rows, batch_size: int, memory_bytes: int) -> None:
-        self._data, self._dtypes = zip(*map(_host_rows, source.tensors), strict=True)
+        import torch
+
+        self._torch = torch
+        self._data, dtypes = zip(*map(_host_rows, source.tensors), strict=True)
+        self._dtypes = dtypes if any(dtypes) else None
         self._torch_rows = list(map(_torch_rows, self._data))
         self._alias = source.alias
         self._memory = HostBufferPool(keep=HOST_WINDOWS * len(self._data))
@@ -151,7 +135,7 @@ class HostWindows:
                 rows = [self._copy(each) for each in rows]
         else:
             rows = [self._gather(*columns, indices) for columns in zip(self._data, self._torch_rows, strict=True)]
-        return batch_range, HostWindow(rows, self._dtypes)
+        return batch_range, partial(_host_batch, self._torch, rows, self._dtypes)
 
     def _copy(self, rows: NDArray[Any]) -> NDArray[Any]:
         target = array(self._memory, rows.shape, rows.dtype)

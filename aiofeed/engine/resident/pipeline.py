@@ -103,9 +103,6 @@ class WindowQueue(BatchQueue[QueueItem]):
 
     Ctrl-C loses nothing between batches and while the queue waits for the device. A Ctrl-C that interrupts the making
     of a window closes the queue, because it may have been made in part.
-
-    Args:
-        data: The data.
     """
 
     def __init__(self, data: ResidentData) -> None:
@@ -213,7 +210,7 @@ class ResidentPipeline:
     """Gives the batches of resident data; see ``WindowQueue``. It has no threads.
 
     Args:
-        data: The data.
+        data: May be shared with earlier pipelines.
         form_batch: Makes a batch of the rows of each tensor; ``None``: the list of rows is the batch.
     """
 
@@ -251,7 +248,7 @@ class ResidentPipeline:
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item; the calling thread's current stream waits for it."""
         window, first, last = item.batch
-        rows = window.batch(first, last)
+        rows = window(first, last)
         return rows if self._form_batch is None else self._form_batch(rows)
 
     def reusable(self) -> bool:

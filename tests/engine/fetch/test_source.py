@@ -11,7 +11,6 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.fetch import source as fetch_source
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
-from aiofeed.runtime.time_limits import StopFlag
 
 if TYPE_CHECKING:
     import pytest
@@ -40,7 +39,7 @@ class Storage:
 
 
 def read(reader: BlockingReader, indices: Sequence[int]) -> list[int]:
-    return reader.read(indices, ChunkOutcome(), StopFlag())
+    return reader.read(indices, ChunkOutcome(), threading.Event())
 
 
 def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ class TestEnds:
             incoming.put(ReadyBatch(number, 1, torch.ones(1)))
         thread = CopyThread(Copier(owner.device), incoming, outgoing, room=2, issued=lambda item: None)
         thread.watch(owner)
-        thread.launch()
+        thread.start()
         for _ in range(UNSYNCHRONISED):
             thread.take(outgoing.get())
         assert not thread.join(0.1)

@@ -423,7 +423,7 @@ def test_batches_have_their_own_version_counters(device: str | None, monkeypatch
     else:
         windows = DeviceWindows(PlainDevice(), Tensors(x), 2, 1 << 20)
         _, window = windows.make(BatchRange(range(2), np.arange(4), 2, run=False))
-        [one], [other] = window.batch(0, 2), window.batch(2, 4)
+        [one], [other] = window(0, 2), window(2, 4)
         assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     weights = torch.ones(5, 1, requires_grad=True)
     loss = (one @ weights).sum()
@@ -498,7 +498,7 @@ def test_memory_is_flat_over_thousands_of_epochs() -> None:
     kept = list(feeder)
     assert len(memory._lent) >= 4
     del kept, batch
-    memory.clear()
+    memory.close()
     assert len(memory._lent) <= 1
 
 
