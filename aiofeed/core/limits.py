@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, explain_arguments
 
 MIB = 1 << 20
 
@@ -22,7 +22,16 @@ MEMORY_CEILING = 4096 * MIB
 READ_CONCURRENCY = 64
 
 
+_WAYS = {
+    "num_workers": 'pass decode_threads=, or engine="process:N" to Feeder',
+    "prefetch_factor": "pass prefetch_batches=",
+    "batch_size": "pass it to Feeder",
+    "timeout": "pass on_error=FailurePolicy(read_timeout_s=...) to Feeder",
+}
+
+
 @public
+@explain_arguments(_WAYS)
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The maximum resources of a feeder. A limit of ``None``, the default, is chosen at run time.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+ClassT = TypeVar("ClassT", bound=type)
 
 
 def check_int(name: str, value: object) -> int:
@@ -17,12 +22,17 @@ def check_int(name: str, value: object) -> int:
     return operator.index(value)  # type: ignore[arg-type]
 
 
+def check_int_from(least: int, name: str, value: object) -> int:
+    """The value as an int of at least ``least``."""
+    number = check_int(name, value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
 def check_positive_int(name: str, value: object) -> int:
     """The value as an int of at least 1."""
-    number = check_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
+    return check_int_from(1, name, value)
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -47,6 +57,35 @@ def check_seed(value: object) -> int:
     if not -(1 << 62) <= seed < 1 << 62:
         raise ValueError(f"seed must be between -2**62 and 2**62 - 1, got {seed}")
     return seed
+
+
+def explain_arguments(ways: Mapping[str, str | Callable[[Any], str]]) -> Callable[[ClassT], ClassT]:
+    """Decorate a class so that an argument that it does not have is a ``TypeError`` that names the alternative.
+
+    Args:
+        ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
+    """
+
+    def decorate(cls: ClassT) -> ClassT:
+        init = cls.__init__  # type: ignore[misc]
+        known = set(inspect.signature(init).parameters)
+
+        @functools.wraps(init)
+        def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+            if unknown := next((name for name in arguments if name not in known), None):
+                value, way = arguments[unknown], ways.get(unknown)
+                message = f"{cls.__name__} has no argument {unknown!r}"
+                if way is not None:
+                    message += f" ({unknown}={value!r}): {way if isinstance(way, str) else way(value)}"
+                elif near := difflib.get_close_matches(unknown, known, n=1):
+                    message += f"; did you mean {near[0]}=?"
+                raise TypeError(message)
+            init(self, *args, **arguments)
+
+        cls.__init__ = checked_init  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
 def is_async_function(value: Any) -> bool:

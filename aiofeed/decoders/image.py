@@ -23,7 +23,7 @@ from PIL import Image
 
 from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.core.types import Row, public
-from aiofeed.core.validation import check_bool, check_positive_int
+from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.pillow import FORMATS, known_formats, load_picture, render
@@ -41,7 +41,20 @@ _log.info("images are decoded by %s", _PILLOW)
 _ORIGINAL_SIZE = struct.Struct("<II")  # width and height, after the pixels of a cached picture
 
 
+_NORMALISE = "images are uint8: normalise batches on the device, in transform= of Feeder"
+_WAYS = {
+    "mean": _NORMALISE,
+    "std": _NORMALISE,
+    "normalize": _NORMALISE,
+    "dtype": _NORMALISE,
+    "interpolation": "the filter is bilinear with antialiasing",
+    "antialias": "the filter is bilinear with antialiasing",
+    "transform": "pass it to Feeder, which calls it with each batch",
+}
+
+
 @public
+@explain_arguments(_WAYS)
 @dataclass(frozen=True)
 class DecodeImage:
     """Decode the bytes of one image file, of any mode that Pillow reads, to uint8 RGB, [3, H, W].

@@ -5,17 +5,18 @@ Each error says what was given and what to write instead.
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
-from aiofeed.core.types import Collate, Source, Transform
+from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
 from aiofeed.core.validation import check_bool, is_async_function
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
@@ -30,23 +31,31 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
 
-_DATALOADER_ARGUMENTS: Mapping[str, str] = {
-    "num_workers": "reading and decoding run in threads, limited by Limits(decode_threads=...); "
-    'engine="process:{value}" uses that many worker processes; pass a thread-safe Dataset as '
-    "FromDataset(dataset, threads={value})",
+
+def _threads_instead(workers: object) -> str:
+    if workers == 0:
+        return "leave it out; reading and decoding run in threads"
+    return (
+        f"reading and decoding run in threads, limited by Limits(decode_threads=...); "
+        f'engine="process:{workers}" uses that many worker processes; '
+        f"pass a thread-safe Dataset as FromDataset(dataset, threads={workers})"
+    )
+
+
+DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
+    "num_workers": _threads_instead,
     "pin_memory": "memory is pinned if device= is an accelerator",
     "pin_memory_device": "pass device=",
-    "prefetch_factor": "pass limits=Limits(prefetch_batches={value})",
+    "prefetch_factor": lambda n: "leave it out" if n is None else f"pass limits=Limits(prefetch_batches={n})",
     "persistent_workers": "threads live as long as the feeder",
     "worker_init_fn": "there are no worker processes; the decoder's `rng` gives each sample its own random numbers",
     "multiprocessing_context": "there are no worker processes",
     "batch_sampler": "pass sampler= and batch_size=",
-    "timeout": "pass on_error=FailurePolicy(read_timeout_s={value})",
+    "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
     "generator": "pass seed=",
     "dataset": "it is the first argument",
 }
-# Values that request no workers or no limit, which is what a feeder does anyway.
-_LEAVE_OUT: Mapping[str, object] = {"num_workers": 0, "timeout": 0, "prefetch_factor": None}
+"""What to do instead of passing an argument of ``DataLoader`` to ``Feeder``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +135,11 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f"a feeder asks a source for samples 0, 1, ..., and this {type(source).__name__} has the keys "
             f"{list(source)[:8]}: pass one of its values, or for a dict of tensors aiofeed.Tensors(*tensors.values())"
         )
+    if isinstance(source, tuple) and len(source) > 1 and _are_columns(source):
+        raise TypeError(
+            f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
+            f"list if each tensor is a sample"
+        )
     if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
         raise TypeError(
             f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
@@ -141,6 +155,22 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     raise TypeError(
         f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
     )
+
+
+def _check_row(decode: Any) -> None:
+    """Raise ``TypeError`` if torch has no tensors of the dtype of a decoder's rows."""
+    dtype = np.dtype(decode.row.dtype)
+    if dtype.kind not in "biufc" or not dtype.isnative:
+        raise TypeError(
+            f"the rows of {decode!r} have the dtype {dtype!s}, of which torch has no tensors: use numbers or bools in "
+            f"the machine's byte order, or leave out decode_into and return something else"
+        )
+
+
+def _are_columns(values: tuple[Any, ...]) -> bool:
+    """Return whether all values are tensors or arrays with the same number of rows."""
+    rows = {value.shape[0] if getattr(value, "ndim", 0) else None for value in values}
+    return len(rows) == 1 and None not in rows
 
 
 def _has_names(mapping: Mapping[Any, Any]) -> bool:
@@ -175,6 +205,8 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
             f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: await in the "
             f"source's `async read` instead"
         )
+    if decodes_in_place(decode):
+        _check_row(decode)
     return decode  # type: ignore[no-any-return]
 
 
@@ -348,17 +380,3 @@ def _check_cache_on_device(config: FeederConfig, codec: SampleCodec, static_batc
             'static_batches=True copies every batch, and with cache="device" batches are views that need no copy: use '
             'copy_ to copy them into tensors of your own if addresses must not change, or use cache="host"'
         )
-
-
-def refuse_foreign_arguments(unknown: Mapping[str, object], *, known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an argument that ``Feeder`` does not have; the message names the alternative."""
-    for name, value in unknown.items():
-        if name in _LEAVE_OUT and value == _LEAVE_OUT[name]:
-            raise TypeError(
-                f"Feeder has no argument {name!r} ({name}={value!r}): leave it out; reading and decoding run in threads"
-            )
-        if name in _DATALOADER_ARGUMENTS:
-            instead = _DATALOADER_ARGUMENTS[name].format(value=value)
-            raise TypeError(f"Feeder has no argument {name!r} ({name}={value!r}): {instead}")
-        near = difflib.get_close_matches(name, [*known, "batch_size"], n=1)
-        raise TypeError(f"Feeder has no argument {name!r}" + (f"; did you mean {near[0]}=?" if near else ""))

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source, public
-from aiofeed.core.validation import check_bool, check_callable, check_int, check_positive_int, check_seed
+from aiofeed.core.validation import (
+    check_bool,
+    check_callable,
+    check_int_from,
+    check_positive_int,
+    check_seed,
+    explain_arguments,
+)
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.config import (
+    DATALOADER_ARGUMENTS,
     FeederConfig,
     a_shuffle,
     adopt_decoder,
@@ -22,7 +30,6 @@ from aiofeed.feeder.config import (
     complete_config,
     fingerprint_of,
     limits_for,
-    refuse_foreign_arguments,
     with_static_outputs,
 )
 from aiofeed.feeder.iterator import FeedIterator
@@ -51,6 +58,7 @@ else:
 
 
 @public
+@explain_arguments(DATALOADER_ARGUMENTS)
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
@@ -125,9 +133,7 @@ class Feeder(Generic[BatchT]):
         in_order: bool = True,
         engine: str = "thread",
         static_batches: bool = False,
-        **unknown: Never,
     ) -> None:
-        refuse_foreign_arguments(unknown, known=Feeder.__init__.__kwdefaults__ or ())
         self._source = adopt_source(source)
         self._length = len(self._source)
         batch_size = check_positive_int("batch_size", batch_size)
@@ -228,7 +234,7 @@ class Feeder(Generic[BatchT]):
 
         A position loaded by ``load_state_dict`` is kept if it is in this epoch, and otherwise discarded.
         """
-        self._checkpoint.set_epoch(check_int("epoch", epoch), live=self._session.live)
+        self._checkpoint.set_epoch(check_int_from(0, "epoch", epoch), live=self._session.live)
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs up to ``n - 1``; iterate the feeder once for each.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 from aiofeed.core.errors import StateError
 from aiofeed.sampling.order import Int64
 from aiofeed.sampling.schedule import index_array
+
+# A sampler that gives more indices than this many per sample, more than this many in all, and more than its length, is
+# taken for endless.
+MOST_PER_SAMPLE = 16
+MOST_ALWAYS = 1 << 20
 
 
 class SamplerAdapter:
@@ -84,8 +90,16 @@ class SamplerAdapter:
 
     def _list(self) -> tuple[Int64, dict[str, Any]]:
         before = self._capture()
-        indices = index_array(list(self._sampler), self._length)
-        return indices, before | {"digest": hashlib.sha256(indices.tobytes()).hexdigest()[:32]}
+        most = max(len(self) if self.sized else 0, MOST_PER_SAMPLE * self._length, MOST_ALWAYS)
+        indices = list(itertools.islice(iter(self._sampler), most + 1))
+        if len(indices) > most:
+            raise ValueError(
+                f"{type(self._sampler).__name__} gave more than {most:,} indices for {self._length:,} samples and does "
+                f"not seem to end. A sampler has to end with its epoch: give it a length (RandomSampler(dataset, "
+                f"num_samples=...)) or cut it (itertools.islice in __iter__)"
+            )
+        array = index_array(indices, self._length)
+        return array, before | {"digest": hashlib.sha256(array.tobytes()).hexdigest()[:32]}
 
     def repeat_last_epoch(self) -> None:
         """List the last epoch again from the same state, because it handed out no batch."""

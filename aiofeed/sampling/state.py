@@ -7,12 +7,16 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from aiofeed.core.errors import StateError
+from aiofeed.core.validation import check_bool, check_int_from, check_positive_int, check_seed
 from aiofeed.sampling.schedule import Position, Schedule, Shuffle
+
+T = TypeVar("T")
 
 VERSION = 1
 
@@ -61,28 +65,39 @@ class SavedState:
             raise StateError(f"the dict is no state of a feeder: it has the keys {sorted(map(str, state))}")
         if state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
+
+        def field_of(name: str, check: Callable[[str, object], T]) -> T:
+            if name not in state:
+                raise ValueError(f"{name} is missing")
+            return check(name, state[name])
+
+        natural = partial(check_int_from, 0)
         try:
-            position = Position(int(state["epoch"]), int(state["position"]), frozenset(map(int, state["handed_out"])))
-            if position.consumed < 0 or any(number < 0 for number in position.ahead):
-                raise ValueError(f"position {position.consumed}, handed_out {sorted(position.ahead)}")
+            position = Position(
+                field_of("epoch", natural), field_of("position", natural), field_of("handed_out", _batch_numbers)
+            )
+            world_size = field_of("world_size", check_positive_int)
+            rank = field_of("rank", natural)
+            if rank >= world_size:
+                raise ValueError(f"rank must be less than world_size={world_size}, got {rank}")
             return cls(
                 Schedule(
-                    length=int(state["length"]),
-                    batch_size=int(state["batch_size"]),
-                    seed=int(state["seed"]),
-                    shuffle=_shuffle(state["shuffle"]),
-                    drop_last=bool(state["drop_last"]),
-                    pad=bool(state["pad"]),
-                    rank=int(state["rank"]),
-                    world_size=int(state["world_size"]),
+                    length=field_of("length", natural),
+                    batch_size=field_of("batch_size", check_positive_int),
+                    seed=field_of("seed", lambda _, value: check_seed(value)),
+                    shuffle=field_of("shuffle", _shuffle),
+                    drop_last=field_of("drop_last", check_bool),
+                    pad=field_of("pad", check_bool),
+                    rank=rank,
+                    world_size=world_size,
                 ),
                 position,
-                str(state["fingerprint"]),
-                bool(state["in_order"]),
-                str(state["sampler"]),
+                field_of("fingerprint", _text),
+                field_of("in_order", check_bool),
+                field_of("sampler", _text),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"the state is damaged: {type(error).__name__}: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise StateError(f"the state is damaged: {error}") from error
 
     def check_compatible(self, mine: SavedState) -> None:
         """Raise if a feeder with the state ``mine`` cannot resume from this state.
@@ -127,10 +142,22 @@ class SavedState:
         ]
 
 
-def _shuffle(value: Any) -> Shuffle:
-    if value is True or value is False or value == "keyed":
-        return value  # type: ignore[no-any-return]
-    raise ValueError(f"shuffle is {value!r}")
+def _shuffle(name: str, value: Any) -> Shuffle:
+    if isinstance(value, bool | str) and value in (True, False, "keyed"):
+        return value  # type: ignore[return-value]
+    raise ValueError(f'{name} must be True, False or "keyed", got {value!r}')
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {value!r}")
+    return value
+
+
+def _batch_numbers(name: str, value: object) -> frozenset[int]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name} must be a list of ints, got {value!r}")
+    return frozenset(check_int_from(0, f"{name}[{at}]", number) for at, number in enumerate(value))
 
 
 class EpochProgress:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from aiofeed.core.types import public
+from aiofeed.core.validation import explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
 
@@ -13,14 +14,24 @@ from aiofeed.sources.files import Files
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
+_WAYS = {
+    "transform": "decode= of Feeder gets the bytes (DecodeImage(size)), its transform= gets the batches",
+    "target_transform": "pass Files(folder.paths, targets) with targets of your own",
+    "loader": "pass decode= to Feeder",
+    "is_valid_file": "pass Files(paths, targets) with files of your own",
+    "allow_empty": "remove empty folders",
+}
+
+
 @public
+@explain_arguments(_WAYS)
 class ImageFolder(Files):
     """One sample per image in ``root/class_name/.../image.jpg``; its target is the number of its class.
 
-    Classes are the sorted names of the sub-folders. Within a class, files are sorted, including those of nested
-    folders, in the order of ``torchvision.datasets.ImageFolder``. As there, images are files whose names end in .jpg,
-    .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff or .webp, in any case; other files (.gif, .jp2, .avif, ...) are ignored.
-    ``Files`` reads any.
+    Classes are the sorted names of the sub-folders; hidden ones, such as ``.ipynb_checkpoints``, are ignored. Within a
+    class, files are sorted, including those of nested folders, in the order of ``torchvision.datasets.ImageFolder``. As
+    there, images are files whose names end in .jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff or .webp, in any case;
+    other files (.gif, .jp2, .avif, ...) are ignored. ``Files`` reads any.
 
     Args:
         root: The folder.
@@ -51,7 +62,7 @@ class ImageFolder(Files):
                 raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
             raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{_missing_part(root)}")
         with os.scandir(root) as entries:
-            self.classes = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks))
+            self.classes = sorted(entry.name for entry in entries if _is_class(entry, follow_symlinks))
         if not self.classes:
             raise FileNotFoundError(_no_classes(root))
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
@@ -61,7 +72,8 @@ class ImageFolder(Files):
             found = _images(os.path.join(root, name), follow_symlinks)
             if not found:
                 raise FileNotFoundError(
-                    f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)})"
+                    f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)}): remove the "
+                    f"folder, or list files of your own in Files(paths, targets)"
                 )
             paths += found
             targets += [number] * len(found)
@@ -116,3 +128,7 @@ def _no_classes(root: str) -> str:
             f"for images without labels pass their paths to aiofeed.Files"
         )
     return f"ImageFolder: {root!r} has no sub-folders with images ({', '.join(EXTENSIONS)})"
+
+
+def _is_class(entry: os.DirEntry[str], follow_symlinks: bool) -> bool:
+    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=follow_symlinks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import aiofeed
 from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, IteratorClosedError, Limits
+from aiofeed.core.types import Row
 
 
 class Numbers:
@@ -492,6 +494,7 @@ async def coroutine(value: Any) -> Any:
         ({"num_workers": 0}, TypeError, "num_workers=0.*leave it out"),
         ({"wrokers": 3}, TypeError, "no argument 'wrokers'$"),
         ({"shufle": True}, TypeError, r"no argument 'shufle'; did you mean shuffle=\?"),
+        ({"batchsize": 8}, TypeError, r"no argument 'batchsize'; did you mean batch_size=\?"),
         ({"cache": "/tmp/a.cache"}, TypeError, r"did you mean aiofeed.DiskCache\('/tmp/a.cache'\)\?"),
         ({"decode": coroutine}, TypeError, "decode must be an ordinary function.*async read"),
         ({"collate_fn": coroutine}, TypeError, "collate_fn must be an ordinary function"),
@@ -510,6 +513,61 @@ def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception]
     """The message names the argument and its value, and says what to write instead."""
     with pytest.raises(error, match=message):
         Feeder(Numbers(4), **{"decode": number, "batch_size": 2, **options})
+
+
+class StructuredRows:
+    """A decoder whose rows have a dtype that torch lacks."""
+
+    takes_seed = False
+
+    def __init__(self, dtype: Any) -> None:
+        self.row = Row((3,), dtype)
+
+    def __call__(self, data: bytes, /) -> Any: ...
+
+    def decode_into(self, data: bytes, out: Any, seed: int | None = None) -> None: ...
+
+
+@pytest.mark.parametrize("dtype", [">i4", "datetime64[s]", "U3", [("a", "i4")], "O"])
+def test_rows_of_a_dtype_that_torch_lacks_are_refused(dtype: Any) -> None:
+    """When the feeder is made, with the decoder and the dtype."""
+    with pytest.raises(TypeError, match=r"StructuredRows.*torch has no tensors"):
+        Feeder(Numbers(4), decode=StructuredRows(dtype), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: aiofeed.ImageFolder("train", transform=str), r"no argument 'transform'.*DecodeImage"),
+        (lambda: aiofeed.ImageFolder("train", follow_symlink=True), "did you mean follow_symlinks="),
+        (lambda: DecodeImage(224, mean=(0.5,)), r"no argument 'mean' \(mean=\(0.5,\)\).*transform= of Feeder"),
+        (lambda: Limits(num_workers=4), r"no argument 'num_workers' .*decode_threads="),
+        (lambda: Feeder((torch.zeros(8, 2), np.zeros(8)), batch_size=4), r"aiofeed.Tensors\(x, y"),
+    ],
+)
+def test_arguments_that_do_not_exist_are_explained(function: Any, message: str) -> None:
+    """The message names what to use instead."""
+    with pytest.raises(TypeError, match=message):
+        function()
+
+
+def test_a_negative_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
+        Feeder(Numbers(4), decode=number, batch_size=2).set_epoch(-1)
+
+
+class EndlessSampler:
+    """A sampler that never ends, as training loops that count steps use it."""
+
+    def __iter__(self) -> Any:
+        return itertools.cycle(range(4))
+
+
+def test_an_endless_sampler_is_refused() -> None:
+    """The error says that a sampler has to end."""
+    feeder: Feeder[Any] = Feeder(Numbers(4), decode=number, batch_size=2, sampler=EndlessSampler())
+    with pytest.raises(ValueError, match=r"EndlessSampler gave more than 1,048,576 indices for 4 samples"):
+        iter(feeder)
 
 
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]

@@ -465,7 +465,7 @@ def test_all_differences_are_reported_at_once(make: MakeFeeder) -> None:
     [
         ({"version": 99}, "version 99; this aiofeed reads version 1"),
         ({"epoch": "x"}, "damaged"),
-        ({"position": -1}, "damaged.*position -1"),
+        ({"position": -1}, "damaged: position must be at least 0, got -1"),
         ({"handed_out": [-4]}, "damaged.*handed_out"),
         ({"handed_out": None}, "damaged"),
         ({"shuffle": "sometimes"}, "damaged.*sometimes"),
@@ -476,6 +476,41 @@ def test_a_damaged_state_is_refused(make: MakeFeeder, change: dict[str, Any], me
     feeder = make()
     with pytest.raises(StateError, match=message):
         feeder.load_state_dict({**feeder.state_dict(), **change})
+
+
+ODD = (0, -1, float("inf"), float("nan"), torch.tensor(1), "x", None, [1], True, [-1], ["x"], 1 << 70)
+FIELDS = {
+    "epoch": (0, 1 << 70),
+    "position": (0,),
+    "handed_out": ([1],),
+    "length": (),
+    "batch_size": (1 << 70,),
+    "seed": (),
+    "shuffle": (),
+    "drop_last": (),
+    "pad": (True,),
+    "rank": (0,),
+    "world_size": (1 << 70,),
+    "in_order": (True,),
+    "fingerprint": (),
+    "sampler": (),
+}
+"""For each field of a state those of ODD that are allowed, besides the value that the feeder has."""
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_with_an_odd_value_is_refused_by_name(make: MakeFeeder, name: str) -> None:
+    """A state that was edited, or damaged, is a `StateError` that names the field, whatever is in it."""
+    feeder = make()
+    state = feeder.state_dict()
+    assert set(state) == {*FIELDS, "version"}
+    for value in ODD:
+        allowed = any(type(value) is type(one) and value == one for one in (*FIELDS[name], state[name]))
+        if allowed:
+            feeder.load_state_dict({**state, name: value})
+        else:
+            with pytest.raises(StateError, match=name):
+                feeder.load_state_dict({**state, name: value})
 
 
 @pytest.mark.parametrize(

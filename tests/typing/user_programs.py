@@ -76,5 +76,5 @@ async def train() -> None:
     assert_type(next(iter(aiofeed.prefetch(collated, device="cpu"))), dict[str, torch.Tensor])
     assert_type(next(iter(Photos("train", 4))), list[torch.Tensor])
 
-    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[arg-type]  # mypy finds the typing error
-    aiofeed.Feeder(Rows(), batch_size=2, num_workers=4)  # type: ignore[arg-type]
+    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[call-arg]  # mypy finds the typing error
+    aiofeed.Feeder(Rows(), batch_size=2, num_workers=4)  # type: ignore[call-arg]
