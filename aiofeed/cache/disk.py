@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,9 +79,8 @@ class DiskCache:
         file = open_file(str(self.path), create=False)
         if file is None or file.describe() is None:
             raise CacheError(f"there is no cache at {self.path!r}")
-        table, rows = file.open_rows()
-        written = np.flatnonzero(table["row"]).tolist()
-        return tuple(index for index in written if _valid_row(index, table[index], rows) is None)
+        written = np.flatnonzero(file.table()["row"]).tolist()
+        return tuple(index for index in written if file.valid_row(index) is None)
 
 
 class DiskStore(SampleStore):
@@ -110,7 +108,6 @@ class DiskStore(SampleStore):
     def _reset(self) -> None:
         super()._reset()
         self._file: CacheFile | None = None
-        self._table: NDArray[np.void] = np.empty(0, [("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
         self._damaged: set[int] = set()
         self._damage_logged = False
         self._writable = True
@@ -190,7 +187,6 @@ class DiskStore(SampleStore):
             raise self._other_content(differ, hint if only_source else "")
         if file.capacity < file.samples:
             log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
-        self._table, self._arena = file.open_rows()
         self._file, self._empty_file = file, None
         self._writable = file.writable
 
@@ -204,11 +200,11 @@ class DiskStore(SampleStore):
         """Samples whose entry says that they are written and whose checksum was not verified."""
         if self._file is None:
             return indices[:0]
-        rows = self._table["row"][indices]
-        found: NDArray[np.int64] = indices[(rows != 0) & (self.slots[indices] < 0)]
-        if self._damaged and len(found):
-            found = np.array([index for index in found.tolist() if index not in self._damaged], np.int64)
-        return found
+        unknown = indices[self.slots[indices] < 0].tolist()
+        file, damaged = self._file, self._damaged
+        return np.array(
+            [index for index in unknown if index not in damaged and file.row_of(index) is not None], np.int64
+        )
 
     def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which samples are cached, after verifying those that others have written."""
@@ -221,14 +217,14 @@ class DiskStore(SampleStore):
         return self.has(indices)
 
     def _verify(self, index: int) -> None:
-        row = _valid_row(index, self._table[index], self._arena)
+        assert self._file is not None
+        row = self._file.valid_row(index)
         if row is not None:
             self.slots[index] = row
             return
-        assert self._file is not None
         # The row may be in the middle of a write: verify it again while nobody writes.
         with self._lock, self._file.locked():
-            row = _valid_row(index, self._table[index], self._arena)
+            row = self._file.valid_row(index)
             if row is not None:
                 self.slots[index] = row
                 return
@@ -239,26 +235,36 @@ class DiskStore(SampleStore):
                     "the cache %s has damaged samples, first sample %d: they are decoded again", self.path, index
                 )
 
+    def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """As ``SampleStore.copy_rows``; ``CacheError`` if the file was truncated."""
+        assert self._file is not None
+        for at, row in enumerate(self.slots[indices].tolist()):
+            self._file.read_row(row, out[at])
+
+    def parts(self, index: int) -> Parts:
+        """The arrays of a cached sample, in memory of their own."""
+        assert self.layout is not None
+        out = np.empty((1, self.layout.nbytes), np.uint8)
+        self.copy_rows(np.array([index]), out)
+        out.flags.writeable = False
+        return self.layout.split(out[0])
+
     def put(self, index: int, parts: Parts) -> None:
         """Write a sample, unless it is written already or there is no room."""
         file = self._file
         if file is None or not self._writable or self.slots[index] >= 0:
             return
         row = pack(parts)
-        crc = _checksum(index, row)
         try:
             with self._lock, file.locked():
-                number = int(self._table["row"][index])
-                if number and index not in self._damaged:
+                old = file.row_of(index)
+                if old is not None and index not in self._damaged:
                     return  # another process has written it; it is verified before it is used
                 # If there is room for all, sample i is row i: a process that dies in a write wastes no row.
-                place = index if file.capacity == file.samples else number - 1
-                if not 0 <= place < file.capacity or (number and file.capacity < file.samples):
-                    new_row = file.next_row()
-                    if new_row is None:
-                        return
-                    place = new_row
-                file.write(index, place, row, crc)
+                place = index if file.capacity == file.samples else file.next_row()
+                if place is None:
+                    return
+                file.write(index, place, row)
                 self._damaged.discard(index)
             self.slots[index] = place
         except OSError as error:
@@ -316,14 +322,3 @@ class DiskStore(SampleStore):
                 self.path,
                 key,
             )
-
-
-def _checksum(index: int, row: NDArray[np.uint8]) -> int:
-    """CRC-32 of a sample's index and its row."""
-    return zlib.crc32(row.data, zlib.crc32(index.to_bytes(8, "little")))
-
-
-def _valid_row(index: int, entry: np.void, rows: NDArray[np.uint8]) -> int | None:
-    """The row number of a sample if its checksum matches."""
-    row, crc = int(entry["row"]) - 1, int(entry["crc"])
-    return row if 0 <= row < len(rows) and _checksum(index, rows[row]) == crc else None

@@ -14,15 +14,16 @@ is correct without them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import stat
 import struct
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,9 @@ _PAGE = 4096
 _LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
 _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
 _FLOCK = struct.Struct("hhqqi4x")
+# A write takes milliseconds. A process that holds the lock for longer was probably stopped, by Ctrl-Z or a debugger.
+LOCK_LIMIT_S = 5.0
+_LOCK_POLL_S = 0.002
 _WAY_OUT = "delete the file, or choose another path"
 
 
@@ -61,6 +65,7 @@ class CacheFile:
     """
 
     _fd = -1
+    _least_used: int | None = None
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -84,12 +89,36 @@ class CacheFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """A ``with`` block in which no other process writes. Threads of this process need a lock of their own."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        """A ``with`` block in which no other process writes. Threads of this process need a lock of their own.
+
+        Raises:
+            TimeoutError: Another process holds the lock for longer than a write takes.
+        """
+        deadline = time.monotonic() + LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{self._lock_holder()} has locked it for more than {LOCK_LIMIT_S:g} s; is it stopped?"
+                    ) from None
+                time.sleep(_LOCK_POLL_S)
         try:
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock_holder(self) -> str:
+        """The process that holds the lock, from ``/proc/locks``, where Linux lists them by device and inode."""
+        status = os.fstat(self._fd)
+        file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
+            for fields in map(str.split, locks):
+                if fields[1] == "FLOCK" and fields[5] == file:
+                    return f"process {fields[4]}"
+        return "another process"
 
     def claim(self, index: int | None) -> bool:
         """Claim an item, or with ``None`` the first item of an empty file; False if another process has claimed it.
@@ -144,7 +173,7 @@ class CacheFile:
         self._set_offsets(described, length)
         size = os.fstat(self._fd).st_size
         if size < self._end:
-            raise CacheError(f"the cache {self.path!r} is truncated: it has {size} of {self._end} bytes: {_WAY_OUT}")
+            raise self._truncated()
         return described
 
     def _set_offsets(self, described: dict[str, Any], length: int) -> None:
@@ -218,31 +247,82 @@ class CacheFile:
                 f"free some space, choose another path, or cache fewer samples with DiskCache(path, max_bytes=...)"
             ) from error
 
-    def open_rows(self) -> tuple[NDArray[np.void], NDArray[np.uint8]]:
-        """The table and the rows as read-only views of shared memory, which show what other processes write."""
-        memory = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_READ)
-        table = np.frombuffer(memory, _ENTRY_TYPE, self.samples, self._table_at)
-        rows = np.frombuffer(memory, np.uint8, self.capacity * self.layout.nbytes, self._rows_at)
-        return table, rows.reshape(self.capacity, self.layout.nbytes)
+    # Reads are system calls: a memory map of a file that another program truncates would end the process by SIGBUS.
+
+    def row_of(self, index: int) -> int | None:
+        """Number of a sample's row; ``None`` if it was not written."""
+        row, _ = self._entry(index)
+        return row
+
+    def table(self) -> NDArray[np.void]:
+        """A copy of all entries."""
+        table = np.empty(self.samples, _ENTRY_TYPE)
+        self._read(table.view(np.uint8), self._table_at)
+        return table
+
+    def read_row(self, row: int, out: NDArray[np.uint8]) -> None:
+        """Copy a row into ``out``, [bytes of a sample].
+
+        Raises:
+            CacheError: Another program has truncated the file.
+        """
+        self._read(out, self._rows_at + row * self.layout.nbytes)
+
+    def valid_row(self, index: int) -> int | None:
+        """Number of a sample's row if its checksum matches."""
+        row, crc = self._entry(index)
+        if row is None or row >= self.capacity:
+            return None
+        data = np.empty(self.layout.nbytes, np.uint8)
+        self.read_row(row, data)
+        return row if checksum(index, data) == crc else None
+
+    def _entry(self, index: int) -> tuple[int | None, int]:
+        entry = os.pread(self._fd, _ENTRY.size, self._table_at + index * _ENTRY.size)
+        if len(entry) < _ENTRY.size:
+            raise self._truncated()
+        row, crc, _ = _ENTRY.unpack(entry)
+        return (row - 1 if row else None), crc
+
+    def _read(self, out: NDArray[np.uint8], at: int) -> None:
+        left = out.data
+        while left:
+            count = os.preadv(self._fd, [left], at)
+            if not count:
+                raise self._truncated()
+            left, at = left[count:], at + count
+
+    def _truncated(self) -> CacheError:
+        size = os.fstat(self._fd).st_size
+        return CacheError(f"the cache {self.path!r} is truncated: it has {size} of {self._end} bytes: {_WAY_OUT}")
 
     def next_row(self) -> int | None:
         """Number of an unused row, inside ``locked``; ``None`` if all are in use."""
         [used] = _USED.unpack(os.pread(self._fd, _USED.size, _USED_AT))
+        if self._least_used is None:
+            # After a power failure the disk may have entries that the number does not count.
+            self._least_used = int(self.table()["row"].max(initial=0))
+        used = max(used, self._least_used)
         if used >= self.capacity:
             return None
         self._write(_USED.pack(used + 1), _USED_AT)
         return int(used)
 
-    def write(self, index: int, row: int, data: NDArray[np.uint8], crc: int) -> None:
+    def write(self, index: int, row: int, data: NDArray[np.uint8]) -> None:
         """Write a sample, then its entry, inside ``locked``."""
         self._write(data.data, self._rows_at + row * self.layout.nbytes)
-        self._write(_ENTRY.pack(row + 1, crc, 0), self._table_at + index * _ENTRY.size)
+        self._write(_ENTRY.pack(row + 1, checksum(index, data), 0), self._table_at + index * _ENTRY.size)
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")
         while view:
             count = os.pwrite(self._fd, view, at)
             view, at = view[count:], at + count
+
+
+def checksum(index: int, row: NDArray[np.uint8]) -> int:
+    """CRC-32 of a sample's index and its row, so that the row of one sample is never taken for another's."""
+    return zlib.crc32(row.data, zlib.crc32(index.to_bytes(8, "little")))
 
 
 def open_file(path: str, *, create: bool) -> CacheFile | None:

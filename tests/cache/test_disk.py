@@ -269,6 +269,79 @@ def test_rows_that_never_reached_the_disk_are_not_used(path: Path) -> None:
     assert run(path).reads == Counter()
 
 
+def test_a_counter_of_rows_that_never_reached_the_disk_overwrites_no_row(path: Path) -> None:
+    """After a power failure the header may count fewer rows than there are; none of them is given to another sample."""
+    room = 800 * 20 + 4096 * 2  # of 40 samples
+    with Feeder(Rows(), decode=block, batch_size=8, cache=DiskCache(path, room), sampler=range(0, 10)) as feeder:
+        list(feeder)
+    with path.open("r+b") as file:
+        file.seek(cache_file._USED_AT)
+        file.write(bytes(8))
+    run(path, max_bytes=room, epochs=3)
+    assert DiskCache(path).verify() == ()
+
+
+TRUNCATED_WHILE_USED = """
+import os, sys
+from tests.cache.test_disk import Rows, block
+from aiofeed import CacheError, DiskCache, Feeder
+path, left = sys.argv[1], int(sys.argv[2])
+with Feeder(Rows(), decode=block, batch_size=8, cache=DiskCache(path)) as feeder:
+    list(feeder)
+    os.truncate(path, left)
+    try:
+        list(feeder)
+    except CacheError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("left", [0, 5000, 20_000])
+def test_a_file_that_is_truncated_while_it_is_used_is_an_error(path: Path, left: int) -> None:
+    """Another program cuts the file, as ``> train.cache`` does: a `CacheError`, and the process goes on."""
+    command = [sys.executable, "-c", TRUNCATED_WHILE_USED, str(path), str(left)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"is truncated: it has {left} of" in done.stdout
+
+
+LOCKS = """
+import fcntl, sys, time
+file = open(sys.argv[1], "rb")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_process_that_is_stopped_with_the_lock_does_not_block_others(
+    begun: bool, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a while a new file is a `CacheError` that names the process, and a file in use is not written any more."""
+    monkeypatch.setattr(cache_file, "LOCK_LIMIT_S", 0.2)
+    if begun:
+        with Feeder(Rows(), decode=block, batch_size=8, cache=DiskCache(path), sampler=range(8)) as feeder:
+            list(feeder)
+    else:
+        path.touch()
+    holder = subprocess.Popen([sys.executable, "-c", LOCKS, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        holder.send_signal(signal.SIGSTOP)
+        who = f"process {holder.pid} has locked it" if sys.platform == "linux" else "has locked it"
+        if begun:
+            run(path)
+            assert who in caplog.text
+        else:
+            with pytest.raises(CacheError, match=who):
+                run(path)
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 def test_a_file_whose_creation_was_interrupted_is_created_again(path: Path) -> None:
     run(path)
     whole = path.read_bytes()

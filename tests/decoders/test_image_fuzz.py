@@ -39,7 +39,7 @@ from tests.support.paths import ROOT
 resource: Any = pytest.importorskip("resource", reason="needs POSIX, to measure peak memory")
 
 # `make test-long` sets this.
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
 SIZE = (9, 7)
 MAX_PIXELS = 1_000_000
 INPUT_LIMIT_S = 60.0

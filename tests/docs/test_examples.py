@@ -86,7 +86,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
     pytest.importorskip("skimage")
     pytest.importorskip("sklearn")
     data = tmp_path_factory.mktemp("demo")
-    return DemoRun(data, run("demo.py", *SMALL_DEMO, "--epochs", "2", "--data", data))
+    return DemoRun(data, run("demo.py", *SMALL_DEMO, "--epochs", "1", "--data", data))
 
 
 def test_demo_compares_the_sides(demo: DemoRun) -> None:
@@ -155,7 +155,7 @@ def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
     os.close(child_side)
     try:
         output = b""
-        while b"load 2: DataLoader" not in output:
+        while b"train 1: DataLoader" not in output:
             output += os.read(terminal, 4096)
         os.killpg(process.pid, signal.SIGINT)
         drain(terminal)

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from aiofeed import Feeder, Limits
 
 # `make test-long` sets this.
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
 
 
 class Numbers:

@@ -35,7 +35,7 @@ from aiofeed.engine.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.engine.resident.host_windows import HOST_WINDOW_BYTES, HostWindows
 from aiofeed.sampling.schedule import BatchRange
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
 LATENCIES = ("random", "late", "early")
 
 
