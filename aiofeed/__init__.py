@@ -154,15 +154,26 @@ def __getattr__(name: str) -> object:
     try:
         module = import_module(_HOMES[name])
     except ModuleNotFoundError as error:
-        if error.name == "PIL":
-            raise ImportError(
-                f"aiofeed.{name} needs Pillow or Pillow-SIMD: pip install 'aiofeed[simd]' or 'aiofeed[pillow]'"
-            ) from error
-        raise
-    value = getattr(module, name)
+        if error.name != "PIL":
+            raise
+        value: object = _without_pillow(name)
+    else:
+        value = getattr(module, name)
     globals()[name] = value
     return value
 
 
+def _without_pillow(name: str) -> type:
+    """A class in place of one that needs Pillow. It fails when it is used, so that ``import *`` and ``help`` do not."""
+
+    def __init__(self: object, *_: object, **__: object) -> None:  # noqa: N807
+        raise ImportError(
+            f"aiofeed.{name} needs Pillow or Pillow-SIMD: pip install 'aiofeed[simd]' or 'aiofeed[pillow]'"
+        )
+
+    return type(name, (), {"__init__": __init__, "__module__": "aiofeed", "__doc__": "Needs Pillow."})
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Public names, for tab completion."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -89,15 +89,21 @@ def test_feeder_imports_only_what_every_feeder_needs() -> None:
     assert result.stdout.split() == []
 
 
-def test_without_pillow_the_error_says_what_to_install() -> None:
-    """The error names both extras that install PIL."""
+def test_without_pillow_only_the_use_of_it_fails() -> None:
+    """The package can be imported, listed and inspected; using `DecodeImage` names both extras that install PIL."""
     code = """
         import sys
         sys.modules["PIL"] = None
+        import inspect
+        import pydoc
         import aiofeed
+        from aiofeed import *
         aiofeed.ImageFolder
+        assert hasattr(aiofeed, "DecodeImage")
+        inspect.getmembers(aiofeed)
+        pydoc.render_doc(aiofeed)
         try:
-            aiofeed.DecodeImage
+            aiofeed.DecodeImage(224)
         except ImportError as error:
             print(error)
     """
@@ -106,6 +112,10 @@ def test_without_pillow_the_error_says_what_to_install() -> None:
     )
     assert "aiofeed[simd]" in ended.stdout
     assert "aiofeed[pillow]" in ended.stdout
+
+
+def test_tab_completion_shows_public_names_only() -> None:
+    assert {name for name in dir(aiofeed) if not name.startswith("__")} == set(aiofeed.__all__)
 
 
 @pytest.mark.parametrize("name", sorted(set(aiofeed.__all__) - {"testing"}))

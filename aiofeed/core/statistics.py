@@ -24,14 +24,15 @@ class EpochStats:
     wall_s: float = 0.0
     failures: int = 0
     retries: int = 0
+    gil_us: float = 0.0
     asked_at: float = field(default=0.0, metadata={"internal": True})
 
     def add(self, other: EpochStats) -> None:
-        """Add another epoch's totals; ``first_batch_s`` stays that of the first epoch."""
-        first = self.first_batch_s or other.first_batch_s
+        """Add another epoch's totals; ``first_batch_s`` stays that of the first epoch, ``gil_us`` is the last found."""
+        first, gil_us = self.first_batch_s or other.first_batch_s, other.gil_us or self.gil_us
         for name, value in other.totals().items():
             setattr(self, name, getattr(self, name) + value)
-        self.first_batch_s = first
+        self.first_batch_s, self.gil_us = first, gil_us
 
     def totals(self) -> dict[str, float]:
         """The totals by field name, without internal fields."""
@@ -65,8 +66,8 @@ class FeedStatistics:
         read_concurrency: Samples that may be read at the same time, as chosen last.
         decode_threads: Threads that may decode, as chosen last.
         chunk_size: Samples per executor job, as chosen last.
-        gil_us: If decoding is GIL-bound, the microseconds per sample that hold or wait for the GIL: one process decodes
-            at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
+        gil_us: If decoding was GIL-bound in the epoch, the microseconds per sample that hold or wait for the GIL: one
+            process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
     """
 
     samples: int = 0
@@ -82,11 +83,11 @@ class FeedStatistics:
     wall_s: float = 0.0
     failures: int = 0
     retries: int = 0
+    gil_us: float = 0.0
     queue_depth: int = 0
     read_concurrency: int = 0
     decode_threads: int = 0
     chunk_size: int = 0
-    gil_us: float = 0.0
 
     def __str__(self) -> str:
         wall = self.wall_s or float("inf")
@@ -101,4 +102,6 @@ class FeedStatistics:
         )
         if self.failures or self.retries:
             text += f"; {self.failures} failed, {self.retries} retried"
+        if self.gil_us:
+            text += f"; GIL-bound: {self.gil_us:.0f} us per sample, at most {1e6 / self.gil_us:,.0f} samples/s"
         return text

@@ -29,8 +29,9 @@ _log = logging.getLogger("aiofeed.decoders")
 
 LIBRARY = Path(__file__).with_name("_native_jpeg.so")
 INSTALL = (
-    "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then aiofeed: "
-    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed"
+    "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then build aiofeed "
+    "again: pip install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed, or in a checkout "
+    "python hatch_build.py"
 )
 
 _PLAIN, _WITH_METADATA = 0, 1
@@ -125,16 +126,28 @@ class NativeDecoder:
         return remaining
 
 
+def load_native_decoder() -> tuple[str, NativeDecoder | None]:
+    """The library, or why there is none: it was not built, or was built and cannot be loaded."""
+    if not LIBRARY.exists():
+        return "was not built", None
+    try:
+        return "", NativeDecoder()
+    except (OSError, AttributeError) as error:  # libjpeg was removed or replaced
+        return f"was built, but cannot be loaded ({error})", None
+
+
 @functools.cache
 def native_decoder() -> NativeDecoder | None:
     """The library, or ``None`` if it was not built or cannot be used."""
-    if not LIBRARY.exists():
-        return None
-    try:
-        decoder = NativeDecoder()
-    except (OSError, AttributeError) as error:
-        # A library that does not load (libjpeg was removed, say) would go unnoticed.
-        _log.warning("%s cannot be used, JPEGs are decoded without it: %s", LIBRARY, error)
+    problem, decoder = load_native_decoder()
+    if decoder is None:
+        # Once, because slower decoding would go unnoticed.
+        _log.warning(
+            "the native JPEG library %s, so JPEGs are decoded by slower ones: %s. DecodeImage(backend=...) with "
+            "another backend turns this message off",
+            problem,
+            INSTALL,
+        )
         return None
     _log.info("plain JPEGs are decoded by libjpeg-turbo %s, one chunk per call", decoder.version)
     return decoder

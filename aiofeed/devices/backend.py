@@ -212,8 +212,8 @@ class TorchBackend:
         # set_stream also makes the stream's device current, so restore the device last.
         with self._here():
             before = self._current()
-            torch.accelerator.set_stream(stream)
-            try:
+            try:  # before the stream is set: Ctrl-C may come at any line
+                torch.accelerator.set_stream(stream)
                 yield
             finally:
                 torch.accelerator.set_stream(before)
@@ -289,8 +289,8 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 @contextmanager
 def _device_current(index: int) -> Iterator[None]:
     before = current_device_index()
-    _set_device_index(index)
     try:
+        _set_device_index(index)
         yield
     finally:
         _set_device_index(before)

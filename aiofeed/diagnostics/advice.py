@@ -12,6 +12,7 @@ from aiofeed.diagnostics.report import AcceleratorReport, Environment
 FEW_FILES = 1024
 # Worker processes and served feeders pass batches through /dev/shm; Docker's default is 64 MiB.
 SMALL_SHM = 1 << 30
+HEADERS = "Debian and Ubuntu: libwebp-dev libtiff-dev libopenjp2-7-dev"
 LITTLE_MEMORY = 1 << 30
 LITTLE_DEVICE_MEMORY = 0.1
 # PCIe 3.0 x16 copies 12 GB/s; less than half of that means a slot with fewer lanes, or a busy one.
@@ -89,7 +90,24 @@ def _on_packages(found: Environment) -> Iterator[str]:
     elif found.pillow_simd_hidden:
         yield f"Pillow {found.pillow} was installed over Pillow-SIMD and decodes slower: {install_simd}"
     elif not found.pillow_simd and found.x86:
-        yield f"images are decoded by Pillow {found.pillow}; Pillow-SIMD is faster: {install_simd}"
+        headers = ""
+        if found.formats_without_headers:
+            lost = " and ".join(found.formats_without_headers)
+            headers = f"first install the headers that reading {lost} needs ({HEADERS}), then "
+        yield f"images are decoded by Pillow {found.pillow}; Pillow-SIMD is faster: {headers}{install_simd}"
+    if found.missing_formats:
+        yield (
+            f"this Pillow reads no {' and no '.join(found.missing_formats)}, and such files are errors: install the "
+            f"headers ({HEADERS}) and build it again, {install_simd}; or pip install --force-reinstall pillow"
+        )
+    if found.native_problem:
+        yield f"the native JPEG library {found.native_problem}"
+    if not found.small_files:
+        yield (
+            "the native library for small files was not built: install a C compiler, then build aiofeed again: pip "
+            "install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed, or in a checkout python "
+            "hatch_build.py"
+        )
     if found.uvloop is None:
         yield "uvloop is missing, so small reads are slower: pip install uvloop (not available for Windows)"
 

@@ -21,6 +21,16 @@ _DECODERS = {
     "cv2": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
     "torchvision": ("torchvision",),
 }
+# Image formats, the features of Pillow that read them, and the headers that Pillow-SIMD is built with.
+_FORMATS = {
+    "WebP": ("webp", "webp/decode.h"),
+    "compressed TIFF": ("libtiff", "tiffio.h"),
+    "JPEG 2000": ("jpg_2000", "openjpeg-*/openjpeg.h"),
+}
+_INCLUDES = [
+    *map(Path, ("/usr/include", "/usr/local/include", "/opt/homebrew/include")),
+    *Path("/usr/include").glob("*-linux-gnu*"),
+]
 _DEV = Path("/dev")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -30,6 +40,8 @@ def inspect_environment() -> Environment:
     import torch
 
     pillow = _pillow()
+    native_problem, native_decoder = _native_decoder()
+    missing_formats, formats_without_headers = _formats()
     files = _nvidia_files()
     untyped: Any = torch.cuda
     if torch.version.cuda is not None:
@@ -46,7 +58,10 @@ def inspect_environment() -> Environment:
         pillow_simd=pillow is not None and ".post" in pillow,
         pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
         x86=platform.machine().lower() in ("x86_64", "amd64"),
-        decoders=_native_decoder()
+        missing_formats=missing_formats,
+        formats_without_headers=formats_without_headers,
+        native_problem=native_problem,
+        decoders=native_decoder
         | {name: _version(packages) for name, packages in _DECODERS.items() if _importable(name)},
         small_files=group_reader() is not None,
         uvloop=_version(("uvloop",)) if _importable("uvloop") else None,
@@ -74,13 +89,31 @@ def _pillow() -> str | None:
     return found
 
 
-def _native_decoder() -> dict[str, str]:
-    """The native JPEG library with the version of its libjpeg-turbo, if it was built."""
+def _native_decoder() -> tuple[str, dict[str, str]]:
+    """Why there is no native JPEG library, or the library with the version of its libjpeg-turbo."""
     try:
-        decoder: Any = importlib.import_module("aiofeed.decoders.native_jpeg").native_decoder()
+        native: Any = importlib.import_module("aiofeed.decoders.native_jpeg")
     except ImportError:  # it needs Pillow
-        return {}
-    return {} if decoder is None else {"native library with libjpeg-turbo": decoder.version}
+        return "", {}
+    problem, decoder = native.load_native_decoder()
+    if decoder is None:
+        return f"{problem}: {native.INSTALL}", {}
+    return "", {"native library with libjpeg-turbo": decoder.version}
+
+
+def _formats() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Image formats that the installed Pillow cannot read, and those that one built here could not read."""
+    try:
+        features: Any = importlib.import_module("PIL.features")
+    except ImportError:
+        return (), ()
+    missing = [name for name, (feature, _) in _FORMATS.items() if not features.check(feature)]
+    no_headers = [
+        name
+        for name, (_, header) in _FORMATS.items()
+        if name not in missing and not any(any(folder.glob(header)) for folder in _INCLUDES)
+    ]
+    return tuple(missing), tuple(no_headers)
 
 
 def _importable(name: str) -> bool:

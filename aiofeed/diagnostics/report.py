@@ -51,6 +51,9 @@ class Environment:
         pillow_simd: whether that is Pillow-SIMD.
         pillow_simd_hidden: whether Pillow was installed over Pillow-SIMD.
         x86: whether Pillow-SIMD supports the processor.
+        missing_formats: image formats that the active Pillow cannot read.
+        formats_without_headers: formats that it reads, and that a Pillow-SIMD built on this machine would not.
+        native_problem: why the native JPEG library cannot be used, and what to do; "" if it can.
         decoders: other packages that decode images, with their versions.
         small_files: whether the native library that reads small files is available.
         uvloop: its version.
@@ -76,6 +79,9 @@ class Environment:
     pillow_simd: bool
     pillow_simd_hidden: bool
     x86: bool
+    missing_formats: tuple[str, ...]
+    formats_without_headers: tuple[str, ...]
+    native_problem: str
     decoders: Mapping[str, str]
     small_files: bool
     uvloop: str | None

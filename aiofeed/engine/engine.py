@@ -231,6 +231,8 @@ class Engine:
             log.debug("batch %d: decoded a chunk in %.1f ms", batch.plan.number, outcome.decode_s * 1e3)
         if outcome.job is not None and self._tuner is not None:
             self._concurrency.observe_job(self._tuner, outcome.job, saturated=not self._buffer.waiting)
+            if (limit := self._tuner.decoding.gil) is not None:
+                batch.counters.gil_us = limit.held_s * 1e6
         batch.uncounted -= 1
         if batch.uncounted == 0:
             if batch.errors and not self._admission.closed:

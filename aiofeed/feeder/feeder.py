@@ -212,7 +212,13 @@ class Feeder(Generic[BatchT]):
         return iter(self)
 
     def __repr__(self) -> str:
-        return f"Feeder({self._source!r}, batch_size={self._config.batch_size})"
+        config, order = self._config, self._order.describe()
+        decode = "" if config.decode is None else f"decode={config.decode!r}, "
+        engine = f"process:{config.engines}" if config.engines else "thread"
+        return (
+            f"Feeder({self._source!r}, {decode}batch_size={config.batch_size}, {order}, device={self._device!r}, "
+            f"engine={engine!r}, epoch={self.epoch})"
+        )
 
     @property
     def batch_size(self) -> int:

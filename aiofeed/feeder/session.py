@@ -16,6 +16,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline
+from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 BatchT = TypeVar("BatchT")
 
 log = logging.getLogger("aiofeed.feeder")
+
+# An epoch this long of which the training waited for this share is worth a hint.
+HINT_AFTER_S = 10.0
+HINT_STALL = 0.5
 
 
 class FeederSession(Generic[BatchT]):
@@ -82,6 +87,7 @@ class FeederSession(Generic[BatchT]):
         # Epochs completed one after the other, and the last epoch of a running `epochs`.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
+        self._hinted = False
         _free_device_cache_with(self, config)
 
     @property
@@ -97,13 +103,11 @@ class FeederSession(Generic[BatchT]):
         stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
-        gil = tuner.decoding.gil if tuner is not None else None
         return FeedStatistics(
             **stats.totals(),  # type: ignore[arg-type]
             queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
-            gil_us=gil.held_s * 1e6 if gil is not None else 0.0,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
         )
 
@@ -222,9 +226,29 @@ class FeederSession(Generic[BatchT]):
     def _epoch_ended(self, epoch: EpochProgress) -> None:
         epoch.ended = True
         self._failures.summarise(epoch.start.epoch, self.stats)
+        self._hint_at_threads()
         # Dropping the iterator after its end is not a break.
         self._iterator = None
         self._completed_in_a_row += 1
+
+    def _hint_at_threads(self) -> None:
+        """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
+        config, stats = self.config, self.stats
+        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s > HINT_STALL * stats.wall_s
+        if not slow or self._hinted or not isinstance(config.source, FromDataset) or config.source.threads > 1:
+            return
+        if config.engines or (cores := machine.cpus()) == 1:
+            return
+        self._hinted = True
+        log.warning(
+            "the training waited %.0f of %.0f s for %s, which is called by one thread at a time. If several threads "
+            'may call it, pass FromDataset(dataset, threads=%d); otherwise engine="process:%d"',
+            stats.stall_s,
+            stats.wall_s,
+            type(config.source.dataset).__name__,
+            cores,
+            cores,
+        )
 
     def _read_ahead(self, stream: EpochStream, epoch: int) -> None:
         """Allow the stream to go on with the next epochs if they are certain or likely to be iterated."""

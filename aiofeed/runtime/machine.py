@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# Version 1 reports a number near the largest one if there is no limit.
+_NO_LIMIT = 1 << 60
 _UNKNOWN_MEMORY = 8 << 30
 
 
@@ -25,31 +29,52 @@ def affinity() -> int:
 
 
 def free_memory() -> int:
-    """Bytes available without swapping, by the kernel's estimate and the cgroup's limit."""
+    """Bytes available without swapping, by the kernel's estimate and the limits of the cgroups."""
     available = _meminfo_available()
-    limit, used = memory_limit(), _read_int(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        # The page cache counts as used, but the kernel reclaims it when memory is needed.
-        reclaimable = _read_field(_CGROUP / "memory.stat", "inactive_file") or 0
-        available = min(available, max(limit - used + reclaimable, 0))
+    for group in _cgroups("memory"):
+        limit = _read_first(group, "memory.max", "memory.limit_in_bytes")
+        used = _read_first(group, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            # The page cache counts as used, but the kernel reclaims it when memory is needed.
+            fields = (_read_field(group / "memory.stat", name) for name in ("inactive_file", "total_inactive_file"))
+            available = min(available, max(limit - used + max(field or 0 for field in fields), 0))
     return available
 
 
 def memory_limit() -> int | None:
-    """The cgroup's limit in bytes; ``None`` without a limit."""
-    return _read_int(_CGROUP / "memory.max")
+    """The lowest memory limit of the cgroups in bytes; ``None`` without a limit."""
+    limits = [_read_first(group, "memory.max", "memory.limit_in_bytes") for group in _cgroups("memory")]
+    return min([limit for limit in limits if limit is not None and limit < _NO_LIMIT], default=None)
 
 
 def cpu_quota() -> float | None:
-    """The cgroup's CPU quota in cores (v2, then v1); ``None`` without a limit."""
-    text = _read(_CGROUP / "cpu.max")
-    if text:
-        quota, _, period = text.partition(" ")
-        return None if quota == "max" else int(quota) / int(period or 100_000)
-    quota_us, period_us = _read_int(_CGROUP / "cpu/cpu.cfs_quota_us"), _read_int(_CGROUP / "cpu/cpu.cfs_period_us")
-    if quota_us is None or period_us is None or quota_us <= 0 or period_us <= 0:
-        return None
-    return quota_us / period_us
+    """The lowest CPU quota of the cgroups in cores; ``None`` without a limit."""
+    quotas = []
+    for group in _cgroups("cpu"):
+        text = _read(group / "cpu.max")
+        if text:
+            quota, _, period = text.partition(" ")
+            values = None if quota == "max" else (int(quota), int(period or 100_000))
+        else:
+            values = _read_int(group / "cpu.cfs_quota_us") or 0, _read_int(group / "cpu.cfs_period_us") or 0
+        if values is not None and min(values) > 0:
+            quotas.append(values[0] / values[1])
+    return min(quotas, default=None)
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups, version 2 and 1, from its own to the root."""
+    roots = [_CGROUP, _CGROUP / controller]
+    for line in (_read(_OWN_CGROUPS) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = roots[1] if controllers else roots[0]
+            group = root / path.lstrip("/")
+            while group != root and root in group.parents:
+                yield group
+                group = group.parent
+    # Last: inside a container the path may be that of the host, which is not visible there.
+    yield from roots
 
 
 def _meminfo_available() -> int:
@@ -67,6 +92,10 @@ def _read_field(path: Path, name: str) -> int | None:
         if line.startswith(f"{name} "):
             return int(line.split()[1])
     return None
+
+
+def _read_first(folder: Path, *names: str) -> int | None:
+    return next((number for name in names if (number := _read_int(folder / name)) is not None), None)
 
 
 def _read(path: Path) -> str | None:

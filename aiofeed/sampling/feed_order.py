@@ -49,6 +49,12 @@ class FeedOrder:
         self._suggested = False
         self._warned = False
 
+    def describe(self) -> str:
+        """The order in the words of ``Feeder``'s arguments."""
+        if self._sampler is not None:
+            return f"sampler={self._sampler}"
+        return f"shuffle={self._base.shuffle!r}, seed={self._base.seed}"
+
     def schedule(self, length: int | None = None) -> Schedule:
         """The schedule of an epoch of ``length`` samples, by default the sampler's or the source's length.
 

@@ -44,6 +44,9 @@ class SamplerAdapter:
         self._loaded: tuple[int, dict[str, Any]] | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
 
+    def __str__(self) -> str:
+        return type(self._sampler).__name__
+
     @property
     def sized(self) -> bool:
         """Whether the sampler has a length."""

@@ -432,7 +432,7 @@ def test_a_library_that_does_not_load_is_logged_once(monkeypatch, tmp_path, capl
     try:
         for _ in range(2):
             decode(DecodeImage(16), jpeg(picture(40, 30)))
-        [record] = [record for record in caplog.records if "cannot be used" in record.getMessage()]
+        [record] = [record for record in caplog.records if "cannot be loaded" in record.getMessage()]
         assert "_native_jpeg.so" in record.getMessage()
     finally:
         native_decoder.cache_clear()

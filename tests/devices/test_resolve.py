@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from aiofeed.devices import backend as device_module
 from aiofeed.devices.backend import DeviceBackend, TorchBackend
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.testing import SimulatedDevice
+from tests.support.interrupts import Interrupt
 
 
 @pytest.fixture
@@ -268,6 +270,27 @@ class TestTorchBackend:
         assert current == {"device": 1, "stream": "before"}
         backend.enter_thread()
         assert current["device"] == 0
+
+    def test_an_interrupted_use_stream_restores_the_stream(self, monkeypatch):
+        """After Ctrl-C anywhere in use_stream the previous stream and device are current."""
+        current = {"device": 1, "stream": "before"}
+        # C functions, as those of torch are: signal handlers run after them.
+        monkeypatch.setattr(torch.accelerator, "set_stream", partial(current.__setitem__, "stream"))
+        monkeypatch.setattr(device_module, "_set_device_index", partial(current.__setitem__, "device"))
+        monkeypatch.setattr(device_module, "current_device_index", partial(current.__getitem__, "device"))
+        backend = TorchBackend(torch.device("xpu", 0))
+        monkeypatch.setattr(backend, "_current", partial(current.__getitem__, "stream"))
+        for place in range(100):
+            with Interrupt(place) as interrupt:
+                try:
+                    with backend.use_stream("side"):
+                        pass
+                except KeyboardInterrupt:
+                    interrupt.left = -1
+            assert current == {"device": 1, "stream": "before"}, place
+            if interrupt.left >= 0:
+                break
+        assert place > 3
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can pin")
     def test_pin_fails_without_an_accelerator(self):

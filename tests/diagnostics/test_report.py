@@ -30,6 +30,9 @@ GOOD = Environment(
     pillow_simd=True,
     pillow_simd_hidden=False,
     x86=True,
+    missing_formats=(),
+    formats_without_headers=(),
+    native_problem="",
     decoders={"simplejpeg": "1.8.2", "cv2": ""},
     small_files=True,
     uvloop="0.22.1",
@@ -119,7 +122,17 @@ class TestAdvice:
                 {"pillow": "12.1.1", "pillow_simd": False, "pillow_simd_hidden": True},
                 "over Pillow-SIMD.*force-reinstall",
             ),
-            ({"pillow": "12.1.1", "pillow_simd": False}, "Pillow-SIMD is faster"),
+            ({"pillow": "12.1.1", "pillow_simd": False}, "Pillow-SIMD is faster: pip install"),
+            (
+                {"pillow": "12.1.1", "pillow_simd": False, "formats_without_headers": ("WebP", "JPEG 2000")},
+                r"first install the headers that reading WebP and JPEG 2000 needs \(.*libwebp-dev.*\), then pip",
+            ),
+            (
+                {"missing_formats": ("WebP",)},
+                "reads no WebP, and such files are errors: install the headers.*libwebp-dev",
+            ),
+            ({"native_problem": "was not built: do x"}, "^the native JPEG library was not built: do x$"),
+            ({"small_files": False}, "small files was not built: install a C compiler.*hatch_build.py"),
             ({"uvloop": None}, "pip install uvloop"),
             ({"torch_threads": 16}, "torch uses 16 threads on 8 cores: set OMP_NUM_THREADS=8"),
             ({"open_files": (256, 4096)}, r"only 256 files.*`ulimit -n` \(up to 4096"),
@@ -222,9 +235,25 @@ class TestFacts:
 
     def test_the_native_library(self, monkeypatch):
         """The native library is listed with its libjpeg-turbo if it was built."""
-        for library, expected in ((SimpleNamespace(version="3.1.2"), "3.1.2"), (None, None)):
-            monkeypatch.setattr("aiofeed.decoders.native_jpeg.native_decoder", lambda library=library: library)
-            assert environment.inspect_environment().decoders.get("native library with libjpeg-turbo") == expected
+        name = "native library with libjpeg-turbo"
+        load = "aiofeed.decoders.native_jpeg.load_native_decoder"
+        monkeypatch.setattr(load, lambda: ("", SimpleNamespace(version="3.1.2")))
+        found = environment.inspect_environment()
+        assert (found.decoders[name], found.native_problem) == ("3.1.2", "")
+        monkeypatch.setattr(load, lambda: ("was built, but cannot be loaded (libjpeg.so.8)", None))
+        found = environment.inspect_environment()
+        assert name not in found.decoders
+        assert re.match(r"was built, .*libjpeg.so.8\): install a C compiler .*hatch_build.py$", found.native_problem)
+
+    def test_formats(self, monkeypatch, tmp_path):
+        """Formats that Pillow lacks, and formats that a build here would lack for want of headers, are listed."""
+        (tmp_path / "openjpeg-2.5").mkdir()
+        (tmp_path / "openjpeg-2.5" / "openjpeg.h").touch()
+        monkeypatch.setattr(environment, "_INCLUDES", [tmp_path])
+        monkeypatch.setattr("PIL.features.check", lambda feature: feature != "webp")
+        found = environment.inspect_environment()
+        assert found.missing_formats == ("WebP",)
+        assert found.formats_without_headers == ("compressed TIFF",)
 
     def test_driver_and_device_files(self, monkeypatch, tmp_path):
         """The driver's version is read, and device files that may not be opened are listed."""
@@ -368,10 +397,17 @@ class TestCommand:
         assert "cores" in done.stdout
         assert done.stderr == ""
 
-    @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
-    def test_usage(self, arguments, capsys):
-        """Without a command, or with an unknown one, it exits with usage."""
+    def test_usage(self, capsys):
+        """With an unknown command it exits with usage; without one it prints help."""
         with pytest.raises(SystemExit) as stopped:
-            main(arguments)
+            main(["nonsense"])
         assert stopped.value.code == 2
-        assert "doctor" in capsys.readouterr().err or not arguments
+        assert "doctor" in capsys.readouterr().err
+        assert main([]) == 0
+        assert "doctor" in capsys.readouterr().out
+
+    def test_version(self, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            main(["--version"])
+        assert stopped.value.code == 0
+        assert capsys.readouterr().out == f"aiofeed {aiofeed.__version__}\n"

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -570,6 +571,34 @@ def test_an_endless_sampler_is_refused() -> None:
         iter(feeder)
 
 
+class SlowItems(Dataset[int]):
+    """A Dataset whose items take a while."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02)
+        return index
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_training_that_waits_for_one_thread_gets_a_hint(
+    threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once per feeder, with both ways to use more cores; not if several threads call the Dataset."""
+    monkeypatch.setattr("aiofeed.feeder.session.HINT_AFTER_S", 0.05)
+    monkeypatch.setattr("aiofeed.runtime.machine.cpus", lambda: 6)
+    with Feeder(FromDataset(SlowItems(), threads=threads), batch_size=2) as feeder:
+        for _ in range(2):
+            list(feeder)
+    hints = [record.getMessage() for record in caplog.records if "called by one thread" in record.getMessage()]
+    assert len(hints) == (threads == 1)
+    for hint in hints:
+        assert "FromDataset(dataset, threads=6)" in hint
+        assert 'engine="process:6"' in hint
+
+
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -658,9 +687,12 @@ def test_the_repr_of_an_iterator() -> None:
 
 
 def test_repr_and_len() -> None:
-    """A feeder has a repr, a length and a read-only batch size."""
+    """A feeder has a repr with its main arguments and its epoch, a length and a read-only batch size."""
     feeder = feeder_of()
-    assert "batch_size=4" in repr(feeder)
+    text = repr(Feeder(Files(["a"]), decode=DecodeImage(8), batch_size=4, shuffle=True, seed=3, engine="process:2"))
+    assert text.startswith("Feeder(Files(1 files), decode=DecodeImage(size=8")
+    assert text.endswith("batch_size=4, shuffle=True, seed=3, device=None, engine='process:2', epoch=0)")
+    assert "sampler=EndlessSampler" in repr(feeder_of(sampler=EndlessSampler()))
     assert feeder.batch_size == 4
     with pytest.raises(AttributeError):
         feeder.batch_size = 8  # type: ignore[misc]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import dis
 import gc
 import signal
 import sys
@@ -23,6 +22,7 @@ from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
+from tests.support.interrupts import Interrupt
 
 
 class Numbers:
@@ -41,50 +41,6 @@ class Numbers:
 
 def number(data: bytes) -> torch.Tensor:
     return torch.tensor(int(data))
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th place in aiofeed at which the interpreter may run signal handlers.
-
-    These places are the start of a function, the return from a C function, and a backward jump.
-    """
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-        self._before: dict[FrameType, str] = {}
-        self._into_python: set[FrameType] = set()
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        self._before.clear()
-        self._into_python.clear()
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_back is not None:
-            self._into_python.add(frame.f_back)
-        # The simulated device stands for C code, which is not interrupted.
-        if "/aiofeed/" not in frame.f_code.co_filename or "/testing/" in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        return self._opcode
-
-    def _opcode(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event != "opcode":
-            return self._opcode
-        before = self._before.get(frame, "")
-        now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        self._before[frame] = now
-        called_python = frame in self._into_python
-        self._into_python.discard(frame)
-        if before in ("", "RESUME") or now == "JUMP_BACKWARD" or (before.startswith("CALL") and not called_python):
-            if self.left == 0:
-                raise KeyboardInterrupt
-            self.left -= 1
-        return self._opcode
 
 
 @pytest.mark.parametrize("options", [{}, {"device": True}, {"in_order": False}, {"transform": lambda batch: batch + 0}])
