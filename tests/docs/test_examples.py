@@ -140,7 +140,7 @@ def test_demo_generates_its_images_once(demo: DemoRun) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
-    """Ctrl-C during the training, sent to the workers too, prints one word and no traceback."""
+    """Ctrl-C while it measures, sent to the workers too, prints one word and no traceback."""
     import pty
 
     terminal, child_side = pty.openpty()
@@ -155,7 +155,7 @@ def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
     os.close(child_side)
     try:
         output = b""
-        while b"train 1: DataLoader" not in output:
+        while b"load 2: DataLoader" not in output:
             output += os.read(terminal, 4096)
         os.killpg(process.pid, signal.SIGINT)
         drain(terminal)
