@@ -52,7 +52,7 @@ soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS=
 kills: $(STAMP)  ## processes killed at random moments: `make kills ARGS="--times 200 --seed 7"`
 	$(BIN)/python -m tests.soak.kills $(ARGS)
 
-lint: $(STAMP)  ## ruff, mypy --strict, import contracts, unique class names
+lint: $(STAMP)  ## ruff, mypy --strict, import contracts, unique class names, import cycles
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict

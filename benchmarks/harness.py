@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.figures import Sample, turns
 from benchmarks.process_tree import Memory, peak, tree_memory
+from benchmarks.worker import Measure as Measure
 from benchmarks.worker import measured, resolve
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -25,9 +26,6 @@ STEP_LIMIT_S = 300.0
 """A contender that does not answer within this time is killed."""
 
 MEMORY_INTERVAL_S = 0.02
-
-Measure = Callable[[], Mapping[str, float]]
-"""Does the work once; returns measurements in addition to ``wall_s`` and ``cpu_s``, which the worker measures."""
 
 
 class BenchmarkError(Exception):

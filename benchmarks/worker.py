@@ -8,14 +8,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from functools import reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from benchmarks.process_tree import tree_cpu_s
 
-if TYPE_CHECKING:
-    from benchmarks.harness import Measure
+Measure = Callable[[], Mapping[str, float]]
+"""Does the work once; returns measurements in addition to ``wall_s`` and ``cpu_s``, which the worker measures."""
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from aiofeed.engine.admission import Admission
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
-from aiofeed.engine.tuning.threads import JobTiming
+from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.thread_pool import ThreadPool
 

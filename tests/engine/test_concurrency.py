@@ -17,7 +17,7 @@ from aiofeed.engine import decode_stage
 from aiofeed.engine.concurrency import JobTimer
 from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, ChunkSizer
 from aiofeed.engine.tuning import reads
-from aiofeed.engine.tuning.threads import JobTiming
+from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 

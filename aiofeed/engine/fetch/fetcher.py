@@ -15,7 +15,7 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
-from aiofeed.engine.tuning.threads import JobTiming
+from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.runtime.time_limits import AbandonedError, JobControl

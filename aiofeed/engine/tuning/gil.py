@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from aiofeed.engine.tuning.threads import Score
+from aiofeed.engine.tuning.score import Score
 
 # A larger number of threads is worth it if it brings this many times as much.
 MORE_BRING = 1.08

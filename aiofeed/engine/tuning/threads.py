@@ -5,9 +5,8 @@ Each thread count is scored only while the pool is saturated, so a slow consumer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from aiofeed.engine.tuning.gil import MORE_BRING, GilLimit, gil_limit
+from aiofeed.engine.tuning.score import JobTiming, Score
 
 # A smaller count is chosen if it gives this part of the best rate. The gap between this and MORE_BRING keeps
 # neighbouring counts from alternating.
@@ -30,61 +29,6 @@ OTHER_WORK = 1.6
 GIVE_UP_JOBS = 48
 # Outside a search one job in this many is timed.
 TIMED = 8
-
-
-@dataclass(frozen=True)
-class JobTiming:
-    """The time that a decode job took.
-
-    Args:
-        samples: decoded samples.
-        wall_s: seconds from its start to its end.
-        cpu_s: seconds of its thread on the processor.
-        threads: threads that were at work from its start to its end; 0 if that changed or some were idle.
-        nbytes: bytes that it read and wrote.
-    """
-
-    samples: int
-    wall_s: float
-    cpu_s: float
-    threads: int
-    nbytes: int = 0
-
-
-@dataclass(eq=False)
-class Score:
-    """The jobs that ran with one thread count."""
-
-    threads: int
-    jobs: int = 0
-    samples: int = 0
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    nbytes: int = 0
-
-    def add(self, job: JobTiming) -> None:
-        """Count one job."""
-        self.jobs += 1
-        self.samples += job.samples
-        self.nbytes += job.nbytes
-        # The clocks are read one after the other; a job cannot have used more processor time than passed.
-        self.wall_s += max(job.wall_s, job.cpu_s)
-        self.cpu_s += job.cpu_s
-
-    @property
-    def rate(self) -> float:
-        """Samples per second of all threads together."""
-        return self.threads * self.samples / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def at_work(self) -> float:
-        """The part of its time that a thread is on the processor."""
-        return self.cpu_s / self.wall_s if self.wall_s else 1.0
-
-    @property
-    def cpu_per_sample(self) -> float:
-        """Seconds of processor time per sample."""
-        return self.cpu_s / self.samples
 
 
 class ThreadTuner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple, loaded_class
 from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, Struct
+from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, Struct, plain_dtype
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.tensors import INTEGER_OF_SIZE, in_memory_order, view_as_integers
 
@@ -23,13 +22,11 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.processes.ipc.ring import Slot
+    from aiofeed.processes.ipc.ring import Ring, Slot
 
 _SCALARS = (type(None), bool, int, float, str)
 _SEQUENCES: dict[type, Literal["list", "tuple"]] = {list: "list", tuple: "tuple"}
 _MAPPINGS: dict[type, Literal["dict", "OrderedDict"]] = {dict: "dict", OrderedDict: "OrderedDict"}
-_DTYPE_KINDS = "biufcSUMm"
-_MAX_DIMENSIONS = 32
 
 
 # --- encoding ---
@@ -223,6 +220,11 @@ def leaf_in_slot(view: NDArray[Any], node: ArrayNode) -> Any:
     return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
 
 
+def batch_in_ring(ring: Ring, batch: Node) -> Any:
+    """The batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
+    return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node))
+
+
 def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:
     """A copy of an array or tensor, in memory of the lease; ``None``: in memory of its own."""
     if node.kind == "scalar":
@@ -265,23 +267,4 @@ def torch_dtype_of(node: ArrayNode) -> torch.dtype:
     dtype = getattr(torch, node.torch_dtype or "", None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(node.dtype).itemsize:
         raise ProtocolError(f"torch_dtype {node.torch_dtype!r} for {node.dtype}")
-    return dtype
-
-
-def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
-    """The dtype of an array's memory, and its size in bytes; ``ProtocolError`` if dtype or shape are not valid."""
-    dtype = plain_dtype(node.dtype)
-    if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
-        raise ProtocolError(f"an array of shape {node.shape}")
-    return dtype, math.prod(node.shape) * dtype.itemsize
-
-
-def plain_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of a string; ``ProtocolError`` if it is no dtype of plain bytes."""
-    try:
-        dtype = np.dtype(text)
-    except (TypeError, ValueError, SyntaxError) as error:
-        raise ProtocolError(f"{text!r} is no dtype: {error}") from None
-    if dtype.kind not in _DTYPE_KINDS or dtype.hasobject or dtype.fields or dtype.subdtype or not dtype.itemsize:
-        raise ProtocolError(f"{text!r} is no dtype of plain bytes")
     return dtype

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.processes.ipc.batch_codec import decode_batch, dtype_and_nbytes, leaf_in_slot
 from aiofeed.processes.ipc.framing import ProtocolError, close_all
-from aiofeed.processes.ipc.schema import ArrayNode, NewSegment, Node
+from aiofeed.processes.ipc.schema import ArrayNode, NewSegment, dtype_and_nbytes
 from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
 from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.runtime.buffers import Bytes
@@ -111,10 +110,6 @@ class Ring:
         if node.offset < 0 or node.offset + nbytes > memory.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {node.offset} do not lie in segment {node.segment}")
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
-
-    def batch_in_slot(self, batch: Node) -> Any:
-        """The batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
-        return decode_batch(batch, lambda node: leaf_in_slot(self.view(node), node))
 
 
 def release_unused() -> None:

@@ -6,10 +6,12 @@ may not be able to encode (paths with undecodable names) is sent as bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, Union
 
 import msgspec
+import numpy as np
 
 from aiofeed.processes.ipc.framing import ProtocolError
 
@@ -152,3 +154,28 @@ class ErrorMessage(Struct, frozen=True):
     notes: list[bytes] = []
     traceback: bytes = b""
     cause: ErrorMessage | None = None
+
+
+_DTYPE_KINDS = "biufcSUMm"
+
+
+_MAX_DIMENSIONS = 32
+
+
+def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
+    """The dtype of an array's memory, and its size in bytes; ``ProtocolError`` if dtype or shape are not valid."""
+    dtype = plain_dtype(node.dtype)
+    if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
+        raise ProtocolError(f"an array of shape {node.shape}")
+    return dtype, math.prod(node.shape) * dtype.itemsize
+
+
+def plain_dtype(text: str) -> np.dtype[Any]:
+    """The dtype of a string; ``ProtocolError`` if it is no dtype of plain bytes."""
+    try:
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ProtocolError(f"{text!r} is no dtype: {error}") from None
+    if dtype.kind not in _DTYPE_KINDS or dtype.hasobject or dtype.fields or dtype.subdtype or not dtype.itemsize:
+        raise ProtocolError(f"{text!r} is no dtype of plain bytes")
+    return dtype

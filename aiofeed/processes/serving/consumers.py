@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import Peer, ProcessMonitor
@@ -27,11 +27,9 @@ from aiofeed.processes.serving.protocol import (
     ProbeRequest,
     ProbeResult,
     Read,
+    Welcome,
     decode_from_consumer,
 )
-
-if TYPE_CHECKING:
-    from aiofeed.processes.serving.hub import Hub
 
 log = logging.getLogger("aiofeed.processes")
 
@@ -39,6 +37,33 @@ log = logging.getLogger("aiofeed.processes")
 HANDSHAKE_S = 5.0
 # A consumer that does not read its messages is dropped before they fill the server's memory.
 _MAX_UNSENT = 4096
+
+
+class ConsumerOwner(Protocol):
+    """The server of a consumer."""
+
+    changed: asyncio.Event
+    """Set when a consumer's state has changed."""
+
+    def welcome(self) -> Welcome:
+        """The answer to a consumer's greeting."""
+        ...
+
+    def probe(self, consumer: Consumer) -> Probe:
+        """A test of whether a consumer can read the server's device memory."""
+        ...
+
+    def left(self, consumer: Consumer) -> None:
+        """A consumer has ended its subscription."""
+        ...
+
+    def read(self, consumer: Consumer, serial: int) -> None:
+        """A consumer has read a batch."""
+        ...
+
+    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+        """A consumer's connection has ended; ``reading``: its process may still read batches."""
+        ...
 
 
 class Consumer:
@@ -58,7 +83,7 @@ class Consumer:
         on_device: Whether it reads batches in the server's device memory.
     """
 
-    def __init__(self, sock: socket.socket, peer: Peer, hub: Hub) -> None:
+    def __init__(self, sock: socket.socket, peer: Peer, hub: ConsumerOwner) -> None:
         self.pid = peer.pid
         self.greeted = self.on_device = False
         self.ticket: int | None = None
@@ -156,7 +181,7 @@ class Consumer:
     def _send_probe(self) -> None:
         if self._probe is not None or self.fed_ticket >= 0 or self.ticket is not None:
             raise ProtocolError("a second ProbeRequest, or one after Join")
-        self._probe = probe = self._hub.publisher.probe(self)
+        self._probe = probe = self._hub.probe(self)
         self.send(probe)
 
     def _receive_probe_result(self, reason: str) -> None:

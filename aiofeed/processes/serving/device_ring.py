@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.processes.ipc.batch_codec import dtype_and_nbytes, permutation, torch_dtype_of, unsupported_value
+from aiofeed.processes.ipc.batch_codec import permutation, torch_dtype_of, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode
+from aiofeed.processes.ipc.schema import ArrayNode, dtype_and_nbytes
 from aiofeed.processes.serving.protocol import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
 from aiofeed.runtime.tensors import memory_order
 

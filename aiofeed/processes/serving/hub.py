@@ -23,6 +23,7 @@ from aiofeed.processes.serving.protocol import (
     Disconnected,
     EpochEnded,
     EpochStarted,
+    Probe,
     Welcome,
 )
 from aiofeed.processes.serving.published import BatchPublisher
@@ -285,6 +286,10 @@ class Hub:
     def welcome(self) -> Welcome:
         """The answer to a consumer's ``Hello``."""
         return Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
+
+    def probe(self, consumer: Consumer) -> Probe:
+        """A test of whether a consumer can read the server's device memory."""
+        return self.publisher.probe(consumer)
 
     def left(self, consumer: Consumer) -> None:
         """A consumer takes part in the epoch no more."""

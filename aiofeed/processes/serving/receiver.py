@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, decode_and_wrap
+from aiofeed.processes.ipc.batch_codec import array_nodes, batch_in_ring, copied_leaf, decode_and_wrap
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
 from aiofeed.processes.ipc.schema import Node
@@ -155,7 +155,7 @@ class BatchReceiver:
                 self._receive_from_device(feed, message)
                 return
             if self._ring.pinned:
-                self._put(feed, message, self._ring.batch_in_slot(message.batch), self._lease(feed, message))
+                self._put(feed, message, batch_in_ring(self._ring, message.batch), self._lease(feed, message))
                 return
             lease = self._memory.lease()
             ring = self._ring

@@ -14,7 +14,7 @@ from typing import Any
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
-from aiofeed.processes.ipc.batch_codec import decode_and_wrap
+from aiofeed.processes.ipc.batch_codec import batch_in_ring, decode_and_wrap
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, RingLease
@@ -142,7 +142,7 @@ class MultiprocessEngine(Engine):
         try:
             if ring.pinned:
                 batch.lease = RingLease(asyncio.get_running_loop(), free)
-                batch.result = ring.batch_in_slot(reply.batch)
+                batch.result = batch_in_ring(ring, reply.batch)
                 return None
             batch.lease = self._memory.lease()
             borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)

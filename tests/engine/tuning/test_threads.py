@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from aiofeed.engine.tuning.gil import GilLimit, gil_limit, gil_message
-from aiofeed.engine.tuning.threads import JobTiming, Score, ThreadTuner
+from aiofeed.engine.tuning.score import JobTiming, Score
+from aiofeed.engine.tuning.threads import ThreadTuner
 from aiofeed.engine.tuning.tuner import REPORT_AFTER_S, Tuner
 
 BATCH = 64
