@@ -194,7 +194,7 @@ class EventLoopThread:
 
     def _main(self) -> None:
         assert self.loop is not None
-        self.loop.set_exception_handler(_log_unless_fatal)
+        self.loop.set_exception_handler(self._on_error)
         try:
             for step in (self._serve, self._wind_down):
                 try:
@@ -209,6 +209,19 @@ class EventLoopThread:
             self.loop.close()
             log.debug("event loop: stopped")
             self.finished.set_result(None)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the loop after an error in a callback of aiofeed; otherwise the consumer would wait forever.
+
+        Errors of other callbacks are logged, as asyncio does, without its "exception was never retrieved" for
+        exceptions that ended the loop.
+        """
+        error = context.get("exception")
+        if "handle" in context and isinstance(error, Exception) and _is_of_aiofeed(error):
+            self._report_death(error)
+            self.stop()
+        elif not isinstance(error, SystemExit | KeyboardInterrupt):
+            loop.default_exception_handler(context)
 
     def _report_death(self, error: BaseException) -> None:
         died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
@@ -247,10 +260,15 @@ class EventLoopThread:
         await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def _log_unless_fatal(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio's handler, without its "exception was never retrieved" for exceptions that ended the loop."""
-    if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt):
-        loop.default_exception_handler(context)
+def _is_of_aiofeed(error: Exception) -> bool:
+    """Whether the callback that raised an error is a function of aiofeed."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if not module.startswith(("asyncio", "uvloop")):
+            return bool(module.startswith("aiofeed"))
+        traceback = traceback.tb_next
+    return False
 
 
 async def _cancel(tasks: set[Any]) -> None:

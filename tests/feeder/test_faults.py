@@ -32,8 +32,10 @@ from aiofeed import (
     Files,
     Limits,
     ReadError,
+    WorkerDiedError,
     prefetch,
 )
+from aiofeed.engine.engine import Engine
 from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.testing import SimulatedDevice
@@ -695,6 +697,23 @@ def test_an_exception_that_refuses_notes_is_raised(stage: str, error: Exception)
     with feeders[stage]() as feeder, pytest.raises((type(error), FeedError)) as caught:
         list(feeder)
     assert error in (caught.value, caught.value.__cause__)
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_an_error_in_a_callback_of_the_loop_is_raised(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation that fails in a callback of aiofeed ends the feed with an error; the consumer does not wait."""
+    taken, calls = Engine.taken, Counter[str]()
+
+    def fail_once(engine: Engine, item: Any) -> None:
+        calls["taken"] += 1
+        if calls["taken"] == 2:
+            raise MemoryError("no memory for a callback")
+        taken(engine, item)
+
+    monkeypatch.setattr(Engine, "taken", fail_once)
+    feeder = Feeder(Numbers(200), decode=number, batch_size=4, device=SimulatedDevice() if device else None)
+    with feeder, pytest.raises(WorkerDiedError, match="MemoryError: no memory for a callback"):
+        list(feeder)
 
 
 def test_a_broken_device_ends_the_copy_thread_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ class _ArrayNode:
 
     def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
         memory, self._torch_dtype = as_array(first)
+        self._of_numpy = isinstance(first, np.ndarray)
         assert memory is not None
         self._shape, self._dtype = memory.shape, memory.dtype
         # numpy has one dtype object per plain number type, so that ``is`` compares them. ``None`` if torch's dtype
@@ -145,7 +146,16 @@ class _ArrayNode:
             return HostTensor(compact(self._rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
         rows = as_tensor(HostTensor(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
         every = range(len(self._rows)) if positions is None else positions
-        return _default_collate([self._others.get(position, rows[position]) for position in every])
+        others = {position: self._as_tensor(value) for position, value in self._others.items()}
+        return _default_collate([others.get(position, rows[position]) for position in every])
+
+    def _as_tensor(self, value: Any) -> Any:
+        """A tensor of an array, as ``default_collate`` makes it before it stacks arrays of several dtypes."""
+        if not self._of_numpy or not isinstance(value, np.ndarray) or as_array(value)[0] is None:
+            return value
+        import torch
+
+        return torch.as_tensor(value)
 
 
 class _ListNode:

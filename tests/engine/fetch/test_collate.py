@@ -49,6 +49,7 @@ SAMPLES: dict[str, Any] = {
     "namedtuple": lambda i: Pair(torch.tensor([i]), i),
     "nested": lambda i: ({"a": [torch.ones(2) * i, (i, "s")]}, Pair(i, [1.5 * i])),
     "requires_grad": lambda i: torch.full((2,), float(i), requires_grad=True),
+    "arrays of mixed dtypes": lambda i: np.ones(2, (np.float32, np.float64, np.int64)[i % 3]) * i,
     "mixed dtypes": lambda i: torch.tensor([i]) if i % 2 else torch.tensor([i / 2]),
     "array, then tensor": lambda i: np.ones(2) * i if i < 2 else torch.ones(2, dtype=torch.float64) * i,
 }
