@@ -43,13 +43,34 @@ from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
+    from typing import TypedDict, Unpack, overload
+
+    import torch
     import typing_extensions
 
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.core.types import Decoder, RandomDecoder
+    from aiofeed.decoders.image import DecodeImage
     from aiofeed.devices.resolve import Device
     from aiofeed.sources.dataset import MapDataset
+    from aiofeed.sources.image_folder import ImageFolder
+
+    class _Options(TypedDict, total=False):
+        """Arguments of ``Feeder`` that do not change the type of its batches."""
+
+        shuffle: Shuffle
+        sampler: Iterable[int] | None
+        seed: int
+        drop_last: bool
+        pad: bool
+        on_error: Action | FailurePolicy
+        cache: Literal["host", "device"] | HostCache | DiskCache | None
+        limits: Limits | None
+        shard: tuple[int, int] | Literal["auto"] | None
+        in_order: bool
+        engine: str
+        static_batches: bool
 
     # Without the default, `feeder = Feeder(...)` would need an annotation if there is no collate_fn.
     BatchT = typing_extensions.TypeVar("BatchT", default=Any)
@@ -111,6 +132,46 @@ class Feeder(Generic[BatchT]):
             be pickled for a worker process.
         ValueError: A value is out of range, or a device does not exist.
     """
+
+    if TYPE_CHECKING:
+        # The types of batches that are known: of image files, of ``Tensors``, and of a ``collate_fn``.
+
+        @overload
+        def __init__(
+            self: Feeder[list[torch.Tensor]],
+            source: ImageFolder,
+            *,
+            decode: DecodeImage,
+            batch_size: int,
+            collate_fn: None = None,
+            transform: None = None,
+            device: Device = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self: Feeder[list[torch.Tensor]],
+            source: Tensors,
+            *,
+            batch_size: int,
+            transform: None = None,
+            device: Device = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self,
+            source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
+            *,
+            decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
+            batch_size: int,
+            collate_fn: Callable[[list[Any]], BatchT] | None = None,
+            transform: Callable[[Any], Any] | None = None,
+            device: Device | Sequence[Device] = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ async def train() -> None:
     """Without a declared batch type no annotation is needed; the batch type is the return type of ``collate_fn``."""
     folder = aiofeed.ImageFolder("train")
     feeder = aiofeed.Feeder(folder, decode=aiofeed.DecodeImage(224), batch_size=4, shuffle=True, device="auto")
+    assert_type(next(iter(feeder)), list[torch.Tensor])
     for images, labels in feeder:
         print(images.shape, labels.shape)
     async with feeder:
@@ -68,6 +69,10 @@ async def train() -> None:
     resident = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, device=["cpu", "cpu"])
     listed = aiofeed.Feeder([1, 2, 3], batch_size=1, sampler=[0, 1])
     print(random, plain, resident, listed)
+    one = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, shuffle=True)
+    assert_type(next(iter(one)), list[torch.Tensor])
+    changed = aiofeed.Feeder(folder, decode=aiofeed.DecodeImage(224), batch_size=4, transform=lambda batch: batch[0])
+    assert_type(next(iter(changed)), Any)
     aiofeed.Files(["a"], np.zeros(1))
     aiofeed.Files(["a"], torch.zeros(1))
 
@@ -76,5 +81,5 @@ async def train() -> None:
     assert_type(next(iter(aiofeed.prefetch(collated, device="cpu"))), dict[str, torch.Tensor])
     assert_type(next(iter(Photos("train", 4))), list[torch.Tensor])
 
-    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[call-arg]  # mypy finds the typing error
-    aiofeed.Feeder(Rows(), batch_size=2, num_workers=4)  # type: ignore[call-arg]
+    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[call-overload]  # mypy finds the typing error
+    aiofeed.Feeder(Rows(), batch_size=2, num_workers=4)  # type: ignore[call-overload]
