@@ -206,22 +206,20 @@ class EventLoopThread:
             self.decode_pool.stop()
             for function in self._at_exit:
                 function()
+            # Not a method: the collector does not see the references of uvloop's loop.
+            self.loop.set_exception_handler(_log_unless_fatal)
             self.loop.close()
             log.debug("event loop: stopped")
             self.finished.set_result(None)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the loop after an error in a callback of aiofeed; otherwise the consumer would wait forever.
-
-        Errors of other callbacks are logged, as asyncio does, without its "exception was never retrieved" for
-        exceptions that ended the loop.
-        """
+        """End the loop after an error in a callback of aiofeed; otherwise the consumer would wait forever."""
         error = context.get("exception")
         if "handle" in context and isinstance(error, Exception) and _is_of_aiofeed(error):
             self._report_death(error)
             self.stop()
-        elif not isinstance(error, SystemExit | KeyboardInterrupt):
-            loop.default_exception_handler(context)
+        else:
+            _log_unless_fatal(loop, context)
 
     def _report_death(self, error: BaseException) -> None:
         died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
@@ -258,6 +256,12 @@ class EventLoopThread:
         # Tasks created by user code, such as a session's keep-alive; pending at close they would cause a warning.
         await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
         await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _log_unless_fatal(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio's handler, without its "exception was never retrieved" for exceptions that ended the loop."""
+    if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 def _is_of_aiofeed(error: Exception) -> bool:

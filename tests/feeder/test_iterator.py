@@ -192,7 +192,7 @@ def consume(iterator: Any, seen: list[int], errors: list[str]) -> None:
 
 @pytest.mark.parametrize("device", [False, True])
 def test_two_threads_in_next(device: bool) -> None:
-    """The second thread gets a `RuntimeError` at once; the first gets every batch once."""
+    """A thread that meets another in `next` gets a `RuntimeError` at once; every batch is handed out once."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -212,7 +212,7 @@ def test_two_threads_in_next(device: bool) -> None:
                 for consumer in consumers:
                     consumer.join(30)
                     assert not consumer.is_alive()
-                assert seen == list(range(400))
+                assert sorted(seen) == list(range(400))
                 assert all("another thread is in next()" in error for error in errors)
     finally:
         sys.setswitchinterval(before)
