@@ -231,6 +231,12 @@ def jpeg_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _no_failed_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free pinned memory again after a test in which a device failed."""
+    monkeypatch.setattr("aiofeed.runtime.buffers._kept", None)
+
+
+@pytest.fixture(autouse=True)
 def _no_gil_warning(request: pytest.FixtureRequest) -> Iterator[None]:
     """Drop the warning of GIL-bound decoding, which the tests' tiny decoders cause on some machines."""
     log = logging.getLogger("aiofeed.feeder")

@@ -36,6 +36,8 @@ _Sources = deque[tuple["Event", list["torch.Tensor"]]]
 
 # Host tensors of copies that outlive their copier. The next `release` of any copier drops the ones that are copied.
 _orphans: deque[_Sources] = deque()
+# Host tensors of copies to devices that have failed.
+_kept: list[_Sources] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,8 +153,11 @@ class Copier:
                 sources = _orphans.popleft()
             except IndexError:  # another copier's thread has removed it
                 break
-            if not _drop_copied(sources):
-                _orphans.append(sources)
+            try:
+                if not _drop_copied(sources):
+                    _orphans.append(sources)
+            except Exception:  # noqa: BLE001 - its device has failed: keep them for good (see `CopyThread._keep_memory_of_failed_device`)
+                _kept.append(sources)
         _drop_copied(self._sources)
 
     def wait_for_copies(self) -> None:

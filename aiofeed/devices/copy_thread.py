@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.devices.backend import is_complete, poll
-from aiofeed.runtime.buffers import BufferLease
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.runtime.buffers import BufferLease, keep_pinned_memory
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.threads import BoundedThread
 
@@ -42,6 +43,8 @@ _OUTSTANDING = 2
 # the number of steps for which the host keeps its device busy through a copy, a garbage collection or a log line. Each
 # one more costs the device memory of a batch.
 QUEUED_BATCHES = 4
+# Batches of failed devices.
+_kept: list[object] = []
 # While no batch is finished, the thread checks this often whether its owner was dropped.
 _OWNER_POLL_S = 0.1
 
@@ -76,14 +79,22 @@ class CopyThread(BoundedThread):
         self._queued: deque[Event] = deque()
         self._device_wait: tuple[float, float] | None = None
         self._copying: deque[tuple[Event, BufferLease | None]] = deque()
+        # The batch whose copies are being issued.
+        self._current: ReadyBatch | None = None
+        # What ended the thread; its traceback refers to the tensors of a copy that failed halfway.
+        self._error: BaseException | None = None
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch and make the caller's current stream wait for its copy. Never blocks.
 
         Allows one more batch to be copied, once per batch even if an interrupted take is repeated.
         """
-        last_use = self._copier.last_use_event()
-        batch = self._copier.deliver(item.batch)
+        try:
+            last_use = self._copier.last_use_event()
+            batch = self._copier.deliver(item.batch)
+        except Exception:
+            self._keep_memory_of_failed_device()
+            raise
         if not item.taken:
             # If a take is interrupted after this line and repeated, the event is there twice: the thread then waits one
             # batch earlier, once.
@@ -106,6 +117,8 @@ class CopyThread(BoundedThread):
             while self._wait_for_room() and self._wait_for_device() and self._copy_next():
                 pass
         except BaseException as error:  # noqa: BLE001 - the consumer raises it; otherwise it would wait forever
+            self._error = error
+            self._keep_memory_of_failed_device()  # before the consumer gets the error and stops the other threads
             self._outgoing.put(FeedFailure(_as_copy_error(error)))
         finally:
             self._finish_copies()
@@ -119,8 +132,23 @@ class CopyThread(BoundedThread):
             while self._copying:
                 self._give_back_oldest()
             self._copier.release()
-        except Exception:  # noqa: BLE001 - the device is broken: it reads no host memory, and its next use raises the error
-            self._copying.clear()
+        except Exception:  # noqa: BLE001 - the next use of the device raises it
+            pass
+
+    def _keep_memory_of_failed_device(self) -> None:
+        """Keep pinned and device memory for good if every call fails, as after an illegal memory access of a kernel.
+
+        torch records an event when it frees memory that several streams have used. On a failed device that call fails
+        in a destructor, which ends the process before the user sees the error.
+        """
+        backend = self._copier.backend
+        try:
+            for each in backend.backends if isinstance(backend, DeviceGroup) else [backend]:
+                each.record(each.side_stream()).query()
+        except Exception:  # noqa: BLE001 - the driver's
+            keep_pinned_memory()
+            items = [*self._incoming.items, *self._outgoing.items]
+            _kept.append((self._error, self._current, list(self._copying), items))
 
     def _wait_for_room(self) -> bool:
         return self._get(self._room.get_nowait, self._room.get) is True
@@ -168,6 +196,7 @@ class CopyThread(BoundedThread):
                 self._outgoing.put(item)
             return False
         began = time.perf_counter()
+        self._current = item
         pending = self._copier.issue(item.batch)
         self._copying.append((pending.copied, item.lease))
         ended = time.perf_counter()
@@ -179,6 +208,7 @@ class CopyThread(BoundedThread):
             # The batch was finished before the wait ended, so the consumer waited for the device alone.
             device_wait = device_wait[0], ended
         self._outgoing.put(replace(item, batch=pending, lease=None, device_backlog=device_wait))
+        self._current = None
         item.batch = item.lease = None  # `issued` may keep the item for longer than the copy takes
         self._issued(item)
         while len(self._copying) > _OUTSTANDING:
@@ -203,8 +233,9 @@ class CopyThread(BoundedThread):
         return get()
 
     def _give_back_oldest(self) -> None:
-        copied, lease = self._copying.popleft()
+        copied, lease = self._copying[0]
         copied.synchronize()
+        self._copying.popleft()
         if lease is not None:
             lease.give_back()
 

@@ -136,6 +136,16 @@ class HostBufferPool:
             self._collect()
 
 
+# Page-locked blocks that must not be freed; ``None`` until a device has failed.
+_kept: list[Bytes] | None = None
+
+
+def keep_pinned_memory() -> None:
+    """Never free page-locked memory again; call it after a device has failed."""
+    global _kept
+    _kept = _kept or []
+
+
 class PinnedBufferPool:
     """Page-locked memory, allocated by ``pin``, for copies to a device; given back explicitly after the copy.
 
@@ -147,6 +157,8 @@ class PinnedBufferPool:
         self._keep = keep
         self._lock = threading.Lock()
         self._free: list[Bytes] = []
+        # By id: blocks of leases, also of leases that are dropped without giving them back.
+        self._leased: dict[int, Bytes] = {}
         self._refused = False
 
     def lease(self) -> PinnedBufferLease:
@@ -156,8 +168,13 @@ class PinnedBufferPool:
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of page-locked memory, or of pageable memory if the system refuses to lock it."""
         with self._lock:
-            if (block := _pop_fitting(self._free, nbytes)) is not None:
-                return block
+            block = _pop_fitting(self._free, nbytes)
+        if block is None:
+            block = self._allocate(nbytes)
+        self._leased[id(block)] = block
+        return block
+
+    def _allocate(self, nbytes: int) -> Bytes:
         capacity = -(-nbytes // 512) * 512
         if not self._refused:
             try:
@@ -174,6 +191,11 @@ class PinnedBufferPool:
 
     def put(self, blocks: list[Bytes]) -> None:
         """Return blocks to the pool."""
+        if _kept is not None:
+            _kept.extend(blocks)
+            return
+        for block in blocks:
+            self._leased.pop(id(block), None)
         with self._lock:
             self._free.extend(blocks)
             del self._free[: max(0, len(self._free) - self._keep)]
@@ -187,7 +209,10 @@ class PinnedBufferPool:
         """Return the free blocks to the system now, and the others when they come back."""
         with self._lock:
             self._keep = 0
+            if _kept is not None:
+                _kept.extend([*self._free, *self._leased.values()])
             self._free.clear()
+            self._leased.clear()
 
 
 class PinnedBufferLease:

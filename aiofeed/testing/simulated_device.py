@@ -61,6 +61,7 @@ class SimulatedDevice:
         self._pin_fails = pin_fails
         self._copy_fails_at = copy_fails_at
         self._pinned: dict[int, int] = {}
+        self._pinned_at_failure: set[int] = set()
         self.copies = 0
         """Copies queued so far."""
         self.threads: set[int] = set()
@@ -180,6 +181,17 @@ class SimulatedDevice:
         with self._host_call():
             for stream in self._schedule.streams:
                 self._schedule.run_until(self._schedule.record(stream))
+
+    def fail(self) -> None:
+        """Let every later call fail, as after an illegal memory access. See ``freed_after_failure``."""
+        with self._host_call():
+            self._schedule.failed = True
+        self._pinned_at_failure = set(self._pinned)
+
+    @property
+    def freed_after_failure(self) -> int:
+        """How many blocks of device or page-locked memory were freed after ``fail``: CUDA would end the process."""
+        return self._memory.returned + len(self._pinned_at_failure - set(self._pinned))
 
     @property
     def streams_made(self) -> int:

@@ -64,6 +64,11 @@ class Allocator:
         self.allocated_bytes += nbytes
         return BlockHandle(block, self._returned)
 
+    @property
+    def returned(self) -> int:
+        """Blocks that were returned and not collected yet."""
+        return len(self._returned)
+
     def collect(self) -> None:
         """Free the blocks that were returned, once the streams recorded for them have finished."""
         while self._returned:

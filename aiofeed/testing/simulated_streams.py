@@ -99,6 +99,7 @@ class StreamSchedule:
         self._running = False
         self._active: list[SimulatedStream] = []
         self._calls_left = 0
+        self.failed = False
 
     @contextmanager
     def host_call(self) -> Iterator[None]:
@@ -106,6 +107,8 @@ class StreamSchedule:
         with self.lock:
             if self._running:
                 raise RuntimeError("a kernel of the simulated device used the device")
+            if self.failed:
+                raise RuntimeError("simulated device error: an illegal memory access was encountered")
             yield
             self._run_others(None)
 

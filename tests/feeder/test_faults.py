@@ -699,6 +699,30 @@ def test_an_exception_that_refuses_notes_is_raised(stage: str, error: Exception)
     assert error in (caught.value, caught.value.__cause__)
 
 
+@pytest.mark.parametrize("latency", ["random", "late", "early"])
+@pytest.mark.parametrize("taken", [1, 3])
+def test_memory_is_not_freed_after_the_device_has_failed(
+    latency: Any, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal memory access torch would end the process when it frees memory, before the error is shown."""
+    monkeypatch.setattr("aiofeed.runtime.buffers._kept", None)
+    monkeypatch.setattr("aiofeed.devices.copy_thread._kept", [])
+    simulated = SimulatedDevice(latency=latency)
+    feeder: Feeder[torch.Tensor] = Feeder(Numbers(400), decode=wide, batch_size=4, device=simulated)
+    iterator = iter(feeder)
+    kept = [next(iterator) for _ in range(taken)]
+    simulated.fail()
+    with pytest.raises((DeviceCopyError, RuntimeError), match="illegal memory access"):
+        while True:
+            kept.append(next(iterator))
+    feeder.close()
+    del feeder, iterator
+    gc.collect()
+    assert simulated.freed_after_failure == 0
+    assert simulated.pinned_bytes > 0
+    del kept
+
+
 @pytest.mark.parametrize("device", [False, True])
 def test_an_error_in_a_callback_of_the_loop_is_raised(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation that fails in a callback of aiofeed ends the feed with an error; the consumer does not wait."""
