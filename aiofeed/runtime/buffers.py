@@ -157,8 +157,9 @@ class PinnedBufferPool:
         self._keep = keep
         self._lock = threading.Lock()
         self._free: list[Bytes] = []
-        # By id: blocks of leases, also of leases that are dropped without giving them back.
+        # By id, until the pool is closed: blocks of leases, also of leases that are dropped without giving them back.
         self._leased: dict[int, Bytes] = {}
+        self._closed = False
         self._refused = False
 
     def lease(self) -> PinnedBufferLease:
@@ -171,7 +172,11 @@ class PinnedBufferPool:
             block = _pop_fitting(self._free, nbytes)
         if block is None:
             block = self._allocate(nbytes)
-        self._leased[id(block)] = block
+        with self._lock:
+            if _kept is not None:
+                _kept.append(block)
+            elif not self._closed:
+                self._leased[id(block)] = block
         return block
 
     def _allocate(self, nbytes: int) -> Bytes:
@@ -208,7 +213,7 @@ class PinnedBufferPool:
     def close(self) -> None:
         """Return the free blocks to the system now, and the others when they come back."""
         with self._lock:
-            self._keep = 0
+            self._keep, self._closed = 0, True
             if _kept is not None:
                 _kept.extend([*self._free, *self._leased.values()])
             self._free.clear()
