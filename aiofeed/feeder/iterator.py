@@ -269,6 +269,8 @@ class FeedIterator(Generic[BatchT_co]):
         try:
             asked = time.perf_counter()
             item = self._queue.peek()
+            if self._closed is not None:
+                self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
             if type(item) is not ReadyBatch:
                 try:
                     self._end(item, asked)
@@ -293,6 +295,8 @@ class FeedIterator(Generic[BatchT_co]):
             raise StopAsyncIteration
         asked = time.perf_counter()
         item = await self._queue.peek_async()
+        if self._closed is not None:
+            self._raise_if_closed()
         if type(item) is not ReadyBatch:
             try:
                 self._end(item, asked)
