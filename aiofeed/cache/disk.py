@@ -1,7 +1,8 @@
-"""``DiskCache``: decoded samples in a file that the processes of a host map into memory and share."""
+"""``DiskCache``: decoded samples in a file that the processes of a host share."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -212,8 +213,10 @@ class DiskStore(SampleStore):
             self._open_existing()
         if self.layout is None:
             return np.zeros(len(indices), np.bool_)
-        for index in self.unverified(indices).tolist():
-            self._verify(index)
+        # A process that holds the lock may be stopped: samples that are not verified are decoded again.
+        with contextlib.suppress(TimeoutError):
+            for index in self.unverified(indices).tolist():
+                self._verify(index)
         return self.has(indices)
 
     def _verify(self, index: int) -> None:

@@ -199,9 +199,9 @@ class PinnedBufferPool:
         if _kept is not None:
             _kept.extend(blocks)
             return
-        for block in blocks:
-            self._leased.pop(id(block), None)
         with self._lock:
+            for block in blocks:
+                self._leased.pop(id(block), None)
             self._free.extend(blocks)
             del self._free[: max(0, len(self._free) - self._keep)]
 
