@@ -80,6 +80,7 @@ class DiskCache:
         file = open_file(str(self.path), create=False)
         if file is None or file.describe() is None:
             raise CacheError(f"there is no cache at {self.path!r}")
+        file.open_rows()
         written = np.flatnonzero(file.table()["row"]).tolist()
         return tuple(index for index in written if file.valid_row(index) is None)
 
@@ -188,6 +189,7 @@ class DiskStore(SampleStore):
             raise self._other_content(differ, hint if only_source else "")
         if file.capacity < file.samples:
             log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
+        self._arena = file.open_rows()
         self._file, self._empty_file = file, None
         self._writable = file.writable
 
@@ -241,16 +243,14 @@ class DiskStore(SampleStore):
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """As ``SampleStore.copy_rows``; ``CacheError`` if the file was truncated."""
         assert self._file is not None
-        for at, row in enumerate(self.slots[indices].tolist()):
-            self._file.read_row(row, out[at])
+        self._file.check_size()
+        super().copy_rows(indices, out)
 
     def parts(self, index: int) -> Parts:
-        """The arrays of a cached sample, in memory of their own."""
-        assert self.layout is not None
-        out = np.empty((1, self.layout.nbytes), np.uint8)
-        self.copy_rows(np.array([index]), out)
-        out.flags.writeable = False
-        return self.layout.split(out[0])
+        """As ``SampleStore.parts``; ``CacheError`` if the file was truncated."""
+        assert self._file is not None
+        self._file.check_size()
+        return super().parts(index)
 
     def put(self, index: int, parts: Parts) -> None:
         """Write a sample, unless it is written already or there is no room."""

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import stat
@@ -247,7 +248,21 @@ class CacheFile:
                 f"free some space, choose another path, or cache fewer samples with DiskCache(path, max_bytes=...)"
             ) from error
 
-    # Reads are system calls: a memory map of a file that another program truncates would end the process by SIGBUS.
+    def open_rows(self) -> NDArray[np.uint8]:
+        """The rows as a read-only view of shared memory, which shows what other processes write.
+
+        Call ``check_size`` before each use. A view of a file that another program has truncated ends the process by
+        SIGBUS. Reading rows by system calls would leave no gap, but epochs of 150 KB samples took 1.4 times as long.
+        """
+        memory = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_READ)
+        rows = np.frombuffer(memory, np.uint8, self.capacity * self.layout.nbytes, self._rows_at)
+        self._rows = rows.reshape(self.capacity, self.layout.nbytes)
+        return self._rows
+
+    def check_size(self) -> None:
+        """Raise ``CacheError`` if another program has truncated the file."""
+        if os.fstat(self._fd).st_size < self._end:
+            raise self._truncated()
 
     def row_of(self, index: int) -> int | None:
         """Number of a sample's row; ``None`` if it was not written."""
@@ -256,26 +271,16 @@ class CacheFile:
 
     def table(self) -> NDArray[np.void]:
         """A copy of all entries."""
-        table = np.empty(self.samples, _ENTRY_TYPE)
-        self._read(table.view(np.uint8), self._table_at)
-        return table
-
-    def read_row(self, row: int, out: NDArray[np.uint8]) -> None:
-        """Copy a row into ``out``, [bytes of a sample].
-
-        Raises:
-            CacheError: Another program has truncated the file.
-        """
-        self._read(out, self._rows_at + row * self.layout.nbytes)
+        self.check_size()
+        return np.frombuffer(os.pread(self._fd, self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
 
     def valid_row(self, index: int) -> int | None:
-        """Number of a sample's row if its checksum matches."""
+        """Number of a sample's row if its checksum matches; call ``open_rows`` before."""
         row, crc = self._entry(index)
         if row is None or row >= self.capacity:
             return None
-        data = np.empty(self.layout.nbytes, np.uint8)
-        self.read_row(row, data)
-        return row if checksum(index, data) == crc else None
+        self.check_size()
+        return row if checksum(index, self._rows[row]) == crc else None
 
     def _entry(self, index: int) -> tuple[int | None, int]:
         entry = os.pread(self._fd, _ENTRY.size, self._table_at + index * _ENTRY.size)
@@ -283,14 +288,6 @@ class CacheFile:
             raise self._truncated()
         row, crc, _ = _ENTRY.unpack(entry)
         return (row - 1 if row else None), crc
-
-    def _read(self, out: NDArray[np.uint8], at: int) -> None:
-        left = out.data
-        while left:
-            count = os.preadv(self._fd, [left], at)
-            if not count:
-                raise self._truncated()
-            left, at = left[count:], at + count
 
     def _truncated(self) -> CacheError:
         size = os.fstat(self._fd).st_size
