@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
     from aiofeed.feeder.attach import attach
+    from aiofeed.feeder.dataloader import DataLoader
     from aiofeed.feeder.feeder import Feeder
     from aiofeed.feeder.prefetch import prefetch
     from aiofeed.feeder.scatter import scatter
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     # the one object, the bridge alone, and one batch over several devices
     "Feeder": "aiofeed.feeder.feeder",
+    "DataLoader": "aiofeed.feeder.dataloader",
     "prefetch": "aiofeed.feeder.prefetch",
     "scatter": "aiofeed.feeder.scatter",
     # one feeder for several processes
@@ -89,6 +91,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022 - grouped as above
     "Feeder",
+    "DataLoader",
     "prefetch",
     "scatter",
     "serve",

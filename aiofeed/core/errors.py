@@ -82,8 +82,8 @@ class IteratorClosedError(FeedError):
 
 
 @public
-class WorkerDiedError(FeedError):
-    """A process or thread that feeds this iterator died.
+class WorkerDiedError(FeedError, RuntimeError):
+    """A process or thread that feeds this iterator died. A RuntimeError, too, as torch's ``DataLoader`` raises.
 
     Args:
         message: What happened.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Iterable, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
@@ -12,7 +12,7 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, check_positive_int
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.iterator import Delivery, FeedIterator, LoopProducer
+from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import EventLoopThread
@@ -21,6 +21,7 @@ from aiofeed.runtime.tensors import stage
 from aiofeed.runtime.threads import JOIN_S, BoundedThread
 
 if TYPE_CHECKING:
+    from aiofeed.devices.copier import AnyCopier
     from aiofeed.devices.resolve import Device
 
 BatchT = TypeVar("BatchT")
@@ -87,22 +88,22 @@ class Prefetch(Generic[BatchT]):
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an iteration."""
-        backend, transform = self._backend, self._transform
-        memory = copier = None
-        if backend is not None:
-            from aiofeed.devices.copier import copier_for
+        return self.start(ThreadPull if not isinstance(self._batches, AsyncIterable) else LoopPull)
 
-            copier, transform = copier_for(backend, transform), None
-            memory = PinnedBufferPool(backend.pin, keep=8 * (self._prefetch_batches + 1))
+    def start(
+        self,
+        new_producer: Callable[..., ThreadPull | LoopPull],
+        new_observer: Callable[[Delivery], EpochObserver] = EpochObserver,
+    ) -> FeedIterator[BatchT]:
+        """Start an iteration with a producer, made with the arguments of ``ThreadPull``, and an observer."""
+        copier, transform = self.new_copier()
+        memory = None
+        if self._backend is not None:
+            memory = PinnedBufferPool(self._backend.pin, keep=8 * (self._prefetch_batches + 1))
         queue: BatchQueue[QueueItem] = BatchQueue()
-        producer: ThreadPull | LoopPull
-        if isinstance(self._batches, AsyncIterable):
-            producer = LoopPull(self._batches, queue, room=self._prefetch_batches, memory=memory)
-        else:
-            iterable = cast("Iterable[Any]", self._batches)
-            producer = ThreadPull(iterable, queue, room=self._prefetch_batches, memory=memory)
+        producer = new_producer(self._batches, queue, room=self._prefetch_batches, memory=memory)
         delivery = Delivery(producer, copier, transform, self._device_batches)
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, EpochStats())
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, EpochStats(), new_observer(delivery))
         delivery.watch(iterator)
         try:
             delivery.start()
@@ -114,6 +115,14 @@ class Prefetch(Generic[BatchT]):
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Start an iteration."""
         return iter(self)
+
+    def new_copier(self) -> tuple[AnyCopier | None, Transform | None]:
+        """Return the copier to the device, if any, and the transform that it does not call itself."""
+        if self._backend is None:
+            return None, self._transform
+        from aiofeed.devices.copier import copier_for
+
+        return copier_for(self._backend, self._transform), None
 
 
 def _ready(batch: Any, number: int, memory: BufferPool | None) -> ReadyBatch:

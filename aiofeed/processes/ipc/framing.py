@@ -29,7 +29,7 @@ _INT_BYTES = array.array("i").itemsize
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 # Without it, writing to a closed connection kills a process that has `signal(SIGPIPE, SIG_DFL)`. macOS has the socket
 # option SO_NOSIGPIPE instead.
-_NO_SIGPIPE = getattr(socket, "MSG_NOSIGNAL", 0)
+NO_SIGPIPE = getattr(socket, "MSG_NOSIGNAL", 0)
 _SO_NOSIGPIPE = 0x1022
 
 
@@ -146,7 +146,7 @@ class Connection:
             data, descriptors = self._unsent[0]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             try:
-                sent = self._sock.sendmsg([data], rights, _NO_SIGPIPE)
+                sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
             except (BlockingIOError, InterruptedError):
                 self._loop.add_writer(self._sock.fileno(), self._on_writable)
                 return
@@ -164,7 +164,7 @@ class Connection:
 
     def _on_readable(self) -> None:
         try:
-            data = _receive(self._sock, _READ_BYTES, self._arrived)
+            data = receive(self._sock, _READ_BYTES, self._arrived)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -241,7 +241,7 @@ def request(
 def send_message(sock: socket.socket, payload: bytes) -> None:
     """Send one message on a blocking socket."""
     disable_sigpipe(sock)
-    sock.sendall(frame(payload), _NO_SIGPIPE)
+    sock.sendall(frame(payload), NO_SIGPIPE)
 
 
 def disable_sigpipe(sock: socket.socket) -> None:
@@ -267,14 +267,14 @@ def _receive_exactly(sock: socket.socket, nbytes: int, descriptors: list[int], d
     data = bytearray()
     while len(data) < nbytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = _receive(sock, nbytes - len(data), descriptors)
+        part = receive(sock, nbytes - len(data), descriptors)
         if not part:
             raise ConnectionError("the peer closed the connection")
         data += part
     return bytes(data)
 
 
-def _receive(sock: socket.socket, nbytes: int, descriptors: list[int] | deque[int]) -> bytes:
+def receive(sock: socket.socket, nbytes: int, descriptors: list[int] | deque[int]) -> bytes:
     """Receive up to ``nbytes``; descriptors are appended to the list, also if this raises."""
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
     data, ancillary, flags, _ = sock.recvmsg(nbytes, space, _CLOSE_ON_EXEC)

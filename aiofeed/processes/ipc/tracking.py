@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_forks = 0
+
+
+def forks() -> int:
+    """How often this process has forked. A child has the memory that was in use then, and does not report its drop."""
+    return _forks
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_count_fork)
 
 
 class DropTracker(Generic[T]):

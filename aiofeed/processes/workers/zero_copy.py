@@ -9,7 +9,6 @@ of a fork is never written again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +17,11 @@ import numpy as np
 from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, leaf_of
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import ArrayNode, Node
-from aiofeed.processes.ipc.tracking import DropTracker
+from aiofeed.processes.ipc.tracking import DropTracker, forks
 from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes
 
 # Smaller parts of a segment are copied, so that a user who keeps the labels of all batches does not keep the images.
 _MIN_FRACTION = 0.25
-
-_forks = 0
 
 
 class BorrowedSlot:
@@ -43,7 +40,7 @@ class BorrowedSlot:
         self._ring = ring
         self._free = free
         self._zero_copy = zero_copy
-        self._forks = _forks
+        self._forks = forks()
         self._owners: dict[int, Bytes] = {}
         self._referenced = 0
 
@@ -82,19 +79,10 @@ class BorrowedSlot:
         """Nothing refers to one of the slot's segments any more."""
         self._referenced -= 1
         if not self._referenced:
-            self._free(self._forks == _forks)
+            self._free(self._forks == forks())
 
 
 def free_dropped_slots(tracker: DropTracker[BorrowedSlot]) -> None:
     """Free the slots that the user has dropped. On the loop."""
     for slot in tracker.collected():
         slot.segment_dropped()
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_count_fork)

@@ -1,0 +1,518 @@
+"""``DataLoader``: torch's ``DataLoader`` with the same batches, and with copies to a device, exact resume and caches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.utils.data
+from torch.utils.data import BatchSampler, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory as pin
+from torch.utils.data.dataloader import _DatasetKind
+
+from aiofeed.core.errors import StateError
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
+from aiofeed.core.types import Transform, public
+from aiofeed.feeder.feeder import Feeder
+from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
+from aiofeed.feeder.prefetch import Prefetch, ThreadPull
+from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
+from aiofeed.runtime.queue import ReadyBatch
+from aiofeed.sampling import random_state as rng
+from aiofeed.sources.dataset import FromDataset
+
+if TYPE_CHECKING:
+    from aiofeed.devices.resolve import Device
+
+T_co = TypeVar("T_co", covariant=True)
+
+_VERSION = 1
+
+
+@public
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """A drop-in replacement for ``torch.utils.data.DataLoader``: the same arguments and, bit for bit, the same batches.
+
+    It draws from the random generators as torch's does, seeds its workers alike and gives batch k to worker k modulo
+    ``num_workers``. Workers hand their batches over in shared memory that is reused. Ctrl-C, ``break`` and exceptions
+    leave nothing behind; an exception of the dataset names the sample. ``async for`` works as well as ``for``.
+
+    Args:
+        dataset, ..., in_order: As for ``torch.utils.data.DataLoader``.
+        device: Copy the tensors of each batch to this device; with workers on a side stream, ahead of the consumer.
+        transform: Called with each batch, on the device if there is one.
+        on_error: ``"skip"``, ``"replace"`` or a ``FailurePolicy`` for samples that fail; see ``Feeder``.
+        cache: Where samples are kept after the first epoch; see ``Feeder``.
+        engine: ``"thread"`` or ``"process:N"``; see ``Feeder``.
+        threads: Number of threads that call the dataset, which must be thread-safe, at the same time.
+        limits: ``Limits(prefetch_batches=, device_batches=)``; see ``Feeder``.
+
+    With ``on_error``, ``cache``, ``engine`` or ``threads`` the batches come from a ``Feeder``. Their order is torch's;
+    random numbers that the dataset draws are not. ``num_workers=N`` then is ``engine="process:N"``.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: torch.utils.data.Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: torch.utils.data.Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        device: Device | Sequence[Device] = None,
+        transform: Transform | None = None,
+        on_error: str | FailurePolicy = "raise",
+        cache: Any = None,
+        engine: str | None = None,
+        threads: int | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.device = device
+        self.transform = transform
+        self.on_error = on_error
+        self.cache = cache
+        self.engine = engine
+        self.threads = threads
+        self.limits = limits
+        self._bridge: Prefetch[Any] | None = None
+        if device is not None or transform is not None:
+            self._bridge = self._new_bridge()
+        self._progress: Progress | None = None
+        self._start: _EpochStart | None = None
+        self._loaded: _LoaderState | None = None
+        self._loaded_progress: Progress | None = None
+        self._feeder_epochs: _FeederEpochs | None = None
+        if on_error != "raise" or cache is not None or engine is not None or threads is not None:
+            self._feeder_epochs = _FeederEpochs(self)
+
+    def _new_bridge(self) -> Prefetch[Any]:
+        limits = self.limits or Limits()
+        return Prefetch(
+            (),
+            self.device,
+            self.transform,
+            limits.prefetch_batches or PREFETCH_BATCHES,
+            limits.device_batches or DEVICE_BATCHES,
+        )
+
+    # --- iteration ---
+
+    def __iter__(self) -> Any:
+        """Start an epoch."""
+        iterator = self._begin()
+        if self._feeder_epochs is not None:
+            return iterator
+        if isinstance(iterator, WorkerIterator):
+            pins = iterator._pin_memory and self.device is None
+            if self._bridge is None and not pins:
+                return iterator
+            return self._pulled(iterator)
+        return iterator if self._bridge is None else _CopyingIterator(iterator, self._bridge)
+
+    def __aiter__(self) -> Any:
+        """Start an epoch for ``async for``. Without workers the dataset runs in the caller's thread."""
+        iterator = self._begin()
+        if self._feeder_epochs is not None:
+            return iterator
+        if isinstance(iterator, WorkerIterator):
+            return self._pulled(iterator)
+        return _CopyingIterator(iterator, self._bridge or self._new_bridge())
+
+    def _begin(self) -> Any:
+        loaded, start = self._take_loaded(), None
+        if loaded is not None:
+            start = loaded.start
+            loaded.restore(self)
+        self._start = start if start is not None else _EpochStart.of(self)
+        position = LoaderPosition() if loaded is None else loaded.position
+        iterator = self._new_iterator(position)
+        self._progress = self._loaded_progress = iterator.progress
+        if loaded is not None and start is not None:
+            rng.set_random_state(loaded.generators)
+        return iterator
+
+    def _new_iterator(self, position: LoaderPosition) -> Any:
+        if self._feeder_epochs is not None:
+            return self._feeder_epochs.begin(position)
+        if not self.num_workers:
+            return InProcessIterator(self, position)
+        self.check_worker_number_rationality()
+        if not self.persistent_workers:
+            return WorkerIterator(self, position)
+        if self._iterator is None:
+            self._iterator = WorkerIterator(self, position)  # type: ignore[assignment]
+        else:
+            self._iterator.restart(self, position)  # type: ignore[attr-defined]
+        return self._iterator
+
+    def _pulled(self, iterator: WorkerIterator) -> FeedIterator[Any]:
+        received: deque[Any] = deque()
+        bridge = self._bridge or self._new_bridge()
+        pins = iterator._pin_memory_device if iterator._pin_memory and self.device is None else None
+        return bridge.start(
+            partial(_WorkerPull, iterator, received, pins), partial(_PulledObserver, iterator, received)
+        )
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was returned, with the state of the random generators.
+
+        The state survives JSON and ``torch.load(weights_only=True)`` if that of a stateful dataset or sampler does.
+        """
+        if self._loaded is not None and self._loaded_progress is None:
+            return self._loaded.packed
+        epoch, progress = None, self._progress
+        if progress is not None and self._start is not None and not self._is_complete(progress):
+            epoch = {**self._start.pack(), **asdict(progress.position())}
+            epoch["workers"] = [_pack_worker(state) for state in epoch["workers"]]
+        between = progress.worker_states() if progress is not None and self.persistent_workers else []
+        return {
+            "version": _VERSION,
+            "num_workers": self.num_workers,
+            "batches": self._batches(),
+            "generators": rng.pack_random_state(rng.random_state()),
+            "generator": None if self.generator is None else rng.pack_generator(self.generator.get_state()),
+            "workers": [_pack_worker(state) for state in between],
+            "epoch": epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state at the next ``iter()``, which also restores the random generators.
+
+        Raises:
+            StateError: The state is damaged, or of a loader with other batches or another number of workers.
+        """
+        loaded = _LoaderState.parse(state)
+        differences = [
+            f"{name}: {theirs} in the state, {ours} here"
+            for name, theirs, ours in (
+                ("num_workers", loaded.num_workers, self.num_workers),
+                ("batches per epoch", loaded.batches, self._batches()),
+            )
+            if theirs != ours
+        ]
+        if differences:
+            raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
+        self._loaded, self._loaded_progress = loaded, None
+
+    def _take_loaded(self) -> _LoaderState | None:
+        """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
+        loaded, progress = self._loaded, self._loaded_progress
+        if loaded is not None and progress is not None and progress.returned > loaded.position.returned:
+            self._loaded = loaded = None
+        return loaded
+
+    def _batches(self) -> int | None:
+        if self._dataset_kind == _DatasetKind.Iterable:
+            return None  # its length may be inaccurate
+        try:
+            return len(self._index_sampler)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def _is_complete(self, progress: Progress) -> bool:
+        return progress.finished or progress.returned == self._batches()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
+        return {**self.__dict__, "_iterator": None, "_progress": None, "_start": None, "_loaded_progress": None}
+
+
+@dataclass(frozen=True)
+class _EpochStart:
+    """The states from which the order of an epoch follows."""
+
+    generators: tuple[Any, ...]
+    generator: torch.Tensor | None
+    sampler: Any
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> _EpochStart:
+        stateful = _stateful_sampler(loader)
+        return cls(
+            rng.random_state(),
+            None if loader.generator is None else loader.generator.get_state(),
+            None if stateful is None else stateful.state_dict(),
+        )
+
+    def restore(self, loader: DataLoader[Any]) -> None:
+        rng.set_random_state(self.generators)
+        if self.generator is not None and loader.generator is not None:
+            loader.generator.set_state(self.generator)
+        stateful = _stateful_sampler(loader)
+        if self.sampler is not None and stateful is not None:
+            stateful.load_state_dict(self.sampler)
+
+    def pack(self) -> dict[str, Any]:
+        return {
+            "start_generators": rng.pack_random_state(self.generators),
+            "start_generator": None if self.generator is None else rng.pack_generator(self.generator),
+            "start_sampler": self.sampler,
+        }
+
+
+def _stateful_sampler(loader: DataLoader[Any]) -> Any:
+    for sampler in (loader.batch_sampler, loader.sampler):
+        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+            return sampler
+    return None
+
+
+@dataclass(frozen=True)
+class _LoaderState:
+    """A parsed state; ``start``: that of its epoch, ``None`` if the state is between two epochs."""
+
+    packed: dict[str, Any]
+    num_workers: int
+    batches: int | None
+    generators: tuple[Any, ...]
+    generator: torch.Tensor | None
+    position: LoaderPosition
+    start: _EpochStart | None
+
+    @classmethod
+    def parse(cls, state: dict[str, Any]) -> _LoaderState:
+        try:
+            if state["version"] != _VERSION:
+                raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {_VERSION}")
+            epoch, start = state["epoch"], None
+            position = LoaderPosition(workers=[_unpack_worker(each) for each in state["workers"]])
+            if epoch is not None:
+                start = _EpochStart(
+                    rng.unpack_random_state(epoch["start_generators"]),
+                    None if epoch["start_generator"] is None else rng.unpack_generator(epoch["start_generator"]),
+                    epoch["start_sampler"],
+                )
+                position = LoaderPosition(
+                    _natural(epoch["batches"]),
+                    [_natural(batch) for batch in epoch["later"]],
+                    _natural(epoch["returned"]),
+                    [int(batch) for batch in epoch["ended"]],
+                    [_unpack_worker(each) for each in epoch["workers"]],
+                    epoch["dataset"],
+                )
+            return cls(
+                state,
+                _natural(state["num_workers"]),
+                state["batches"],
+                rng.unpack_random_state(state["generators"]),
+                None if state["generator"] is None else rng.unpack_generator(state["generator"]),
+                position,
+                start,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
+            ) from error
+
+    def restore(self, loader: DataLoader[Any]) -> None:
+        """Set the generators from which the next epoch, or the one to continue, begins."""
+        if self.start is not None:
+            self.start.restore(loader)
+            return
+        rng.set_random_state(self.generators)
+        if self.generator is not None and loader.generator is not None:
+            loader.generator.set_state(self.generator)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _pack_worker(state: tuple[Any, Any] | None) -> list[Any] | None:
+    return None if state is None else [rng.pack_random_state(state[0]), state[1]]
+
+
+def _unpack_worker(packed: list[Any] | None) -> tuple[Any, Any] | None:
+    return None if packed is None else (rng.unpack_random_state(packed[0]), packed[1])
+
+
+# --- batches of worker processes, received in a thread ---
+
+
+class _WorkerPull(ThreadPull):
+    """Receives batches in a thread of its own. ``received`` gets the worker and the answer of each."""
+
+    def __init__(
+        self,
+        iterator: WorkerIterator,
+        received: deque[Any],
+        pin_to: str | None,
+        batches: object,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(_received(iterator, received, pin_to), *args, **options)
+        iterator.unwanted = self._unwanted
+
+
+def _received(iterator: WorkerIterator, received: deque[Any], pin_to: str | None) -> Iterator[Any]:
+    while True:
+        try:
+            number, answer = iterator.receive()
+        except StopIteration:
+            return
+        batch = iterator.load(number, answer)
+        iterator.take(answer)
+        received.append((number, answer))
+        yield batch if pin_to is None else pin(batch, pin_to)
+        del batch
+
+
+class _PulledObserver(EpochObserver):
+    """Requests a further batch for each that is handed out, in the consumer's thread, as torch's iterator does."""
+
+    def __init__(self, iterator: WorkerIterator, received: deque[Any], delivery: Delivery) -> None:
+        super().__init__(delivery)
+        self._iterator = iterator
+        self._received = received
+        self._next = 0
+
+    def handing_out(self, item: ReadyBatch) -> None:
+        if item.number == self._next:
+            self._next += 1
+            self._iterator.returned(*self._received.popleft())
+            self._iterator.request()
+
+
+# --- batches of the caller's thread ---
+
+
+class _CopyingIterator:
+    """Copies each batch of another iterator to the device and transforms it, in the caller's thread."""
+
+    def __init__(self, iterator: Any, bridge: Prefetch[Any]) -> None:
+        self._iterator = iterator
+        self._copier, self._transform = bridge.new_copier()
+
+    def __iter__(self) -> _CopyingIterator:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        if self._copier is not None:
+            self._copier.wait_for_caller()
+            batch = self._copier.deliver(self._copier.issue(batch))
+            self._copier.release()
+        return batch if self._transform is None else self._transform(batch)
+
+    def __aiter__(self) -> _CopyingIterator:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+# --- batches of a feeder ---
+
+
+class _FeederEpochs:
+    """Runs the epochs of a ``DataLoader`` on a ``Feeder``, in the order of the loader's sampler."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
+            raise ValueError(
+                "on_error=, cache=, engine= and threads= need a dataset with indices and batch_size=: leave them out "
+                "with an IterableDataset, batch_size=None or batch_sampler="
+            )
+        workers = loader.num_workers if loader.threads is None else 0
+        self._loader = loader
+        self._indices: list[int] = []
+        self._feeder: Feeder[Any] = Feeder(
+            FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
+            batch_size=cast("int", loader.batch_size),
+            sampler=self,
+            collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
+            device=loader.device,
+            transform=loader.transform,
+            on_error=loader.on_error,
+            cache=loader.cache,
+            limits=loader.limits,
+            shard=None,
+            in_order=loader.in_order,
+            engine=loader.engine or (f"process:{workers}" if workers else "thread"),
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def begin(self, position: LoaderPosition) -> _FeederEpoch:
+        """Start an epoch; draws from the generators as torch's iterator does."""
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        batches = list(self._loader._index_sampler)
+        self._indices = [index for batch in batches[position.batches :] for index in batch]
+        return _FeederEpoch(iter(self._feeder), Progress(position, 0))
+
+
+class _FeederEpoch:
+    """One epoch of a feeder; counts the batches."""
+
+    def __init__(self, batches: FeedIterator[Any], progress: Progress) -> None:
+        self._batches = batches
+        self.progress = progress
+
+    def __iter__(self) -> _FeederEpoch:
+        return self
+
+    def __aiter__(self) -> _FeederEpoch:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.progress.finished = True
+            raise
+        self.progress.add(self.progress.batches, in_order=True)
+        return batch
+
+    async def __anext__(self) -> Any:
+        try:
+            batch = await anext(self._batches)
+        except StopAsyncIteration:
+            self.progress.finished = True
+            raise
+        self.progress.add(self.progress.batches, in_order=True)
+        return batch

@@ -1,0 +1,77 @@
+"""Fetches batches of a torch dataset as ``DataLoader`` does, and names the sample that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Subset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from aiofeed.core.errors import StateError, add_note
+
+_FETCH_FILE = _MapDatasetFetcher.fetch.__code__.co_filename
+
+
+def fetch(fetcher: Any, index: Any) -> Any:
+    """Fetch a batch with torch's fetcher; an exception of the dataset gets a note with the sample's index and path.
+
+    The path is that of a dataset with a list ``samples`` of tuples, as torchvision's ``ImageFolder`` has.
+    """
+    try:
+        return fetcher.fetch(index)
+    except StopIteration:
+        raise
+    except Exception as error:
+        failed = _failed_index(error, fetcher)
+        if failed is not None:
+            add_note(error, f"in {_name(fetcher.dataset, failed)}")
+        raise
+
+
+def _failed_index(error: Exception, fetcher: Any) -> Any:
+    """The index that torch's fetcher passed to the dataset, from its frame; ``None`` if another part failed."""
+    if not isinstance(fetcher, _MapDatasetFetcher):
+        return None
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        frame, called = trace.tb_frame, trace.tb_next.tb_frame
+        if frame.f_code.co_filename == _FETCH_FILE and called.f_code.co_name == "__getitem__":
+            variables = frame.f_locals
+            return variables.get("idx", variables.get("possibly_batched_index"))
+        trace = trace.tb_next
+    return None
+
+
+def _name(dataset: Any, index: Any) -> str:
+    name = f"sample {index!r} of {type(dataset).__name__}"
+    try:
+        while isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        path = dataset.samples[index][0]
+    except Exception:  # noqa: BLE001 - most datasets have no such list
+        return name
+    return f"{name} ({path})" if isinstance(path, str) else name
+
+
+# --- the state of a dataset that saves its own, as torchdata's StatefulDataLoader does ---
+
+
+def dataset_state(fetcher: Any, dataset: Any) -> Any:
+    """Return the ``state_dict`` of an iterable dataset's iterator, or else of the dataset; ``None`` if it has none."""
+    owner = _stateful(fetcher, dataset)
+    return None if owner is None else owner.state_dict()
+
+
+def restore_dataset(fetcher: Any, dataset: Any, state: Any) -> None:
+    """Load a state that ``dataset_state`` returned."""
+    owner = _stateful(fetcher, dataset)
+    if owner is None:
+        raise StateError(f"the state has one of the dataset, and {type(dataset).__name__} has no load_state_dict")
+    owner.load_state_dict(state)
+
+
+def _stateful(fetcher: Any, dataset: Any) -> Any:
+    for owner in (getattr(fetcher, "dataset_iter", None), dataset):
+        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            return owner
+    return None

@@ -1,0 +1,175 @@
+"""Batches of any type between a worker process and its parent: pickled, with the memory of tensors and arrays in a slot.
+
+Containers, tensor subclasses and other objects are pickled as ``torch.multiprocessing`` pickles them. Only the memory
+of tensors and arrays is not: it is written to shared memory, and the parent's tensors lie there without a copy.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.multiprocessing  # registers how tensors are pickled
+
+from aiofeed.processes.ipc.ring import Ring, Slot
+from aiofeed.processes.loader_workers.protocol import Extent
+from aiofeed.runtime.buffers import SMALL_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+# Smaller memory is pickled with the batch.
+_INLINE_BYTES = 2 * 1024
+
+
+class SlotStorage:
+    """Creates the storages in which ``default_collate`` stacks a batch inside a slot, so that they need no copy.
+
+    In a worker process ``default_collate`` asks torch for a storage in shared memory; ``installed`` replaces torch's.
+    """
+
+    def __init__(self) -> None:
+        self._slot: Slot | None = None
+        self._owners: list[weakref.ref[Any]] = []
+
+    def begin(self, slot: Slot) -> list[weakref.ref[Any]]:
+        """Create the next storages in a slot; return the list of weak references to their memory."""
+        self._slot, self._owners = slot, []
+        return self._owners
+
+    def new_shared(self, nbytes: int, *, device: Any = "cpu") -> torch.UntypedStorage:
+        """A storage in the slot; on other devices than the CPU, torch's own."""
+        if self._slot is None or not nbytes or torch.device(device).type != "cpu":
+            return torch.UntypedStorage(nbytes, device=device)
+        # An array of its own for each storage: a storage that the dataset keeps keeps this array.
+        owner = np.frombuffer(memoryview(self._slot.take(nbytes)), np.uint8)
+        self._owners.append(weakref.ref(owner))
+        return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Use ``new_shared`` in place of ``torch.UntypedStorage._new_shared``."""
+        kind: Any = torch.UntypedStorage
+        original = kind._new_shared
+        kind._new_shared = self.new_shared
+        try:
+            yield
+        finally:
+            kind._new_shared = original
+            self._slot = None
+
+
+class _BatchPickler(ForkingPickler):
+    def __init__(self, file: io.BytesIO, slot: Slot) -> None:
+        super().__init__(file, 5, True, self._place)  # type: ignore[call-arg]
+        self._slot = slot
+        self.extents: list[Extent] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor and _is_plain(value):
+            return _reduce_tensor(value)
+        if kind is torch.UntypedStorage and value.device.type == "cpu":
+            return _storage, (pickle.PickleBuffer(_memory(value)),)
+        return NotImplemented
+
+    def _place(self, buffer: pickle.PickleBuffer) -> bool:
+        """Put a buffer into the slot; return whether it is pickled with the batch instead."""
+        memory = np.frombuffer(buffer.raw(), np.uint8)
+        if memory.nbytes < _INLINE_BYTES:
+            return True
+        found = self._slot.locate(memory)
+        if found is None:
+            copy = self._slot.take(memory.nbytes)
+            np.copyto(copy, memory)
+            found = self._slot.locate(copy)
+            assert found is not None
+        self.extents.append(Extent(*found, memory.nbytes))
+        return False
+
+
+def dump_batch(batch: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
+    """Pickle a batch; memory of 2 KiB and more goes to the slot.
+
+    Returns:
+        The pickle, and where its buffers lie.
+    """
+    file = io.BytesIO()
+    pickler = _BatchPickler(file, slot)
+    pickler.dump(batch)
+    return file.getvalue(), pickler.extents
+
+
+def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any, list[NDArray[np.uint8]]]:
+    """Rebuild a batch; its tensors and arrays of 64 KiB and more lie in the ring.
+
+    Returns:
+        The batch, and the arrays that its memory belongs to, one per segment. The slot is free when nothing refers
+        to them.
+    """
+    owners: dict[int, NDArray[np.uint8]] = {}
+    buffers: list[NDArray[np.uint8]] = []
+    for segment, offset, nbytes in extents:
+        if nbytes < SMALL_BYTES:
+            buffers.append(ring.memory(segment)[offset : offset + nbytes].copy())
+            continue
+        if segment not in owners:
+            # Its base is the mmap, at which NumPy's chain of bases ends.
+            owners[segment] = np.frombuffer(ring.memory(segment).base, np.uint8)  # type: ignore[call-overload]
+        buffers.append(owners[segment][offset : offset + nbytes])
+    return pickle.loads(data, buffers=buffers), list(owners.values())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+    )
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    size, stride = tuple(tensor.size()), tensor.stride()
+    span = tensor.numel() and 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    itemsize = tensor.itemsize
+    if storage.nbytes() > 2 * span * itemsize:
+        # A view of part of a large storage: send that part alone.
+        part = _memory(storage)[offset * itemsize : (offset + span) * itemsize]
+        return _tensor_of_part, (pickle.PickleBuffer(part), tensor.dtype, size, stride)
+    return _tensor, (storage, tensor.dtype, offset, size, stride)
+
+
+def _memory(storage: torch.UntypedStorage) -> NDArray[np.uint8]:
+    memory: NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return memory
+
+
+def _storage(memory: Any) -> torch.UntypedStorage:
+    if not len(memory):
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+
+
+def _tensor_of_part(memory: Any, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    return _tensor(_storage(memory), dtype, 0, size, stride)

@@ -1,0 +1,81 @@
+"""The messages between ``DataLoader`` and its worker processes. They are pickled: both ends are one user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from aiofeed.processes.ipc.schema import NewSegment
+
+
+class Extent(NamedTuple):
+    """Bytes in a segment of shared memory."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+# --- to a worker ---
+
+
+@dataclass(frozen=True)
+class Release:
+    """The parent uses the slots of these batches no longer; each with whether the slot may be written again."""
+
+    batches: Sequence[tuple[int, bool]]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Fetch a batch.
+
+    Args:
+        batch: Its number in the epoch.
+        index: The argument of torch's fetcher.
+        releases: Slots that are free since the last message.
+    """
+
+    batch: int
+    index: Any
+    releases: Release | None = None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A new epoch begins; answered after all batches before it."""
+
+    shared_seed: int | None
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Continue from a state: that of the random generators, and of the dataset if it has one."""
+
+    state: tuple[Any, Any]
+
+
+# --- to the parent ---
+
+
+class Answer(NamedTuple):
+    """The answer of a worker.
+
+    Args:
+        kind: A "batch"; its "error"; the "end" of the worker's iterable dataset; "resumed".
+        batch: Number of the batch.
+        content: The pickled batch or the ``ExceptionWrapper``.
+        extents: Where the buffers of the batch lie.
+        segments: Memory that is new to the parent; its descriptors follow.
+        retired: Numbers of segments that will not be used again.
+        state: The pickled state after the batch, see ``Restore``; ``None``: as after the worker's last batch.
+    """
+
+    kind: Literal["batch", "error", "end", "resumed"]
+    batch: int
+    content: Any = None
+    extents: Sequence[Extent] = ()
+    segments: Sequence[NewSegment] = ()
+    retired: Sequence[int] = ()
+    state: bytes | None = None

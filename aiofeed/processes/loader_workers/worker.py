@@ -1,0 +1,224 @@
+"""The main function of a worker process. It does what torch's ``_worker_loop`` does, in the same order.
+
+Seeds, ``get_worker_info()``, ``worker_init_fn``, fetcher, collation and errors are torch's. Batches are written to
+shared memory that is reused, see ``pickling.py``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+import signal
+import socket
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe
+from torch.utils.data._utils import signal_handling, worker
+from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data.graph_settings import apply_random_seed
+
+from aiofeed.processes.ipc.ring import Slot, SlotPool
+from aiofeed.processes.loader_workers.channel import Channel, wait
+from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
+from aiofeed.processes.loader_workers.pickling import SlotStorage, dump_batch
+from aiofeed.processes.loader_workers.protocol import Answer, Fetch, Release, Restore, Resume
+from aiofeed.sampling.random_state import random_state, same_random_state, set_random_state
+
+# Interval of the checks whether the parent lives, if another process holds its end of the channel open.
+_PARENT_POLL_S = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerStart:
+    """What a worker starts with; the arguments of torch's ``_worker_loop``."""
+
+    dataset_kind: int
+    dataset: Any
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+    base_seed: int
+    init_fn: Any
+    num_workers: int
+    shared_seed: int | None
+    most_batches: int
+
+
+def main(sock: socket.socket, inherited: list[socket.socket], start: WorkerStart, number: int) -> None:
+    """Work until the parent closes the channel.
+
+    Args:
+        inherited: Sockets of the parent, which a fork has copied; closed.
+        number: Number of the worker, from 0.
+    """
+    for each in inherited:
+        each.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, too, and decides
+    signal_handling._set_worker_signal_handlers()
+    _LoaderWorker(Channel(sock), start, number).run()
+
+
+class _LoaderWorker:
+    def __init__(self, channel: Channel, start: WorkerStart, number: int) -> None:
+        self._channel = channel
+        self._start = start
+        self._number = number
+        self._dataset = start.dataset
+        self._shared_rng = torch.Generator()
+        self._fetcher: Any = None
+        self._init_error: ExceptionWrapper | None = None
+        self._ended = False
+        self._pool = SlotPool(start.most_batches + 2, "", single_reader=True)
+        self._storage = SlotStorage()
+        self._mapped: set[int] = set()
+        # Slots that the parent uses, each with the storages that this process has created in it.
+        self._in_use: dict[int, tuple[Slot, list[weakref.ref[Any]]]] = {}
+        self._tasks: deque[Fetch | Resume | Restore] = deque()
+        self._generators: tuple[Any, ...] | None = None
+
+    def run(self) -> None:
+        self._seed()
+        self._init()
+        with self._storage.installed():
+            while self._receive():
+                task = self._tasks.popleft()
+                if isinstance(task, Fetch):
+                    self._fetch(task)
+                elif isinstance(task, Resume):
+                    self._resume(task)
+                else:
+                    self._restore(task)
+
+    def _seed(self) -> None:
+        start = self._start
+        torch.set_num_threads(1)
+        seed = start.base_seed + self._number
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(worker._generate_state(start.base_seed, self._number))
+        self._seed_pipes(start.shared_seed)
+        worker._worker_info = worker.WorkerInfo(
+            id=self._number, num_workers=start.num_workers, seed=seed, dataset=self._dataset
+        )
+
+    def _seed_pipes(self, shared_seed: int | None) -> None:
+        if isinstance(self._dataset, IterDataPipe):
+            assert shared_seed is not None
+            self._shared_rng.manual_seed(shared_seed)
+            self._dataset = apply_random_seed(self._dataset, self._shared_rng)
+
+    def _init(self) -> None:
+        try:
+            if self._start.init_fn is not None:
+                self._start.init_fn(self._number)
+            self._new_fetcher()
+        except Exception:  # noqa: BLE001 - the parent raises it
+            self._init_error = self._wrapped_error()
+
+    def _new_fetcher(self) -> None:
+        start = self._start
+        self._fetcher = _DatasetKind.create_fetcher(
+            start.dataset_kind, self._dataset, start.auto_collation, start.collate_fn, start.drop_last
+        )
+
+    def _wrapped_error(self) -> ExceptionWrapper:
+        error = ExceptionWrapper(where=f"in DataLoader worker process {self._number}")
+        try:
+            pickle.dumps(error)
+        except Exception:  # noqa: BLE001 - a class that only this process has
+            error.exc_type = RuntimeError
+        return error
+
+    def _receive(self) -> bool:
+        """Wait for a task; return False when the parent has closed the channel."""
+        while True:
+            if self._channel.ended:
+                return False
+            wait([self._channel], 0.0 if self._tasks or self._channel.messages else _PARENT_POLL_S)
+            while self._channel.messages:
+                message = pickle.loads(self._channel.messages.popleft()[0])
+                if isinstance(message, Release):
+                    self._release(message)
+                else:
+                    self._tasks.append(message)
+            if self._tasks:
+                return not self._channel.ended
+            parent = multiprocessing.parent_process()
+            if parent is not None and not parent.is_alive():
+                return False
+
+    def _release(self, message: Release) -> None:
+        for batch, reusable in message.batches:
+            slot, storages = self._in_use.pop(batch)
+            # A collate_fn may keep a tensor that it has returned.
+            slot.give_back(reusable and all(storage() is None for storage in storages))
+
+    def _resume(self, task: Resume) -> None:
+        self._ended = False
+        self._seed_pipes(task.shared_seed)
+        self._new_fetcher()
+        self._send(Answer("resumed", -1))
+
+    def _restore(self, task: Restore) -> None:
+        random_generators, dataset = task.state
+        if dataset is not None:
+            restore_dataset(self._fetcher, self._dataset, dataset)
+        set_random_state(random_generators)
+
+    def _fetch(self, task: Fetch) -> None:
+        if task.releases is not None:
+            self._release(task.releases)
+        if self._ended:
+            return
+        slot = self._pool.lease()
+        storages = self._storage.begin(slot)
+        try:
+            self._fetch_into(task, slot, storages)
+        except Exception as error:
+            slot.give_back(reusable=False)
+            if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
+                self._ended = True
+                self._send(Answer("end", task.batch))
+            else:
+                self._send(Answer("error", task.batch, self._wrapped_error()))
+
+    def _fetch_into(self, task: Fetch, slot: Slot, storages: list[weakref.ref[Any]]) -> None:
+        if self._init_error is not None:
+            error, self._init_error = self._init_error, None
+            slot.give_back()
+            self._send(Answer("error", task.batch, error))
+            return
+        batch = fetch(self._fetcher, task.index)
+        try:
+            data, extents = dump_batch(batch, slot)
+        except Exception as error:
+            raise RuntimeError(
+                f"the batch, a {type(batch).__name__}, cannot be sent from the worker process: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        del batch
+        segments, descriptors, retired = self._pool.introduce(slot.segments, self._mapped)
+        self._in_use[task.batch] = slot, storages
+        state = self._new_state()
+        self._send(Answer("batch", task.batch, data, extents, segments, retired, state), descriptors)
+
+    def _new_state(self) -> bytes | None:
+        """The state for ``Answer``. Most datasets draw no random numbers: comparing is cheaper than sending."""
+        dataset = dataset_state(self._fetcher, self._dataset)
+        generators = random_state()
+        if dataset is None and self._generators is not None and same_random_state(generators, self._generators):
+            return None
+        self._generators = generators
+        return pickle.dumps((generators, dataset))
+
+    def _send(self, answer: Answer, descriptors: list[int] | tuple[()] = ()) -> None:
+        self._channel.send(pickle.dumps(answer), descriptors)
+        while self._channel.unsent and not self._channel.ended:
+            wait([self._channel], _PARENT_POLL_S)

@@ -1,0 +1,182 @@
+"""The worker processes of one ``DataLoader``, as their parent sees them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
+from aiofeed.processes.ipc.framing import close_all
+from aiofeed.processes.ipc.ring import Ring
+from aiofeed.processes.ipc.tracking import DropTracker, forks
+from aiofeed.processes.loader_workers.channel import Channel, wait
+from aiofeed.processes.loader_workers.pickling import load_batch
+from aiofeed.processes.loader_workers.protocol import Answer, Release
+from aiofeed.processes.loader_workers.worker import WorkerStart, main
+
+# A dead worker closes its channel a moment before its exit status is available.
+_REAP_S = 1.0
+# The parent's ends of all channels. A forked worker closes its copies.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+class _LoaderProcess:
+    """One process, its channel and its shared memory."""
+
+    def __init__(self, context: Any, start: WorkerStart, number: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            _sockets.add(ours)
+            inherited = list(_sockets) if context.get_start_method() == "fork" else []
+            self.process = context.Process(target=main, args=(theirs, inherited, start, number), daemon=True)
+            try:
+                self.process.start()
+            except BaseException:
+                ours.close()
+                raise
+        self.channel = Channel(ours)
+        self.ring = Ring()
+        # Batches whose memory the user has dropped.
+        self.tracker: DropTracker[_Borrowed] = DropTracker()
+        self.loaded: _Borrowed | None = None
+
+    def releases(self) -> Release | None:
+        """The batches whose slots are free since the last call."""
+        free = []
+        for borrowed in self.tracker.collected():
+            borrowed.owners -= 1
+            if not borrowed.owners:
+                free.append((borrowed.batch, borrowed.forks == forks()))
+        return Release(free) if free else None
+
+    def close(self) -> None:
+        self.channel.close()
+        self.ring.close()
+
+
+class LoaderWorkers:
+    """Starts the worker processes and exchanges messages with them. Blocking, for one thread at a time.
+
+    ``send`` may be called by another thread than ``receive``.
+
+    Args:
+        context: ``torch.multiprocessing`` or one of its contexts.
+        start: What each worker starts with.
+    """
+
+    def __init__(self, context: Any, start: WorkerStart) -> None:
+        self._workers: list[_LoaderProcess] = []
+        self._pid = os.getpid()
+        for number in range(start.num_workers):
+            try:
+                self._workers.append(_LoaderProcess(context, start, number))
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                self.close()
+                method = context.get_start_method()
+                error.add_note(
+                    f"the dataset, collate_fn or worker_init_fn cannot be sent to a worker process, which the start "
+                    f'method "{method}" needs: define classes and functions at the top level of a module, or pass '
+                    f'multiprocessing_context="fork", which needs no pickling (Linux), or num_workers=0'
+                )
+                raise
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids."""
+        return [worker.process.pid for worker in self._workers]
+
+    def send(self, number: int, message: Any) -> None:
+        """Send a message to a worker. Never blocks."""
+        self._workers[number].channel.send(pickle.dumps(message))
+
+    def releases(self, number: int) -> Release | None:
+        """The batches of a worker that the user has dropped since the last call."""
+        return self._workers[number].releases()
+
+    def receive(self, timeout_s: float) -> tuple[int, Answer]:
+        """Return the next message, and the number of the worker that sent it.
+
+        Raises:
+            TimeoutError: None arrived within ``timeout_s``.
+            WorkerDiedError: A worker has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._pid != os.getpid():
+                raise IteratorClosedError("this iterator belongs to the parent process; call iter() in the child")
+            for number, worker in enumerate(self._workers):
+                if worker.channel.messages:
+                    return number, self._open(worker)
+                if worker.channel.ended:
+                    raise _died(worker)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            wait([worker.channel for worker in self._workers], left)
+
+    def _open(self, worker: _LoaderProcess) -> Answer:
+        payload, descriptors = worker.channel.messages.popleft()
+        try:
+            answer: Answer = pickle.loads(payload)
+            if answer.segments or answer.retired:
+                worker.ring.map_segments(answer.segments, descriptors, answer.retired)
+        finally:
+            close_all(descriptors)
+        return answer
+
+    def load(self, number: int, answer: Answer) -> Any:
+        """Return the batch of an answer. Its slot is free for the worker again when nothing refers to its memory."""
+        worker = self._workers[number]
+        batch, owners = load_batch(answer.content, answer.extents, worker.ring)
+        if worker.loaded is not None and worker.loaded.batch == answer.batch:
+            worker.tracker.forget(worker.loaded)  # an earlier call was interrupted
+        # A batch without memory in its slot is dropped at once.
+        kept = owners or [_Nothing()]
+        worker.loaded = borrowed = _Borrowed(answer.batch, len(kept), forks())
+        for owner in kept:
+            worker.tracker.watch(owner, borrowed)
+        return batch
+
+    def close(self) -> None:
+        """Tell the workers to end, without waiting for it. Idempotent."""
+        if self._pid == os.getpid():
+            for worker in self._workers:
+                worker.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(eq=False)
+class _Borrowed:
+    """A batch in its slot: how many arrays that the memory belongs to are left, and the forks before it."""
+
+    batch: int
+    owners: int
+    forks: int
+
+
+class _Nothing:
+    """Stands for the memory of a batch that has none in its slot."""
+
+
+def _died(worker: _LoaderProcess) -> WorkerDiedError:
+    worker.process.join(_REAP_S)
+    status = worker.process.exitcode
+    text = f"DataLoader worker (pid(s) {worker.process.pid}) exited unexpectedly"
+    if status is not None and status < 0:
+        text += f": it was killed by {signal.Signals(-status).name}"
+        if -status == signal.SIGKILL:
+            text += "; the machine or its container may have run out of memory"
+    elif status is not None:
+        text += f" with exit status {status}"
+    return WorkerDiedError(text, status)
