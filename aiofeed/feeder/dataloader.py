@@ -1,7 +1,9 @@
-"""``DataLoader``: torch's ``DataLoader`` with the same batches, and with copies to a device, exact resume and caches."""
+"""``DataLoader``: torch's ``DataLoader`` with the same batches, and copies to a device, exact resume and caches."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from torch.utils.data.dataloader import _DatasetKind
 
 from aiofeed.core.errors import StateError
-from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.types import Transform, public
 from aiofeed.feeder.feeder import Feeder
@@ -23,6 +25,7 @@ from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
 from aiofeed.runtime.queue import ReadyBatch
+from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling import random_state as rng
 from aiofeed.sources.dataset import FromDataset
 
@@ -78,7 +81,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         device: Device | Sequence[Device] = None,
         transform: Transform | None = None,
-        on_error: str | FailurePolicy = "raise",
+        on_error: Action | FailurePolicy = "raise",
         cache: Any = None,
         engine: str | None = None,
         threads: int | None = None,
@@ -114,6 +117,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if device is not None or transform is not None:
             self._bridge = self._new_bridge()
         self._progress: Progress | None = None
+        # The thread that receives from persistent workers.
+        self._pull: weakref.ref[_WorkerPull] | None = None
         self._start: _EpochStart | None = None
         self._loaded: _LoaderState | None = None
         self._loaded_progress: Progress | None = None
@@ -155,29 +160,35 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return _CopyingIterator(iterator, self._bridge or self._new_bridge())
 
     def _begin(self) -> Any:
-        loaded, start = self._take_loaded(), None
-        if loaded is not None:
-            start = loaded.start
-            loaded.restore(self)
-        self._start = start if start is not None else _EpochStart.of(self)
-        position = LoaderPosition() if loaded is None else loaded.position
-        iterator = self._new_iterator(position)
+        loaded = self._take_loaded()
+        if loaded is None or loaded.start is None:
+            self._start = _EpochStart.of(self)
+            iterator = self._new_iterator(LoaderPosition() if loaded is None else loaded.position)
+        else:
+            # The order of the epoch follows from the generators at its start.
+            now, self._start = rng.random_state(), loaded.start
+            try:
+                loaded.start.restore(self)
+                iterator = self._new_iterator(loaded.position)
+            finally:
+                rng.set_random_state(now)
         self._progress = self._loaded_progress = iterator.progress
-        if loaded is not None and start is not None:
-            rng.set_random_state(loaded.generators)
         return iterator
 
     def _new_iterator(self, position: LoaderPosition) -> Any:
         if self._feeder_epochs is not None:
-            return self._feeder_epochs.begin(position)
+            return self._feeder_epochs.begin(self, position)
         if not self.num_workers:
             return InProcessIterator(self, position)
         self.check_worker_number_rationality()
         if not self.persistent_workers:
             return WorkerIterator(self, position)
         if self._iterator is None:
-            self._iterator = WorkerIterator(self, position)  # type: ignore[assignment]
+            self._iterator = WorkerIterator(self, position)
         else:
+            if self._pull is not None and (pull := self._pull()) is not None:
+                pull.stop()
+                pull.join(JOIN_S)
             self._iterator.restart(self, position)  # type: ignore[attr-defined]
         return self._iterator
 
@@ -185,9 +196,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         received: deque[Any] = deque()
         bridge = self._bridge or self._new_bridge()
         pins = iterator._pin_memory_device if iterator._pin_memory and self.device is None else None
-        return bridge.start(
-            partial(_WorkerPull, iterator, received, pins), partial(_PulledObserver, iterator, received)
-        )
+
+        def new_pull(batches: object, *arguments: Any, **options: Any) -> _WorkerPull:
+            pull = _WorkerPull(iterator, _received(iterator, received, pins), *arguments, **options)
+            self._pull = weakref.ref(pull)
+            return pull
+
+        return bridge.start(new_pull, partial(_PulledObserver, iterator, received))
 
     # --- state ---
 
@@ -214,7 +229,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state at the next ``iter()``, which also restores the random generators.
+        """Continue from a state at the next ``iter()``; restore the random generators of this process at once.
 
         Raises:
             StateError: The state is damaged, or of a loader with other batches or another number of workers.
@@ -231,11 +246,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if differences:
             raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
         self._loaded, self._loaded_progress = loaded, None
+        rng.set_random_state(loaded.generators)
+        if loaded.generator is not None and self.generator is not None:
+            self.generator.set_state(loaded.generator)
 
     def _take_loaded(self) -> _LoaderState | None:
         """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
         loaded, progress = self._loaded, self._loaded_progress
-        if loaded is not None and progress is not None and progress.returned > loaded.position.returned:
+        if loaded is None or progress is None:
+            return loaded
+        if progress.finished or progress.returned > loaded.position.returned:
             self._loaded = loaded = None
         return loaded
 
@@ -243,7 +263,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self._dataset_kind == _DatasetKind.Iterable:
             return None  # its length may be inaccurate
         try:
-            return len(self._index_sampler)  # type: ignore[arg-type]
+            return len(self._index_sampler)
         except TypeError:
             return None
 
@@ -313,7 +333,8 @@ class _LoaderState:
             if state["version"] != _VERSION:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {_VERSION}")
             epoch, start = state["epoch"], None
-            position = LoaderPosition(workers=[_unpack_worker(each) for each in state["workers"]])
+            workers = [_unpack_worker(each) for each in state["workers"]]
+            position = LoaderPosition(workers=workers, restarted=bool(workers))
             if epoch is not None:
                 start = _EpochStart(
                     rng.unpack_random_state(epoch["start_generators"]),
@@ -327,6 +348,7 @@ class _LoaderState:
                     [int(batch) for batch in epoch["ended"]],
                     [_unpack_worker(each) for each in epoch["workers"]],
                     epoch["dataset"],
+                    bool(epoch["restarted"]),
                 )
             return cls(
                 state,
@@ -341,15 +363,6 @@ class _LoaderState:
             raise StateError(
                 f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
-
-    def restore(self, loader: DataLoader[Any]) -> None:
-        """Set the generators from which the next epoch, or the one to continue, begins."""
-        if self.start is not None:
-            self.start.restore(loader)
-            return
-        rng.set_random_state(self.generators)
-        if self.generator is not None and loader.generator is not None:
-            loader.generator.set_state(self.generator)
 
 
 def _natural(value: Any) -> int:
@@ -370,22 +383,15 @@ def _unpack_worker(packed: list[Any] | None) -> tuple[Any, Any] | None:
 
 
 class _WorkerPull(ThreadPull):
-    """Receives batches in a thread of its own. ``received`` gets the worker and the answer of each."""
+    """Receives the batches of a ``WorkerIterator`` in a thread of its own."""
 
-    def __init__(
-        self,
-        iterator: WorkerIterator,
-        received: deque[Any],
-        pin_to: str | None,
-        batches: object,
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(_received(iterator, received, pin_to), *args, **options)
+    def __init__(self, iterator: WorkerIterator, batches: Iterable[Any], *arguments: Any, **options: Any) -> None:
+        super().__init__(batches, *arguments, **options)
         iterator.unwanted = self._unwanted
 
 
 def _received(iterator: WorkerIterator, received: deque[Any], pin_to: str | None) -> Iterator[Any]:
+    """Yield the batches, pinned for a kind of device; append the worker and the answer of each to ``received``."""
     while True:
         try:
             number, answer = iterator.receive()
@@ -458,12 +464,11 @@ class _FeederEpochs:
                 "with an IterableDataset, batch_size=None or batch_sampler="
             )
         workers = loader.num_workers if loader.threads is None else 0
-        self._loader = loader
         self._indices: list[int] = []
         self._feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
             batch_size=cast("int", loader.batch_size),
-            sampler=self,
+            sampler=_Indices(self._indices),
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             device=loader.device,
             transform=loader.transform,
@@ -475,15 +480,22 @@ class _FeederEpochs:
             engine=loader.engine or (f"process:{workers}" if workers else "thread"),
         )
 
+    def begin(self, loader: DataLoader[Any], position: LoaderPosition) -> _FeederEpoch:
+        """Start an epoch; draws from the generators as torch's iterator does."""
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        batches: list[list[int]] = list(loader._index_sampler)
+        self._indices[:] = itertools.chain.from_iterable(batches[position.batches :])
+        return _FeederEpoch(iter(self._feeder), Progress(position))
+
+
+class _Indices:
+    """A sampler with the indices of the coming epoch."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self._indices = indices
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._indices)
-
-    def begin(self, position: LoaderPosition) -> _FeederEpoch:
-        """Start an epoch; draws from the generators as torch's iterator does."""
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        batches = list(self._loader._index_sampler)
-        self._indices = [index for batch in batches[position.batches :] for index in batch]
-        return _FeederEpoch(iter(self._feeder), Progress(position, 0))
 
 
 class _FeederEpoch:

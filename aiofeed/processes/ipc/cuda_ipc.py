@@ -242,7 +242,7 @@ def _open_storage(handle: DeviceMemoryHandle, wanted: torch.device | None) -> to
     untyped: Any = torch.UntypedStorage
     if handle.nbytes == 0:
         return cast("torch.UntypedStorage", untyped(0, device=torch.device("cuda", index)))
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
     storage: torch.UntypedStorage = untyped._new_shared_cuda(
         index,
         handle.allocation,

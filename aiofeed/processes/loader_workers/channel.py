@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import select
 import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ _READ_BYTES = 1 << 20
 
 
 class Channel:
-    """One end of a connection.
+    """One end of a connection. ``send`` may be called in another thread than ``wait``.
 
     Args:
         sock: A connected Unix stream socket; closed with the channel.
@@ -32,6 +33,7 @@ class Channel:
         disable_sigpipe(sock)
         self._framer = Framer(_LIMIT_BYTES)
         self._descriptors: deque[int] = deque()
+        self._sending = threading.Lock()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self.messages: deque[tuple[bytes, list[int]]] = deque()
         self.ended = False
@@ -63,20 +65,21 @@ class Channel:
         self.messages.clear()
 
     def _flush(self) -> None:
-        while self._unsent:
-            data, descriptors = self._unsent[0]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-            try:
-                sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
-            except BlockingIOError:
-                return
-            except OSError:  # the peer reads no more
-                sent = len(data)
-            close_all(descriptors)
-            if sent < len(data):
-                self._unsent[0] = data[sent:], ()
-            else:
-                self._unsent.popleft()
+        with self._sending:
+            while self._unsent:
+                data, descriptors = self._unsent[0]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                try:
+                    sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
+                except BlockingIOError:
+                    return
+                except OSError:  # the peer reads no more
+                    sent = len(data)
+                close_all(descriptors)
+                if sent < len(data):
+                    self._unsent[0] = data[sent:], ()
+                else:
+                    self._unsent.popleft()
 
     def _receive(self) -> None:
         try:

@@ -11,7 +11,7 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +42,7 @@ class LoaderPosition:
         ended: For each worker the number of the batch at which its iterable dataset ended; -1 if it has not.
         workers: For each worker the state after its last batch, generators and dataset; ``None`` if it has none.
         dataset: State of the dataset without workers, if it has one.
+        restarted: Whether the epoch begins with the workers of the one before. Their seed is not drawn again.
     """
 
     batches: int = 0
@@ -50,19 +51,30 @@ class LoaderPosition:
     ended: Sequence[int] = ()
     workers: Sequence[tuple[Any, Any] | None] = ()
     dataset: Any = None
+    restarted: bool = False
 
 
 class Progress:
     """Which batches of an epoch were returned. It does not refer to the iterator, which may be dropped."""
 
-    def __init__(self, start: LoaderPosition, workers: int, dataset: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        start: LoaderPosition,
+        workers: int = 0,
+        *,
+        states: Sequence[bytes | None] = (),
+        dataset: Callable[[], Any] | None = None,
+    ) -> None:
         self.batches = start.batches
         self.returned = start.returned
         self.finished = False
+        self.restarted = start.restarted
         self.ended = list(start.ended) or [-1] * workers
         self._later = set(start.later)
-        self._states: list[bytes | None] = [None if each is None else pickle.dumps(each) for each in start.workers]
-        self._states += [None] * (workers - len(self._states))
+        self._states = list(states)
+        for number, state in enumerate(start.workers):
+            if state is not None:
+                self._states[number] = pickle.dumps(state)
         self._dataset = dataset
 
     def add(self, batch: int, *, in_order: bool, worker: int | None = None, state: bytes | None = None) -> None:
@@ -91,7 +103,13 @@ class Progress:
             [batch if batch < self.batches else -1 for batch in self.ended],
             self.worker_states(),
             None if self._dataset is None else self._dataset(),
+            self.restarted,
         )
+
+
+def _generator_of(loader: Any) -> torch.Generator:
+    generator: torch.Generator = loader.generator or torch.default_generator
+    return generator
 
 
 def _is_iterable(iterator: Any) -> bool:
@@ -103,21 +121,22 @@ class InProcessIterator(torch_loader._SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
         super().__init__(loader)
-        self.progress = Progress(LoaderPosition(), 0)
+        self.progress = Progress(LoaderPosition())
         replay = _is_iterable(self) and position.dataset is None
         for _ in range(position.batches):
             if replay:
                 self._next_data()
             else:
-                self._next_index()
+                self._next_index()  # type: ignore[no-untyped-call]
         if position.dataset is not None:
             restore_dataset(self._dataset_fetcher, self._dataset, position.dataset)
-        self.progress = Progress(position, 0, functools.partial(dataset_state, self._dataset_fetcher, self._dataset))
+        state = functools.partial(dataset_state, self._dataset_fetcher, self._dataset)
+        self.progress = Progress(position, dataset=state)
         self._num_yielded = position.returned
 
     def _next_data(self) -> Any:
         try:
-            data = fetch(self._dataset_fetcher, self._next_index())
+            data = fetch(self._dataset_fetcher, next(self._sampler_iter))
         except StopIteration:
             self.progress.finished = True
             raise
@@ -139,11 +158,16 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
+        before = _generator_of(loader).get_state() if position.restarted else None
         super().__init__(loader)
+        if before is not None:
+            _generator_of(loader).set_state(before)
         assert loader.prefetch_factor > 0
         self._in_order = loader.in_order
-        self._most_batches = loader.prefetch_factor * self._num_workers
+        self._most_batches: int = loader.prefetch_factor * self._num_workers
         self.unwanted: Callable[[], bool] | None = None
+        # The state of each worker after the last batch that was received.
+        self._states: list[bytes | None] = [None] * self._num_workers
         self._lock, self._request_lock = threading.Lock(), threading.Lock()
         init_fn = loader.worker_init_fn
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
@@ -154,7 +178,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self._auto_collation,
             self._collate_fn,
             self._drop_last,
-            self._base_seed,
+            int(self._base_seed),
             init_fn,
             self._num_workers,
             self._shared_seed,
@@ -167,6 +191,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def restart(self, loader: Any, position: LoaderPosition) -> None:
         """Start the next epoch with the same workers."""
         super()._reset(loader)
+        self.unwanted = None
         for number in range(self._num_workers):
             self.workers.send(number, Resume(self._shared_seed))
         resumed = 0
@@ -176,16 +201,18 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             if answer.kind == "batch":
                 self.workers.load(number, answer)
             resumed += answer.kind == "resumed"
-        self._begin(position)
+        self._begin(replace(position, restarted=True))
 
     def _begin(self, position: LoaderPosition) -> None:
         # An iterable dataset without a state of its own is read again from the start.
         replay = _is_iterable(self) and not any(
             state is not None and state[1] is not None for state in position.workers
         )
-        self._start = start = LoaderPosition() if replay else position
+        self._start = start = LoaderPosition(restarted=position.restarted) if replay else position
         self._num_yielded = start.returned
-        self.progress = Progress(start, self._num_workers)
+        # Persistent workers go on from where they were.
+        self._states = self._states if position.restarted else [None] * self._num_workers
+        self.progress = Progress(start, self._num_workers, states=self._states)
         self._exhausted = False
         self._requested_after = -1
         self._more = threading.Event()
@@ -196,8 +223,6 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         self._active = [True] * self._num_workers
         self._loads = [0] * self._num_workers
         self._cycle = itertools.cycle(range(self._num_workers))
-        # The state of each worker after the last batch that was received.
-        self._states: list[bytes | None] = [None] * self._num_workers
         for number, state in enumerate(start.workers):
             if state is not None:
                 self._states[number] = pickle.dumps(state)
@@ -231,7 +256,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         with self._request_lock:
             number = None
             try:
-                index = self._next_index()
+                index: Any = self._next_index()  # type: ignore[no-untyped-call]
                 number = self._next_worker()
                 if number is not None:
                     self._give(number, self._sent, index)
@@ -275,7 +300,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             for batch, answer in self._answers.items():
                 if batch == self._next or (not self._in_order and answer.kind in ("batch", "error")):
                     return self._worker_of[batch], answer
-            number, answer = self._receive_one()
+            _, answer = self._receive_one()
             self._answers[answer.batch] = answer
             if answer.kind == "end" and not self._in_order:
                 self._end(answer.batch)

@@ -1,4 +1,4 @@
-"""Batches of any type between a worker process and its parent: pickled, with the memory of tensors and arrays in a slot.
+"""Batches of any type between a worker process and its parent: pickled, with the memory of arrays in a slot.
 
 Containers, tensor subclasses and other objects are pickled as ``torch.multiprocessing`` pickles them. Only the memory
 of tensors and arrays is not: it is written to shared memory, and the parent's tensors lie there without a copy.
@@ -51,7 +51,8 @@ class SlotStorage:
         if self._slot is None or not nbytes or torch.device(device).type != "cpu":
             return torch.UntypedStorage(nbytes, device=device)
         # An array of its own for each storage: a storage that the dataset keeps keeps this array.
-        owner = np.frombuffer(memoryview(self._slot.take(nbytes)), np.uint8)
+        memory: Any = self._slot.take(nbytes)
+        owner = np.frombuffer(memoryview(memory), np.uint8)
         self._owners.append(weakref.ref(owner))
         return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
 
@@ -68,21 +69,14 @@ class SlotStorage:
             self._slot = None
 
 
-class _BatchPickler(ForkingPickler):
-    def __init__(self, file: io.BytesIO, slot: Slot) -> None:
-        super().__init__(file, 5, True, self._place)  # type: ignore[call-arg]
+class _Buffers:
+    """Puts the buffers of a pickle into a slot, and notes where they lie."""
+
+    def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self.extents: list[Extent] = []
 
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.Tensor and _is_plain(value):
-            return _reduce_tensor(value)
-        if kind is torch.UntypedStorage and value.device.type == "cpu":
-            return _storage, (pickle.PickleBuffer(_memory(value)),)
-        return NotImplemented
-
-    def _place(self, buffer: pickle.PickleBuffer) -> bool:
+    def place(self, buffer: pickle.PickleBuffer) -> bool:
         """Put a buffer into the slot; return whether it is pickled with the batch instead."""
         memory = np.frombuffer(buffer.raw(), np.uint8)
         if memory.nbytes < _INLINE_BYTES:
@@ -97,16 +91,25 @@ class _BatchPickler(ForkingPickler):
         return False
 
 
+class _BatchPickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor and _is_plain(value):
+            return _reduce_tensor(value)
+        if kind is torch.UntypedStorage and value.device.type == "cpu":
+            return _storage, (pickle.PickleBuffer(_memory(value)),)
+        return NotImplemented
+
+
 def dump_batch(batch: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
     """Pickle a batch; memory of 2 KiB and more goes to the slot.
 
     Returns:
         The pickle, and where its buffers lie.
     """
-    file = io.BytesIO()
-    pickler = _BatchPickler(file, slot)
-    pickler.dump(batch)
-    return file.getvalue(), pickler.extents
+    file, buffers = io.BytesIO(), _Buffers(slot)
+    _BatchPickler(file, 5, True, buffers.place).dump(batch)
+    return file.getvalue(), buffers.extents
 
 
 def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any, list[NDArray[np.uint8]]]:
@@ -124,7 +127,8 @@ def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any,
             continue
         if segment not in owners:
             # Its base is the mmap, at which NumPy's chain of bases ends.
-            owners[segment] = np.frombuffer(ring.memory(segment).base, np.uint8)  # type: ignore[call-overload]
+            mapping: Any = ring.memory(segment).base
+            owners[segment] = np.frombuffer(mapping, np.uint8)
         buffers.append(owners[segment][offset : offset + nbytes])
     return pickle.loads(data, buffers=buffers), list(owners.values())
 
@@ -149,13 +153,13 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     itemsize = tensor.itemsize
     if storage.nbytes() > 2 * span * itemsize:
         # A view of part of a large storage: send that part alone.
-        part = _memory(storage)[offset * itemsize : (offset + span) * itemsize]
+        part: Any = _memory(storage)[offset * itemsize : (offset + span) * itemsize]
         return _tensor_of_part, (pickle.PickleBuffer(part), tensor.dtype, size, stride)
     return _tensor, (storage, tensor.dtype, offset, size, stride)
 
 
-def _memory(storage: torch.UntypedStorage) -> NDArray[np.uint8]:
-    memory: NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+def _memory(storage: torch.UntypedStorage) -> Any:
+    memory: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     return memory
 
 

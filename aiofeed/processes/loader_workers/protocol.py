@@ -64,6 +64,7 @@ class Answer(NamedTuple):
 
     Args:
         kind: A "batch"; its "error"; the "end" of the worker's iterable dataset; "resumed".
+            "returned", which no worker sends: the batch was returned before the state was saved.
         batch: Number of the batch.
         content: The pickled batch or the ``ExceptionWrapper``.
         extents: Where the buffers of the batch lie.
@@ -72,7 +73,7 @@ class Answer(NamedTuple):
         state: The pickled state after the batch, see ``Restore``; ``None``: as after the worker's last batch.
     """
 
-    kind: Literal["batch", "error", "end", "resumed"]
+    kind: Literal["batch", "error", "end", "resumed", "returned"]
     batch: int
     content: Any = None
     extents: Sequence[Extent] = ()

@@ -61,7 +61,7 @@ def main(sock: socket.socket, inherited: list[socket.socket], start: WorkerStart
     for each in inherited:
         each.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C, too, and decides
-    signal_handling._set_worker_signal_handlers()
+    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     _LoaderWorker(Channel(sock), start, number).run()
 
 
@@ -181,7 +181,7 @@ class _LoaderWorker:
         storages = self._storage.begin(slot)
         try:
             self._fetch_into(task, slot, storages)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the parent raises it
             slot.give_back(reusable=False)
             if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
                 self._ended = True

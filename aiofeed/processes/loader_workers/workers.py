@@ -140,7 +140,7 @@ class LoaderWorkers:
         if worker.loaded is not None and worker.loaded.batch == answer.batch:
             worker.tracker.forget(worker.loaded)  # an earlier call was interrupted
         # A batch without memory in its slot is dropped at once.
-        kept = owners or [_Nothing()]
+        kept: list[Any] = [*owners] or [_Nothing()]
         worker.loaded = borrowed = _Borrowed(answer.batch, len(kept), forks())
         for owner in kept:
             worker.tracker.watch(owner, borrowed)
