@@ -1,8 +1,12 @@
-"""A batch between two processes: arrays in a slot of shared memory, the rest as a tree of typed nodes. No pickle."""
+"""A batch between two processes: arrays in a slot of shared memory, the rest as a tree of typed nodes.
+
+Values of other types are pickled between a feeder and its own worker processes, and refused between others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +18,9 @@ from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple, loaded_class
 from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, Struct, plain_dtype
+from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, PickledNode, Struct, plain_dtype
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
-from aiofeed.runtime.tensors import INTEGER_OF_SIZE, in_memory_order, view_as_integers
+from aiofeed.runtime.tensors import in_memory_order, view_as_integers
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +58,7 @@ def encode_batch(value: Any, slot: Slot, path: str = "") -> Node:
     if kind in _MAPPINGS:
         for key in value:
             if not _is_plain(key):
-                raise unsupported_value(f"a dict with the key {key!r}", path, slot.advice)
+                return _encode_other(value, f"a dict with the key {key!r}", slot, path)
         items = [encode_batch(item, slot, f"{path}[{key!r}]") for key, item in value.items()]
         return ContainerNode(_MAPPINGS[kind], items, list(value))
     if kind is bytes:
@@ -68,9 +72,27 @@ def encode_batch(value: Any, slot: Slot, path: str = "") -> Node:
     if isinstance(value, np.generic) or kind is np.ndarray:
         return _encode_array("array" if kind is np.ndarray else "scalar", np.asarray(value), None, None, slot, path)
     if hasattr(value, "__torch_function__") and not isinstance(value, type):
-        memory, torch_dtype = _tensor_memory(value, slot, path)
+        if (odd := _odd_tensor(value)) is not None:
+            return _encode_other(value, odd, slot, path)
+        memory, torch_dtype = _tensor_memory(value)
         return _encode_array("tensor", memory, None, torch_dtype, slot, path)
-    raise unsupported_value(f"a {kind.__module__}.{kind.__qualname__}", path, slot.advice)
+    return _encode_other(value, f"a {kind.__module__}.{kind.__qualname__}", slot, path)
+
+
+def _encode_other(value: Any, what: str, slot: Slot, path: str) -> PickledNode:
+    if slot.dump is None:
+        raise unsupported_value(what, path, slot.advice)
+    try:
+        data, extents = slot.dump(value, slot)
+    except Exception as error:  # the user's objects may raise anything when they are pickled
+        raise CollateError(
+            f"{what}{_at(path)} cannot be pickled for another process: {type(error).__name__}: {error}; {slot.advice}"
+        ) from error
+    return PickledNode(data, [ArrayNode("array", each.segment, each.offset, [each.nbytes], "|u1") for each in extents])
+
+
+def _at(path: str) -> str:
+    return f" (at batch{path})" if path else ""
 
 
 def _encode_record(
@@ -92,39 +114,40 @@ def _is_plain(value: Any) -> bool:
 
 def unsupported_value(what: str, path: str, advice: str) -> CollateError:
     """The error for a value that cannot be described; ``advice`` says what to do."""
-    at = f" (at batch{path})" if path else ""
     return CollateError(
-        f"{what}{at} cannot be sent to another process, which takes tensors, arrays, numbers, strings, bytes "
+        f"{what}{_at(path)} cannot be sent to another process, which takes tensors, arrays, numbers, strings, bytes "
         f"and None in lists, tuples, dicts, namedtuples and dataclasses; {advice}"
     )
 
 
-def _tensor_memory(value: Any, slot: Slot, path: str) -> tuple[NDArray[Any], str | None]:
+def _odd_tensor(value: Any) -> str | None:
+    """What a tensor is that has more than memory, shape and dtype; ``None`` for other tensors."""
     import torch
 
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
-        raise unsupported_value(
-            f"a {type(value).__name__} with layout {value.layout} on {value.device}", path, slot.advice
-        )
+        return f"a {type(value).__name__} with layout {value.layout} on {value.device}"
     if value.requires_grad or value.is_quantized:
-        raise unsupported_value("a tensor that requires grad or is quantized", path, slot.advice)
+        return "a tensor that requires grad or is quantized"
+    return None
+
+
+def _tensor_memory(value: Any) -> tuple[NDArray[Any], str | None]:
     tensor = value.resolve_conj().resolve_neg()
     try:
         return tensor.numpy(), None
     except (TypeError, RuntimeError):
         pass  # NumPy has no such dtype: its bytes are sent as integers, with the dtype's name
-    if tensor.itemsize not in INTEGER_OF_SIZE:
-        raise unsupported_value(f"a tensor of {tensor.dtype}", path, slot.advice)
     return view_as_integers(tensor).numpy(), str(tensor.dtype).removeprefix("torch.")
 
 
 def _encode_array(
     kind: str, memory: NDArray[Any], axes: Sequence[int] | None, torch_dtype: str | None, slot: Slot, path: str
-) -> ArrayNode:
+) -> ArrayNode | PickledNode:
     try:
         plain_dtype(memory.dtype.str)
     except ProtocolError:
-        raise unsupported_value(f"an array of {memory.dtype}", path, slot.advice) from None
+        value = memory[()] if kind == "scalar" else memory
+        return _encode_other(value, f"an array of {memory.dtype}", slot, path)
     segment, offset = -1, 0
     if memory.nbytes:
         memory, order = in_memory_order(memory)
@@ -143,15 +166,25 @@ def _encode_array(
 # --- decoding ---
 
 
-def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
-    """Rebuild a batch; ``make_array`` gives the leaf of each array. ``ProtocolError`` if the description is invalid."""
+def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any], *, trusted: bool = False) -> Any:
+    """Rebuild a batch; ``make_array`` gives the leaf of each array.
+
+    Raises:
+        ProtocolError: The description is invalid, or has a pickle and its sender is not ``trusted``.
+    """
     if isinstance(node, ArrayNode):
         return make_array(node)
+    if isinstance(node, PickledNode):
+        if not trusted:
+            raise ProtocolError("a pickled value")
+        return pickle.loads(node.data, buffers=map(make_array, node.buffers))
     if isinstance(node, BytesNode):
         return node.data if node.kind == "bytes" else _decode_text(node.data)
     if not isinstance(node, ContainerNode):
         return node
-    items = [decode_batch(item, make_array) if isinstance(item, Struct) else item for item in node.items]
+    items = [
+        decode_batch(item, make_array, trusted=trusted) if isinstance(item, Struct) else item for item in node.items
+    ]
     if node.kind == "list":
         return items
     if node.kind == "tuple":
@@ -166,11 +199,11 @@ def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
 
 
 def decode_and_wrap(
-    node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any]
+    node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any], *, trusted: bool = False
 ) -> tuple[Any, float]:
     """``wrap`` of the decoded batch, and how long that took in seconds. For any thread."""
     started = time.perf_counter()
-    batch = wrap(decode_batch(node, make_array))
+    batch = wrap(decode_batch(node, make_array, trusted=trusted))
     return batch, time.perf_counter() - started
 
 
@@ -206,6 +239,8 @@ def array_nodes(node: Node) -> Iterator[ArrayNode]:
     """The arrays of a description."""
     if isinstance(node, ArrayNode):
         yield node
+    elif isinstance(node, PickledNode):
+        yield from node.buffers
     elif isinstance(node, ContainerNode):
         for item in node.items:
             if isinstance(item, Struct):
@@ -220,9 +255,9 @@ def leaf_in_slot(view: NDArray[Any], node: ArrayNode) -> Any:
     return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
 
 
-def batch_in_ring(ring: Ring, batch: Node) -> Any:
+def batch_in_ring(ring: Ring, batch: Node, *, trusted: bool = False) -> Any:
     """The batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
-    return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node))
+    return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node), trusted=trusted)
 
 
 def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,14 @@ _registered: DropTracker[tuple[Callable[[Bytes], object], Any]] = DropTracker()
 
 
 # --- reading ---
+
+
+class Extent(NamedTuple):
+    """Bytes in a segment of shared memory."""
+
+    segment: int
+    offset: int
+    nbytes: int
 
 
 class Ring:
@@ -146,6 +154,9 @@ class RingLease:
 
 # --- writing ---
 
+Dump: TypeAlias = Callable[[Any, "Slot"], tuple[bytes, list[Extent]]]
+"""Pickles a value; puts its buffers into a slot and returns where they lie."""
+
 
 class SlotPool:
     """Shared memory for batches, created as needed and reused.
@@ -154,10 +165,12 @@ class SlotPool:
         keep: Free segments that are kept; beyond that those unused the longest are retired.
         advice: What to do about a batch that cannot be described.
         single_reader: Whether one process reads the slots, so that a descriptor need not be kept once it was sent.
+        dump: Pickles values that cannot be described, for a reader that trusts this process; see ``dump_batch``.
     """
 
-    def __init__(self, keep: int, advice: str, *, single_reader: bool) -> None:
+    def __init__(self, keep: int, advice: str = "", *, single_reader: bool, dump: Dump | None = None) -> None:
         self.advice = advice
+        self.dump = dump
         self._keep = keep
         self._single_reader = single_reader
         self._lock = threading.Lock()
@@ -248,6 +261,7 @@ class Slot:
 
     def __init__(self, pool: SlotPool) -> None:
         self.advice = pool.advice
+        self.dump = pool.dump
         self._pool = pool
         self._lock = threading.Lock()
         self.segments: list[Segment] = []

@@ -1,6 +1,7 @@
 """Typed messages between processes, in MessagePack: the description of a batch, of an error, and of memory.
 
-A message that does not fit its types is refused; nothing that is received is executed or unpickled. Text that UTF-8
+A message that does not fit its types is refused; nothing that is received is executed or unpickled, except by a feeder
+from its own worker processes (``PickledNode``). Text that UTF-8
 may not be able to encode (paths with undecodable names) is sent as bytes.
 """
 
@@ -92,8 +93,20 @@ class ContainerNode(Struct, frozen=True):
     name: str = ""
 
 
+class PickledNode(Struct, frozen=True):
+    """A value of any other type, from a feeder's own worker process; refused from any other process.
+
+    Args:
+        data: Its pickle.
+        buffers: The memory of its tensors and arrays, as arrays of bytes.
+    """
+
+    data: bytes
+    buffers: list[ArrayNode]
+
+
 # msgspec cannot resolve a forward reference in the form `X | Y`.
-Node: TypeAlias = Union[ArrayNode, BytesNode, ContainerNode, bool, int, float, str, None]  # noqa: UP007
+Node: TypeAlias = Union[ArrayNode, BytesNode, ContainerNode, PickledNode, bool, int, float, str, None]  # noqa: UP007
 
 
 # --- memory ---

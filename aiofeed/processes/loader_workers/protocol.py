@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from aiofeed.processes.ipc.ring import Extent
 from aiofeed.processes.ipc.schema import NewSegment
-
-
-class Extent(NamedTuple):
-    """Bytes in a segment of shared memory."""
-
-    segment: int
-    offset: int
-    nbytes: int
-
 
 # --- to a worker ---
 

@@ -27,8 +27,8 @@ from torch.utils.data.graph_settings import apply_random_seed
 from aiofeed.processes.ipc.ring import Slot, SlotPool
 from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
-from aiofeed.processes.loader_workers.pickling import SlotStorage, dump_batch
 from aiofeed.processes.loader_workers.protocol import Answer, Fetch, Release, Restore, Resume
+from aiofeed.processes.pickling import SlotStorage, dump_batch
 from aiofeed.sampling.random_state import random_state, same_random_state, set_random_state
 
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
@@ -75,7 +75,7 @@ class _LoaderWorker:
         self._fetcher: Any = None
         self._init_error: ExceptionWrapper | None = None
         self._ended = False
-        self._pool = SlotPool(start.most_batches + 2, "", single_reader=True)
+        self._pool = SlotPool(start.most_batches + 2, single_reader=True)
         self._storage = SlotStorage()
         self._mapped: set[int] = set()
         # Slots that the parent uses, each with the storages that this process has created in it.

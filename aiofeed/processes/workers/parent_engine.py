@@ -142,11 +142,12 @@ class MultiprocessEngine(Engine):
         try:
             if ring.pinned:
                 batch.lease = RingLease(asyncio.get_running_loop(), free)
-                batch.result = batch_in_ring(ring, reply.batch)
+                batch.result = batch_in_ring(ring, reply.batch, trusted=True)
                 return None
             batch.lease = self._memory.lease()
             borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)
-            take_out = partial(decode_and_wrap, reply.batch, partial(borrowed.leaf, batch.lease), self._wrap)
+            leaf = partial(borrowed.leaf, batch.lease)
+            take_out = partial(decode_and_wrap, reply.batch, leaf, self._wrap, trusted=True)
             if borrowed.copied_bytes(reply.batch) <= INLINE_BYTES:
                 batch.result, seconds = take_out()
             else:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,38 @@ def check_picklable(**arguments: Any) -> None:
     for name, value in arguments.items():
         try:
             with open(os.devnull, "wb") as discarded:
-                pickler = _Pickler(discarded, pickle.HIGHEST_PROTOCOL)
-                pickler.dump(value)
-        except Exception as error:  # the user's objects may raise anything when they are pickled
-            raise TypeError(
-                f'{name}={value!r} cannot be sent to a worker process of engine="process": {type(error).__name__}: '
-                f"{error}; define it at the top level of a module (no lambda, no class or function inside a function) "
-                f"and create locks, open files and connections when they are first used, {_OR_THREADS}"
-            ) from error
-        if pickler.of_main is not None:
-            _check_main(name, pickler.of_main)
+                _dump(value, discarded, name)
+        except Exception as error:
+            if _cloudpickle() is None:
+                raise TypeError(f"{error}, or install cloudpickle, which can pickle it") from error.__cause__
+            try:
+                _cloudpickle().dumps(value)
+            except Exception as second:  # the user's objects may raise anything when they are pickled
+                raise TypeError(str(error)) from second
+
+
+def _dump(value: Any, file: Any, name: str) -> bool:
+    """Pickle a value into a file; return whether the worker has to import the script."""
+    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # the user's objects may raise anything when they are pickled
+        raise TypeError(
+            f'{name}={value!r} cannot be sent to a worker process of engine="process": {type(error).__name__}: '
+            f"{error}; define it at the top level of a module (no lambda, no class or function inside a function) "
+            f"and create locks, open files and connections when they are first used, {_OR_THREADS}"
+        ) from error
+    if pickler.of_main is not None:
+        _check_main(name, pickler.of_main)
+    return pickler.of_main is not None
+
+
+def _cloudpickle() -> Any:
+    """The package that pickles lambdas and classes of a notebook by value; ``None`` if it is not installed."""
+    try:
+        return import_module("cloudpickle")
+    except ImportError:
+        return None
 
 
 def _check_main(name: str, what: str) -> None:
@@ -140,10 +163,13 @@ def check_not_starting() -> None:
 def write_config(worker_config: WorkerConfig) -> int:
     """Pickle a configuration into a file without a name; returns its descriptor, which workers inherit."""
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.dump(worker_config)
+    try:
+        imports_script = _dump(worker_config, buffer, "the feeder")
+    except TypeError:
+        # `check_picklable` has found that cloudpickle can.
+        buffer, imports_script = io.BytesIO(_cloudpickle().dumps(worker_config)), False
     preparation = {}
-    if pickler.of_main is not None:
+    if imports_script:
         from multiprocessing import spawn
 
         names = ("sys_argv", "init_main_from_name", "init_main_from_path")

@@ -23,6 +23,7 @@ from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.ring import Slot, SlotPool
+from aiofeed.processes.pickling import dump_batch
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
     BatchStats,
@@ -113,7 +114,7 @@ class WorkerEngine(Engine):
             policy=worker_config.policy,
             cache=worker_config.cache,
         )
-        slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True)
+        slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=dump_batch)
         self.permits = PermittedBuffer(None if worker_config.in_order else send)
         limits = ResolvedLimits(
             read_concurrency=worker_config.share(worker_config.read_concurrency, number),

@@ -6,12 +6,15 @@ import gc
 import itertools
 import json
 import os
+import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from aiofeed import (
     CollateError,
@@ -442,18 +445,86 @@ def test_without_page_locked_memory_batches_are_correct(caplog: pytest.LogCaptur
     assert "cannot be pinned" in caplog.text
 
 
+# --- batches of any type ---
+
+
+class _Labels(UserDict):  # type: ignore[type-arg]
+    """A container that is no dict."""
+
+
+class _Marked(torch.Tensor):
+    """A tensor subclass."""
+
+
+def _odd(samples: list[Any]) -> dict[Any, Any]:
+    n = int(samples[0])
+    return {
+        ("key", n): {n},
+        "container": _Labels(large=torch.full((100, 200), n), small=torch.tensor(n)),
+        "subclass": torch.full((3, 4), n).as_subclass(_Marked),
+        "sparse": torch.eye(3).to_sparse_csr() * n,
+        "objects": np.array([n, "text", None], object),
+        "type": _Marked,
+    }
+
+
+def _picture(samples: list[Any]) -> Any:
+    return Image.new("RGB", (100, 200), (int(samples[0]), 2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_values_of_any_type_are_sent() -> None:
+    """What pickle can send, a worker process sends, as torch's workers do; tensors in it lie in shared memory."""
+    feeder = Feeder(parts.Numbers(6), decode=parts.number, batch_size=2, engine="process", collate_fn=_odd)
+    with feeder:
+        kept = list(feeder)
+    for batch, expected in zip(kept, ([0, 1], [2, 3], [4, 5]), strict=True):
+        wanted = _odd(expected)
+        assert list(batch) == list(wanted)
+        assert batch[("key", expected[0])] == {expected[0]}
+        assert type(batch["container"]) is _Labels
+        assert all(torch.equal(batch["container"][name], wanted["container"][name]) for name in ("large", "small"))
+        assert type(batch["subclass"]) is _Marked
+        assert torch.equal(batch["subclass"], wanted["subclass"])
+        assert torch.equal(batch["sparse"].to_dense(), wanted["sparse"].to_dense())
+        assert batch["objects"].tolist() == wanted["objects"].tolist()
+        assert batch["type"] is _Marked
+    with Feeder(parts.Numbers(2), decode=parts.number, batch_size=2, engine="process", collate_fn=_picture) as feeder:
+        assert next(iter(feeder)).getpixel((9, 9)) == (0, 2, 3)
+
+
+class _LargeDataset:
+    """A dataset with an array of 20 MB."""
+
+    def __init__(self) -> None:
+        self.table = np.arange(5_000_000, dtype=np.float32).reshape(-1, 5)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.table[index]
+
+
+def test_a_dataset_with_a_large_array() -> None:
+    """It is sent to the worker process."""
+    with Feeder(_LargeDataset(), batch_size=4, engine="process") as feeder:
+        assert torch.equal(next(iter(feeder)), torch.arange(20.0).reshape(4, 5))
+
+
 # --- refused arguments ---
 
 
-def test_an_argument_that_cannot_be_pickled_is_refused_by_the_constructor() -> None:
+def test_an_argument_that_cannot_be_pickled_is_refused_by_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the argument, the reason and what to do."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(TypeError, match=r"decode=.*lambda.*cannot be sent.*top level of a module.*engine=\"thread\""):
         Feeder(parts.Numbers(4), decode=lambda data: data, batch_size=2, engine="process")
     source = parts.Numbers(4)
     source.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"source=.*lock"):
         Feeder(source, decode=parts.number, batch_size=2, engine="process")
-    with pytest.raises(TypeError, match=r"collate_fn=.*<locals>"):
+    with pytest.raises(TypeError, match=r"collate_fn=.*<locals>.*install cloudpickle"):
 
         def local(samples: list[Any]) -> Any:
             return samples

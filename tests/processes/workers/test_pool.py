@@ -383,22 +383,28 @@ def test_a_decoder_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interactive_session() -> None:
-    """A decoder defined at the prompt cannot be imported and is refused; an imported one works."""
+    """A decoder defined at the prompt needs cloudpickle; without it, it is refused. An imported one works."""
     program = """
+import sys
 import aiofeed
 from tests.support import process_parts as parts
 def decode(data): return parts.number(data)
+sys.modules["cloudpickle"] = None
 try:
     aiofeed.Feeder(parts.Numbers(4), decode=decode, batch_size=4, engine="process")
 except TypeError as error:
     print(error)
+del sys.modules["cloudpickle"]
+feeder = aiofeed.Feeder(parts.Numbers(4), decode=decode, batch_size=4, engine="process")
+print([batch.tolist() for batch in feeder])
 feeder = aiofeed.Feeder(parts.Numbers(4), decode=parts.number, batch_size=4, engine="process")
 print([batch.tolist() for batch in feeder])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=120, check=True
     )
-    refusal, batches = done.stdout.splitlines()
+    refusal, pickled, batches = done.stdout.splitlines()
+    assert pickled == batches
     assert "decode= uses decode, which is defined in an interactive session" in refusal
     assert batches == "[[0, 1, 2, 3]]"
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.multiprocessing  # registers how tensors are pickled
 
-from aiofeed.processes.ipc.ring import Ring, Slot
-from aiofeed.processes.loader_workers.protocol import Extent
+from aiofeed.processes.ipc.ring import Extent, Ring, Slot
 from aiofeed.runtime.buffers import SMALL_BYTES
 
 if TYPE_CHECKING:
