@@ -273,6 +273,9 @@ def collate_numbers(samples: list[Any]) -> Any:
 class Opaque:
     """An object that cannot be sent to another process."""
 
+    def __reduce__(self) -> Any:
+        raise TypeError("it has a connection")
+
 
 def collate_with_labels(samples: list[Any]) -> Any:
     return np.stack(samples), np.array([int(sample[0]) for sample in samples])

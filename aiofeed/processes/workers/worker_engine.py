@@ -41,7 +41,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
 _UNBOUNDED = 1 << 30
-_ADVICE = 'make collate_fn (or the decoder) return those, or use engine="thread"'
+_ADVICE = 'make collate_fn (or the decoder) return tensors and plain values, or use engine="thread"'
 
 Send = Callable[[FromWorker, Sequence[int]], None]
 """Sends a message with descriptors to the trainer."""
