@@ -386,6 +386,80 @@ def test_a_base_exception_becomes_an_error(where: str, kind: type[FeedError], er
     assert caught.value.__cause__ is error
 
 
+class OwnReadError(ReadError):
+    """A user's error with another constructor."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__("gone", key=f"number {index}", index=index, stage="read")
+
+
+class UnreadableTypeError(TypeError):
+    """Raises SystemExit when it is formatted."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class ErrorWithoutArguments(Exception):
+    """Its arguments raise an error."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:  # type: ignore[override]
+        raise RuntimeError("no arguments")
+
+
+class Failing(Numbers):
+    """Raises `kind(5)` for number 5."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__(8)
+        self.kind = kind
+
+    async def read(self, index: int) -> bytes:
+        if index == 5:
+            raise self.kind(index)
+        return await super().read(index)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        (OwnReadError, "thread"),
+        (OwnReadError, "process"),
+        (UnreadableTypeError, "thread"),
+        (ErrorWithoutArguments, "thread"),
+    ],
+)
+def test_an_error_of_an_unusual_class_is_one_failed_sample(kind: type[Exception], engine: str) -> None:
+    """A subclass of ReadError with another constructor, or an error that cannot be formatted, fails its sample only."""
+    policy = FailurePolicy("skip", max_failures=1)
+    with Feeder(Failing(kind), decode=number, batch_size=4, on_error=policy, engine=engine) as feeder:
+        assert [batch.tolist() for batch in feeder] == [[0, 1, 2, 3], [4, 6, 7]]
+        [failure] = feeder.failures
+    assert (type(failure.error), failure.key, failure.index) == (ReadError, "number 5", 5)
+
+
+def test_an_error_of_a_feeder_within_a_dataset_is_its_cause() -> None:
+    """If the inner sample has the same index, the error still names the outer sample."""
+    inner = Feeder(Numbers(6, bad=(5,)), decode=number, batch_size=6)
+
+    class Outer(Dataset[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                list(inner)
+            return index
+
+    seen, error = seen_before_the_error(Feeder(Outer(), batch_size=5))
+    assert seen == [0, 1, 2, 3, 4]
+    assert isinstance(error, ReadError)
+    assert error.key == "Outer[5]"
+    assert isinstance(error.__cause__, ReadError)
+    assert error.__cause__.key == "number 5"
+
+
 def test_an_error_of_a_blocking_read_is_that_of_its_file(tmp_path: Path) -> None:
     """An error that is not an OSError is assigned to its own file, not to the first of its group."""
     for index in range(8):

@@ -18,7 +18,7 @@ from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
-from aiofeed.engine.fetch.user_errors import sample_error, untrace
+from aiofeed.engine.fetch.user_errors import format_error, sample_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.sampling.order import sample_seed
@@ -231,10 +231,10 @@ class SourceFetcher(Fetcher):
         if not reading:
             return sample_error(DecodeError, error, key, index, traced=self.stop_at_error)
         hint = ""
-        if isinstance(error, TypeError) and "'await' expression" in str(error):
+        if isinstance(error, TypeError) and "'await' expression" in format_error(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
         if isinstance(error, IndexError):
-            with contextlib.suppress(Exception):  # the user's __len__; this is only a hint
+            with contextlib.suppress(BaseException):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
         return sample_error(ReadError, error, key, index, hint, traced=self.stop_at_error)
 

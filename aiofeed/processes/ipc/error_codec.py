@@ -76,7 +76,10 @@ def _instance(message: ErrorMessage) -> Exception:
 
 
 def _plain_arguments(error: BaseException) -> list[Scalar] | None:
-    arguments: tuple[Any, ...] = error.args
+    try:
+        arguments: tuple[Any, ...] = error.args
+    except BaseException:  # noqa: BLE001 - a user's class may define it as a property
+        return None
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         arguments = (error.errno, error.strerror, error.filename)
     if isinstance(error, WorkerDiedError):

@@ -53,8 +53,17 @@ class Frozen(Exception):
     number: int
 
 
+class WithoutArguments(Exception):
+    """Its arguments raise an error."""
+
+    @property
+    def args(self) -> tuple[object, ...]:  # type: ignore[override]
+        raise RuntimeError("no arguments")
+
+
 def test_any_exception_can_be_described() -> None:
-    """Also one whose ``__str__`` raises SystemExit, or that refuses notes."""
+    """Also one whose ``__str__`` or ``args`` raises, or that refuses notes."""
+    assert "WithoutArguments" in str(rebuild(describe(WithoutArguments())))
     assert str(rebuild(describe(Hostile()))).endswith("test_error_codec.Hostile")
     assert "Frozen" in str(rebuild(describe(Frozen(1))))
 
