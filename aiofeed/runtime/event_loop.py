@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from queue import SimpleQueue
 from typing import Any
 
 from aiofeed.core.errors import WorkerDiedError
@@ -86,6 +87,8 @@ class EventLoopThread:
         self._watched: weakref.ref[Any] | None = None
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
+        # The outcome of creating the loop.
+        self._created: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = DaemonThread(self._main, "aiofeed-engine")
 
     def launch(self, *, import_torch: bool = True) -> None:
@@ -102,18 +105,16 @@ class EventLoopThread:
             import torch  # noqa: F401
         threads.register(self)
         try:
-            self.loop = new_event_loop()
-            # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
-            self.loop.set_default_executor(self.read_pool)
             self._thread.start()
-        except BaseException:  # Ctrl-C, or the system refuses a thread
+            # The thread creates the loop: a Ctrl-C here would lose a new loop, whose descriptors would stay open.
+            if (error := self._created.get()) is not None:
+                raise error
+        except BaseException:  # Ctrl-C, or the system refuses a thread or descriptors
             if self._thread.absent():
                 self._finish_unstarted()
             raise
 
     def _finish_unstarted(self) -> None:
-        if self.loop is not None:
-            self.loop.close()
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -173,10 +174,10 @@ class EventLoopThread:
     def stop(self) -> None:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
-        if self.loop is None:
+        if not self._thread.started:
             self._finish_unstarted()
         elif not self.inherited:
-            self.call(self._stop_signal.set)
+            self.call(self._stop_signal.set)  # before the loop exists, the flag suffices
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for all threads; return whether they have ended.
@@ -193,12 +194,21 @@ class EventLoopThread:
         return True
 
     def _main(self) -> None:
-        assert self.loop is not None
-        self.loop.set_exception_handler(self._on_error)
+        try:
+            loop = new_event_loop()
+        except BaseException as error:  # noqa: BLE001 - raised in `launch`
+            self._finish_unstarted()
+            self._created.put(error)
+            return
+        # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
+        loop.set_default_executor(self.read_pool)
+        loop.set_exception_handler(self._on_error)
+        self.loop = loop
+        self._created.put(None)
         try:
             for step in (self._serve, self._wind_down):
                 try:
-                    self.loop.run_until_complete(step())
+                    loop.run_until_complete(step())
                 except BaseException as error:  # noqa: BLE001 - SystemExit in a task of user code, for example
                     self._report_death(error)
         finally:
@@ -207,8 +217,8 @@ class EventLoopThread:
             for function in self._at_exit:
                 function()
             # Not a method: the collector does not see the references of uvloop's loop.
-            self.loop.set_exception_handler(_log_unless_fatal)
-            self.loop.close()
+            loop.set_exception_handler(_log_unless_fatal)
+            loop.close()
             log.debug("event loop: stopped")
             self.finished.set_result(None)
 
