@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import Counter
@@ -148,12 +149,12 @@ def _without_tracebacks(error: SampleError) -> SampleError:
     """A copy of the error without tracebacks, and without its cause if that is large, such as a whole document."""
     copied = type(error)(str(error), key=error.key, index=error.index, stage=error.stage)
     cause = error.__cause__
-    if cause is not None and set(vars(cause)) <= {"__notes__"} and all(map(_is_small, cause.args)):
-        try:
-            copied.__cause__ = copy.copy(cause)
-            copied.__cause__.__traceback__ = None
-        except BaseException:  # noqa: BLE001 - an exception of user code may refuse to be copied; its text is in the message
-            copied.__cause__ = None
+    # An exception of user code may refuse to be copied; its text is in the message.
+    with contextlib.suppress(Exception, SystemExit):
+        if cause is not None and set(vars(cause)) <= {"__notes__"} and all(map(_is_small, cause.args)):
+            kept = copy.copy(cause)
+            kept.__traceback__ = None
+            copied.__cause__ = kept
     return copied
 
 

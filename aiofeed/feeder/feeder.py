@@ -246,7 +246,10 @@ class Feeder(Generic[BatchT]):
         return self._session.config
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the feeder without its threads; the copy starts at this feeder's position."""
+        """Pickle the feeder without its threads. The copy has the same ``state_dict()``, and ``iter`` starts an epoch.
+
+        To continue within an epoch, call ``copy.load_state_dict(feeder.state_dict())``.
+        """
         state = self.__dict__.copy()
         config = state.pop("_session").config
         return state | {

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from aiofeed.core.errors import WorkerDiedError
+from aiofeed.core.formatting import format_error
 from aiofeed.runtime import threads
 from aiofeed.runtime.thread_pool import ReadPoolSizer, ThreadPool
 from aiofeed.runtime.threads import DaemonThread
@@ -100,13 +101,13 @@ class EventLoopThread:
             return
         if import_torch:
             import torch  # noqa: F401
-        threads.register(self)
         try:
+            threads.register(self)
             self.loop = new_event_loop()
             # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
             self.loop.set_default_executor(self.read_pool)
             self._thread.start()
-        except BaseException:  # Ctrl-C, or the system refuses a thread
+        except BaseException:  # Ctrl-C, the system refuses a thread, or the interpreter is exiting
             if self._thread.absent():
                 self._finish_unstarted()
             raise
@@ -222,7 +223,7 @@ class EventLoopThread:
             _log_unless_fatal(loop, context)
 
     def _report_death(self, error: BaseException) -> None:
-        died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
+        died = WorkerDiedError(f"the thread that feeds this iterator died of {format_error(error)}")
         died.__cause__ = error
         for function in self._at_death:
             function(died)

@@ -196,6 +196,12 @@ def unprintable_at_seventeen(data: bytes) -> Any:
     return np.array(int(data))
 
 
+def unprintable_collate(samples: list[Any]) -> Any:
+    if samples[0] == 4:
+        raise Unprintable
+    return np.stack(samples)
+
+
 class StrangeError(Exception):
     """An exception that the trainer's process may not be able to import."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiofeed.core.errors import ReadError, SampleError
+from aiofeed.core.formatting import format_error
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
@@ -19,20 +20,11 @@ def sample_error(
     named = error
     if not isinstance(named, SampleError) or named.index != index:
         stage = "read" if kind is ReadError else "decode"
-        named = kind(f"cannot {stage} {key!r}: {_format(error)}{hint}", key=key, index=index, stage=stage)
+        named = kind(f"cannot {stage} {key!r}: {format_error(error)}{hint}", key=key, index=index, stage=stage)
         named.__cause__ = without_our_frames(error)
     if not traced:
         untrace(named)
     return named
-
-
-def _format(error: BaseException) -> str:
-    """An error on one line."""
-    try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001 - the user's own exception may fail to format itself
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def without_our_frames(error: BaseException) -> BaseException:
