@@ -16,7 +16,7 @@ from aiofeed.cache.layout import ItemLayout, Layout, Parts, pack
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, explain_arguments
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +29,7 @@ NO_DECODER = "none, the items of a Dataset"
 
 
 @public
+@explain_arguments()
 @dataclass(frozen=True)
 class DiskCache:
     """Cache decoded samples in a file: ``cache=DiskCache("train.cache")``.

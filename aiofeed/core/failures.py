@@ -72,11 +72,11 @@ class FailureCounter:
         if self._policy.action == "raise" or len(self._counted) <= self.allowed:
             return None
         limit = self._policy.max_failures
-        number = "" if isinstance(limit, int) else f", {self.allowed} of {self._length}"
+        number = "" if isinstance(limit, int) else f": {self.allowed} of {self._length}"
         error = TooManyFailures(
             f"{len(self._counted)} samples failed in this epoch, more than max_failures={limit} allows{number}; "
-            f"the last: {last}. feeder.failures lists them; if so many are expected, "
-            f"pass on_error=FailurePolicy({self._policy.action!r}, max_failures=...)"
+            f"the last: {last}. feeder.failures lists them; to allow more, pass "
+            f"on_error=FailurePolicy({self._policy.action!r}, max_failures=...) with a number of samples or a fraction"
         )
         error.__cause__ = last
         return error

@@ -175,6 +175,12 @@ def exits_at_nine(data: bytes) -> Any:
     return np.array(int(data))
 
 
+def fails_at_three(data: bytes) -> Any:
+    if data == b"3":
+        raise ValueError("three")
+    return np.array(int(data))
+
+
 def fails_at_seventeen(data: bytes) -> Any:
     if data == b"17":
         raise ZeroDivisionError("seventeen")
