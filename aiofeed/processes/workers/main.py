@@ -130,6 +130,7 @@ class _Worker:
             number=self._number,
             executor=self._loop_thread.decode_pool,
             send=self.send,
+            late_s=self._loop_thread.late_s,
         )
         self.send(WorkerReady())
         await self._engine.run()
