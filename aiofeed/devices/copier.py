@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.errors import DeviceCopyError
+from aiofeed.core.formatting import format_error
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.core.types import DeferredTensor, HostTensor, Transform
 from aiofeed.devices.backend import AllEvents
@@ -180,7 +181,7 @@ class Copier:
         except Exception as error:
             raise DeviceCopyError(
                 f"copying a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} to {self.backend.name} "
-                f"failed: {type(error).__name__}: {error}"
+                f"failed: {format_error(error)}"
             ) from error
 
     def _transformed(self, batch: Any) -> Any:

@@ -13,7 +13,7 @@ from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Transform, public
-from aiofeed.core.validation import check_callable
+from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
@@ -35,6 +35,7 @@ _NO_STATE = "the server's feeder has the state: save and load it in the server's
 
 
 @public
+@explain_arguments()
 def attach(
     address: str | os.PathLike[str],
     device: str | int | torch.device | DeviceBackend | None = None,

@@ -241,8 +241,9 @@ class FeedIterator(Generic[BatchT_co]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an iterator cannot be pickled or copied, because its threads cannot: pickle the feeder, which goes on "
-            "from the position of this iterator, or its state_dict()"
+            "an iterator cannot be pickled or copied, because its threads cannot: save the feeder's state_dict(), and "
+            "pass it to load_state_dict() of another feeder, or of a copy, whose next iter() then continues after the "
+            "last batch that this iterator has handed out"
         )
 
     def __iter__(self) -> FeedIterator[BatchT_co]:

@@ -10,7 +10,7 @@ from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform, public
-from aiofeed.core.validation import check_callable, check_positive_int
+from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.iterator import Delivery, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
@@ -27,6 +27,7 @@ BatchT = TypeVar("BatchT")
 
 
 @public
+@explain_arguments()
 def prefetch(
     batches: Iterable[BatchT] | AsyncIterable[BatchT],
     device: Device | Sequence[Device] = None,

@@ -211,11 +211,22 @@ _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
 _running: set[DaemonThread] = set()
 _forked = False
-_ending = False
+# Also if this module is imported by an atexit handler: then `_stop_all` is registered too late to be called.
+_ending = not threading.main_thread().is_alive()
 
 
 def register(threads: Stoppable) -> None:
-    """Stop these threads when the interpreter exits. Holds a weak reference."""
+    """Stop these threads when the interpreter exits. Holds a weak reference.
+
+    Raises:
+        RuntimeError: The exit has stopped all threads already. Threads that start later would run on in a finalized
+            interpreter, which aborts the process if one of them is in C++ code.
+    """
+    if _ending:
+        raise RuntimeError(
+            "the interpreter is exiting, and aiofeed starts no more threads: an atexit handler may use a feeder only "
+            "if it was registered after `import aiofeed`"
+        )
     _live.add(weakref.ref(threads, _live.discard))
 
 

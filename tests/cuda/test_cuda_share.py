@@ -29,6 +29,9 @@ x[0] = 1000
 torch.cuda.synchronize()
 print("written", flush=True)
 sys.stdin.readline()
+del data, x, part  # the exit of an interpreter destroys no objects for certain, and the owner waits for these
+gc.collect()
+torch.cuda.synchronize()
 """
 
 

@@ -33,6 +33,7 @@ from aiofeed.core.types import Row
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
 from aiofeed.testing import SimulatedDevice
+from tests.support import process_parts as parts
 
 
 class Numbers:
@@ -104,6 +105,19 @@ def test_a_decode_error_names_the_file(tmp_path: Path, jpeg_folder: Path) -> Non
         assert (caught.value.index, caught.value.stage) == (5, "decode")
         assert caught.value.__cause__ is not None
         assert feeder.statistics().failures == 1
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.parametrize("kind", [ReadError, DecodeError])
+def test_the_error_of_a_sample_names_the_way_to_go_on_without_it(engine: Any, kind: type[SampleError]) -> None:
+    """A note of the error names `on_error=`, once, however often the epoch is iterated."""
+    source = parts.Numbers(6, bad=(4,) if kind is ReadError else ())
+    decode = parts.number if kind is ReadError else parts.fails_at_three
+    with Feeder(source, decode=decode, batch_size=2, engine=engine) as feeder:
+        for _ in range(2):
+            with pytest.raises(kind) as caught:
+                list(feeder)
+            assert "".join(caught.value.__notes__).count('on_error="skip"') == 1
 
 
 def test_unreadable_files_are_read_errors(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiofeed.core.errors import DecodeError, ReadError, SampleError
+from aiofeed.core.formatting import format_error
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
@@ -27,15 +28,6 @@ def sample_error(
     if not traced:
         untrace(named)
     return named
-
-
-def format_error(error: BaseException) -> str:
-    """An error on one line; never raises."""
-    try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001 - the user's own exception may fail to format itself
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def without_our_frames(error: BaseException) -> BaseException:
