@@ -21,8 +21,8 @@ Stream: TypeAlias = Any
 """A first-in first-out queue of work on a device. Its type is private to the backend."""
 
 
-# One side stream per device for the whole process: each stream has its own memory pool, so a new stream per epoch would
-# leak one pool per epoch.
+# One side stream per device for the whole process: each stream has a memory pool of its own, so a new stream per epoch
+# would leak one pool per epoch.
 _side_streams: dict[torch.device, Stream] = {}
 _side_streams_lock = threading.Lock()
 
@@ -171,7 +171,7 @@ class TorchBackend:
             # torch.Event.synchronize spins and takes a core from the decoders while a copy runs. CUDA's own event can
             # block instead, but it records only CUDA's own streams.
             module: Any = torch.cuda  # in part without types
-            self._new_stream = lambda: module.Stream(device)
+            self._new_stream = partial(cuda.new_stream, device)
             self._new_event = lambda: module.Event(blocking=True)
             self._current = lambda: module.current_stream(device)
             # Setting a device initialises it and takes half a gigabyte of its memory. Restoring the default device,

@@ -1,4 +1,4 @@
-"""CUDA calls that torch does not wrap: page-locking existing memory, and use of CUDA beside graph captures.
+"""CUDA calls that torch does not wrap: streams, page-locking of existing memory, and use of CUDA beside graph captures.
 
 Does not import torch at import time. Only for devices of type "cuda".
 """
@@ -18,19 +18,25 @@ if TYPE_CHECKING:
 
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: graph captures in other threads do not restrict this thread.
 THREAD_LOCAL = 1
+# CU_STREAM_NON_BLOCKING: work on the legacy default stream does not wait for the stream, nor the stream for it.
+_NON_BLOCKING = 1
 
 
 @cache
-def _exchange_mode() -> Callable[[Any], int] | None:
-    """Return the driver's ``cuThreadExchangeStreamCaptureMode``, which torch does not expose; ``None`` without one."""
+def _driver_function(name: str) -> Callable[..., int] | None:
+    """Return a function of CUDA's driver that torch does not expose; ``None`` without one, as with ROCm."""
     import ctypes
 
+    import torch
+
+    if torch.version.hip is not None:
+        return None
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        exchange: Callable[[Any], int] = driver.cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # ROCm's driver, or none
+        function: Callable[..., int] = getattr(driver, name)
+    except (OSError, AttributeError):
         return None
-    return exchange
+    return function
 
 
 def set_capture_mode(mode: int) -> int | None:
@@ -39,7 +45,7 @@ def set_capture_mode(mode: int) -> int | None:
     While any thread captures a graph in mode "global", torch's default, a thread in the default mode must not allocate
     or query events: both its call and the capture fail.
     """
-    exchange = _exchange_mode()
+    exchange = _driver_function("cuThreadExchangeStreamCaptureMode")
     if exchange is None:
         return None
     import ctypes
@@ -67,6 +73,34 @@ def allocating(device: torch.device) -> Iterator[None]:
         finally:
             if before is not None:
                 set_capture_mode(before)
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a new stream that no other code uses; it is never destroyed.
+
+    torch has 32 streams per device and hands them out in rotation: one of them can be the user's own, and be captured
+    in the user's CUDA graph. ROCm has no driver function for streams; there it is one of torch's.
+
+    Raises:
+        RuntimeError: The driver refuses the stream.
+    """
+    import ctypes
+
+    import torch
+
+    module: Any = torch.cuda  # in part without types
+    create = _driver_function("cuStreamCreateWithPriority")
+    if create is None:
+        return module.Stream(device)
+    handle = ctypes.c_void_p()
+    # `allocating` makes the device's context current, in which the driver creates the stream.
+    with allocating(device):
+        status = create(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(0))
+    if status != 0:
+        raise RuntimeError(
+            f"CUDA's driver cannot create a stream on {device}: cuStreamCreateWithPriority returned {status}"
+        )
+    return module.ExternalStream(handle.value, device=device)
 
 
 def register(device: torch.device, memory: NDArray[np.uint8]) -> None:

@@ -13,6 +13,7 @@ from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import TorchBackend
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.resolve import resolve_device
+from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice
 from aiofeed.testing import WrongBytesError, check_copier
 
 
@@ -127,6 +128,33 @@ class TestBackend:
         """All backends of a device share one side stream, which is not the default stream."""
         assert backend.side_stream() == resolve_device(backend.device).side_stream()
         assert backend.side_stream() != backend.current_stream()
+
+    def test_no_stream_of_torch_is_the_side_stream(self, backend):
+        """None of the streams that torch hands out in rotation is the side stream or the stream of a server's ring."""
+        streams = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+        assert backend.side_stream().cuda_stream not in streams
+        assert CudaSharedDevice(backend.device).stream().cuda_stream not in streams
+        assert CudaSharedDevice(backend.device).stream() != backend.side_stream()
+
+    def test_copies_beside_a_capture_on_any_stream(self, backend):
+        """A CUDA graph captured on a stream of the user's, in the default mode, does not capture the copies."""
+        copier = Copier(backend)
+        total = torch.zeros(4, device=backend.device)
+        found = []
+
+        def copy():
+            backend.enter_thread()
+            found.extend(copier.issue(torch.full((4,), float(number))) for number in range(40))
+
+        for _ in range(33):
+            stream, graph, thread = torch.cuda.Stream(), torch.cuda.CUDAGraph(), threading.Thread(target=copy)
+            with torch.cuda.graph(graph, stream=stream):
+                total.add_(1)
+                thread.start()
+                thread.join()
+            graph.replay()
+        assert [copier.deliver(pending).tolist() for pending in found] == [[float(n % 40)] * 4 for n in range(33 * 40)]
+        assert total.tolist() == [33.0] * 4
 
     def test_streams_of_the_user_are_seen(self, backend):
         """``torch.cuda.stream`` sets the backend's current stream, and ``use_stream`` can be nested in it."""

@@ -1,13 +1,16 @@
 """CUDA calls beside torch, with replaced torch and driver functions; no device is needed."""
 
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from aiofeed.devices import backend as backend_module
 from aiofeed.devices import cuda
 from aiofeed.devices.backend import TorchBackend
+from aiofeed.processes.ipc import cuda_ipc
 
 
 class Devices:
@@ -46,6 +49,7 @@ class Driver:
     def __init__(self):
         self.mode = 0
         self.status = 201
+        self.functions = {"cuThreadExchangeStreamCaptureMode": self.exchange}
 
     def call(self):
         self.status = 0
@@ -59,7 +63,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
-    monkeypatch.setattr(cuda, "_exchange_mode", lambda: found.exchange)
+    monkeypatch.setattr(cuda, "_driver_function", lambda name: found.functions.get(name))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", found.call)
     return found
 
@@ -106,6 +110,72 @@ class TestCaptures:
         assert cuda.set_capture_mode(cuda.THREAD_LOCAL) is None
         with cuda.allocating(torch.device("cuda", 0)):
             pass
+
+
+class DriverLibrary:
+    """CUDA's driver library; creates streams in the context of the current device."""
+
+    def __init__(self, devices, driver):
+        self.cuThreadExchangeStreamCaptureMode = driver.exchange
+        self.cuStreamCreateWithPriority = self.create_stream
+        self.streams = []
+        self.status = 0
+        self._devices = devices
+        self._driver = driver
+
+    def create_stream(self, reference, flags, priority):
+        assert self._driver.status == 0, "no context"
+        self.streams.append((self._devices.current, flags.value, priority.value, self._driver.mode))
+        reference._obj.value = 0x1000 * len(self.streams)
+        return self.status
+
+
+@pytest.fixture
+def library(monkeypatch, cuda_devices):
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", driver.call)
+    found = DriverLibrary(cuda_devices, driver)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: ("external", pointer, device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("pooled", device))
+    monkeypatch.setattr(backend_module, "_side_streams", {})
+    monkeypatch.setattr(cuda_ipc, "_streams", {})
+    cuda._driver_function.cache_clear()
+    yield found
+    cuda._driver_function.cache_clear()
+
+
+class TestStreams:
+    def test_one_stream_of_its_own_per_device(self, library):
+        """The side stream of a device is created once, non-blocking, in the device's context, beside any capture."""
+        first, second = torch.device("cuda", 1), torch.device("cuda", 2)
+        streams = [TorchBackend(device).side_stream() for device in (first, first, second)]
+        assert streams == [("external", 0x1000, first), ("external", 0x1000, first), ("external", 0x2000, second)]
+        assert library.streams == [(1, 1, 0, cuda.THREAD_LOCAL), (2, 1, 0, cuda.THREAD_LOCAL)]
+
+    def test_the_rings_stream(self, library):
+        """The stream that fills a server's blocks is created once per device, beside the side stream."""
+        device = torch.device("cuda", 1)
+        side = TorchBackend(device).side_stream()
+        rings = [cuda_ipc.CudaSharedDevice(device).stream() for _ in range(2)]
+        assert rings == [("external", 0x2000, device)] * 2
+        assert side not in rings
+
+    def test_a_driver_that_refuses_a_stream(self, library):
+        """An error of the driver is a RuntimeError with the device and the status; the next call tries again."""
+        library.status = 2
+        backend = TorchBackend(torch.device("cuda", 0))
+        with pytest.raises(RuntimeError, match=r"cannot create a stream on cuda:0.*returned 2"):
+            backend.side_stream()
+        library.status = 0
+        assert backend.side_stream() == ("external", 0x2000, backend.device)
+
+    def test_rocm(self, library, monkeypatch):
+        """With ROCm the side stream is one of torch's, even if CUDA's driver is installed."""
+        monkeypatch.setattr(torch.version, "hip", "6.0")
+        device = torch.device("cuda", 0)
+        assert TorchBackend(device).side_stream() == ("pooled", device)
+        assert library.streams == []
 
 
 class TestRegister:
