@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checka
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.devices import cuda
+from aiofeed.runtime.buffers import pinned_mapping
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+log = logging.getLogger("aiofeed.devices")
 
 Stream: TypeAlias = Any
 """A first-in first-out queue of work on a device. Its type is private to the backend."""
@@ -149,6 +153,8 @@ class DeviceBackend(Protocol):
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
         """Return page-locked host memory, uint8 [nbytes], contents undefined.
 
+        It may be unlocked as soon as nothing refers to it: the caller keeps a reference while copies from it run.
+
         Raises:
             RuntimeError: Memory cannot be pinned.
         """
@@ -250,9 +256,17 @@ class TorchBackend:
             ) from error
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Return memory of torch's pinned allocator; torch tracks copies only from that."""
+        """Return memory registered with CUDA; on other devices, and if CUDA refuses, memory of torch's allocator.
+
+        torch does not track copies from registered memory: keep a reference to it until they have completed.
+        """
         import torch
 
+        if self.device.type == "cuda" and cuda.REGISTERS_PINNED_MEMORY:
+            try:
+                return pinned_mapping(nbytes, self.register, self.unregister)
+            except RuntimeError as error:  # Jetson boards, for example, may not support it
+                log.debug("%d bytes cannot be registered with %s: %s", nbytes, self.name, error)
         with cuda.allocating(self.device) if self.device.type == "cuda" else nullcontext():
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes and not tensor.is_pinned():

@@ -25,6 +25,7 @@ from aiofeed.core.types import DeferredTensor, HostTensor, Transform
 from aiofeed.devices.backend import AllEvents
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.devices.split import split
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.runtime.tensors import is_tensor, restore_layout
 
 if TYPE_CHECKING:
@@ -147,7 +148,10 @@ class Copier:
         return backend.record(backend.current_stream() if self._consumer_stream is None else self._consumer_stream)
 
     def release(self) -> None:
-        """Drop the host tensors whose copies are complete. ``issue`` calls it, too. Not thread-safe."""
+        """Drop the host tensors whose copies are complete, and unlock their memory if nothing else uses it.
+
+        ``issue`` calls it, too. Not thread-safe.
+        """
         for _ in range(len(_orphans)):
             try:
                 sources = _orphans.popleft()
@@ -159,6 +163,7 @@ class Copier:
             except Exception:  # noqa: BLE001 - its device has failed: keep them for good (see `CopyThread._keep_memory_of_failed_device`)
                 _kept.append(sources)
         _drop_copied(self._sources)
+        release_unused()
 
     def wait_for_copies(self) -> None:
         """Block until the copies queued so far are complete, so that their host memory may be reused."""

@@ -13,7 +13,7 @@ from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, check_positive_int
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.iterator import Delivery, FeedIterator, LoopProducer
-from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
+from aiofeed.runtime.buffers import PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
@@ -116,7 +116,7 @@ class Prefetch(Generic[BatchT]):
         return iter(self)
 
 
-def _ready(batch: Any, number: int, memory: BufferPool | None) -> ReadyBatch:
+def _ready(batch: Any, number: int, memory: PinnedBufferPool | None) -> ReadyBatch:
     if memory is None:
         return ReadyBatch(number, 0, batch)
     lease = memory.lease()
@@ -135,7 +135,7 @@ class ThreadPull(BoundedThread):
     """
 
     def __init__(
-        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
@@ -167,6 +167,9 @@ class ThreadPull(BoundedThread):
             self.queue.put(FeedFailure(error))
         else:
             self.queue.put(Stopped())  # ends a copy thread that waits for a batch
+        finally:
+            if self._memory is not None:
+                self._memory.close()
 
     def _pull(self, iterator: Any) -> None:
         number = 0
@@ -186,12 +189,14 @@ class LoopPull(LoopProducer):
     """A producer that iterates an async iterable in a task of its own event loop; otherwise like ``ThreadPull``."""
 
     def __init__(
-        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__(EventLoopThread(read_threads=1, decode_threads=1), queue)
         self._batches = batches
         self._memory = memory
         self._room = asyncio.Semaphore(room)
+        if memory is not None:
+            self.loop_thread.at_exit(memory.close)
 
     def start(self) -> None:
         """Start the event loop and the task."""

@@ -14,6 +14,7 @@ from aiofeed.devices.backend import TorchBackend
 from aiofeed.devices.copier import Copier
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import WrongBytesError, check_copier
 
 
@@ -123,6 +124,26 @@ class TestBackend:
         assert part.is_pinned()
         assert part.tolist() == [3] * 64
         assert backend.pin(0).shape == (0,)
+
+    def test_pinned_memory_is_aiofeeds_own(self, backend):
+        """torch's pinned allocator is not used, and the memory is unlocked when nothing refers to it."""
+        stats = torch.cuda.host_memory_stats()
+        memory = backend.pin(37 << 20)
+        assert torch.from_numpy(memory).is_pinned()
+        assert torch.cuda.host_memory_stats() == stats
+        mapping = memory.base
+        del memory
+        release_unused()
+        assert not torch.frombuffer(mapping, dtype=torch.uint8).is_pinned()
+
+    def test_errors_of_register_are_cleared(self, backend):
+        """A failed ``register`` or ``unregister`` leaves no error that the next kernel raises."""
+        memory = backend.pin(1 << 16)
+        with pytest.raises(RuntimeError):
+            backend.register(memory)
+        with pytest.raises(RuntimeError):
+            backend.unregister(np.zeros(1 << 16, np.uint8))
+        assert torch.ones(2, device=backend.device).sum().item() == 2.0
 
     def test_one_side_stream(self, backend):
         """All backends of a device share one side stream, which is not the default stream."""

@@ -14,6 +14,7 @@ from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.copier import Copier, PendingCopy
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier
 
 
@@ -160,6 +161,7 @@ class TestStreams:
         check(simulated, batches=2_000 if latency == "random" else 500)
         gc.collect()
         assert simulated.allocated_bytes == 0
+        release_unused()
         assert simulated.pinned_bytes == 0
         assert simulated.streams_made == 3
 

@@ -1,6 +1,7 @@
 """CUDA calls beside torch, with replaced torch and driver functions; no device is needed."""
 
 import ctypes
+import mmap
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from aiofeed.devices import backend as backend_module
 from aiofeed.devices import cuda
 from aiofeed.devices.backend import TorchBackend
 from aiofeed.processes.ipc import cuda_ipc
+from aiofeed.runtime.buffers import release_unused
 
 
 class Devices:
@@ -178,22 +180,91 @@ class TestStreams:
         assert library.streams == []
 
 
-class TestRegister:
-    def test_a_failure_clears_the_error(self, monkeypatch, cuda_devices):
-        """After a failed ``register`` a kernel of aiofeed clears CUDA's last error, so no user kernel raises it."""
-        launched = []
+class Runtime:
+    """CUDA's runtime: the ranges that are registered. A call that fails is the thread's last error until it is read."""
 
-        def ones(*size, device):
-            launched.append(device)
-            raise RuntimeError("CUDA error: already registered")
+    def __init__(self):
+        self.cudaError = SimpleNamespace(success=0)
+        self.cudaHostRegister, self.cudaHostUnregister = self.host_register, self.host_unregister
+        self.registered = {}
+        self.refuses = False
+        self.last_error = 0
 
-        def check_error(status):
+    def host_register(self, address, nbytes, flags):
+        if self.refuses or address in self.registered:
+            self.last_error = 712
+            return 712
+        self.registered[address] = nbytes
+        return 0
+
+    def host_unregister(self, address):
+        if self.registered.pop(address, None) is None:
+            self.last_error = 713
+            return 713
+        return 0
+
+    def ones(self, *size, device):
+        """Launch a kernel, which raises the last error."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error: {error}")
+
+    def check_error(self, status):
+        if status:
             raise RuntimeError(f"status {status}")
 
-        cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=lambda *given: 712)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-        monkeypatch.setattr(torch.cuda, "check_error", check_error)
-        monkeypatch.setattr(torch, "ones", ones)
+
+@pytest.fixture
+def runtime(monkeypatch, cuda_devices):
+    found = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "check_error", found.check_error)
+    monkeypatch.setattr(torch, "ones", found.ones)
+    return found
+
+
+class TestRegister:
+    def test_a_failure_clears_the_error(self, runtime):
+        """Failed calls leave no last error behind, so no kernel of the user raises it."""
+        backend = TorchBackend(torch.device("cuda", 0))
+        memory = np.zeros(8, np.uint8)
+        with pytest.raises(RuntimeError, match="status 713"):
+            backend.unregister(memory)
+        assert runtime.last_error == 0
+        backend.register(memory)
         with pytest.raises(RuntimeError, match="status 712"):
-            TorchBackend(torch.device("cuda", 0)).register(np.zeros(8, np.uint8))
-        assert launched == [torch.device("cuda", 0)]
+            backend.register(memory)
+        assert runtime.last_error == 0
+        backend.unregister(memory)
+        assert runtime.registered == {}
+
+    def test_pinned_memory_is_registered(self, runtime):
+        """``pin`` registers whole pages of a new mapping, and unregisters them when nothing refers to the memory."""
+        memory = TorchBackend(torch.device("cuda", 0)).pin(3 * mmap.PAGESIZE + 1)
+        assert memory.nbytes == 3 * mmap.PAGESIZE + 1
+        assert runtime.registered == {memory.ctypes.data: 4 * mmap.PAGESIZE}
+        part = torch.from_numpy(memory[8:16])
+        del memory
+        release_unused()
+        assert len(runtime.registered) == 1
+        del part
+        release_unused()
+        assert runtime.registered == {}
+
+    @pytest.mark.parametrize("refuses", [True, False])
+    def test_memory_that_cuda_does_not_register(self, runtime, monkeypatch, refuses):
+        """If CUDA refuses, or if the constant says so, ``pin`` asks torch's pinned allocator."""
+        asked = []
+        empty = torch.empty
+
+        def pinned(nbytes, *, pin_memory, **options):
+            asked.append((nbytes, pin_memory))
+            return empty(nbytes, **options)
+
+        runtime.refuses = refuses
+        monkeypatch.setattr(cuda, "REGISTERS_PINNED_MEMORY", refuses)
+        monkeypatch.setattr(torch, "empty", pinned)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+        assert TorchBackend(torch.device("cuda", 0)).pin(100).nbytes == 100
+        assert asked == [(100, True)]
+        assert runtime.registered == {}

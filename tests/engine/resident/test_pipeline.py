@@ -492,8 +492,8 @@ def test_memory_is_flat_over_thousands_of_epochs() -> None:
             pass
         if epoch == 2:
             memory = windows_of(feeder)._memory
-            blocks = {id(block) for block in memory._free} | {id(block) for _, block in memory._lent.values()}
-    assert {id(block) for block in memory._free} | {id(block) for _, block in memory._lent.values()} == blocks
+            blocks = {id(block) for block in memory._free} | {id(block) for _, block in memory._lent._watched.values()}
+    assert {id(block) for block in memory._free} | {id(block) for _, block in memory._lent._watched.values()} == blocks
     assert len(blocks) <= 3
     kept = list(feeder)
     assert len(memory._lent) >= 4
