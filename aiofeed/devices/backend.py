@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.devices import cuda
@@ -96,6 +96,13 @@ def is_complete(event: Event, device: str) -> bool:
         return event.query()
     except Exception as error:
         raise DeviceCopyError(f"{device} failed in work queued before: {type(error).__name__}: {error}") from error
+
+
+def is_out_of_memory(error: BaseException | None) -> TypeGuard[torch.OutOfMemoryError]:
+    """Return whether an error is torch's for a device without enough free memory."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 @runtime_checkable
@@ -267,7 +274,7 @@ class TorchBackend:
                 return pinned_mapping(nbytes, self.register, self.unregister)
             except RuntimeError as error:  # Jetson boards, for example, may not support it
                 log.debug("%d bytes cannot be registered with %s: %s", nbytes, self.name, error)
-        with cuda.allocating(self.device) if self.device.type == "cuda" else nullcontext():
+        with cuda.allocating(self.device):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes and not tensor.is_pinned():
             raise RuntimeError(f"torch returned pageable memory for a request of {nbytes} pinned bytes")

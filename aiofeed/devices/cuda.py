@@ -65,9 +65,15 @@ def set_capture_mode(mode: int) -> int | None:
 
 @contextmanager
 def allocating(device: torch.device) -> Iterator[None]:
-    """Allow the calling thread to allocate page-locked memory for a device, also during graph captures."""
+    """Allow the calling thread to allocate memory of, or for, a device, also while other threads capture graphs.
+
+    Does nothing for devices other than CUDA's.
+    """
     import torch
 
+    if device.type != "cuda":
+        yield
+        return
     # The calling thread's current device may not be initialised; do not initialise it for this.
     module: Any = torch.cuda  # in part without types
     with module.device(device):

@@ -42,6 +42,7 @@ class SimulatedDevice:
         memory_bytes: capacity; an allocation beyond it raises ``torch.OutOfMemoryError``.
         pin_fails: ``pin`` raises.
         copy_fails_at: number of the copy that fails, from 1.
+        allocation_fails_at: number of the allocation of device memory that raises ``torch.OutOfMemoryError``, from 1.
         index: index in the name, "simulated:0".
     """
 
@@ -53,6 +54,7 @@ class SimulatedDevice:
         memory_bytes: int | None = None,
         pin_fails: bool = False,
         copy_fails_at: int | None = None,
+        allocation_fails_at: int | None = None,
         index: int = 0,
     ) -> None:
         self.name = f"simulated:{index}"
@@ -62,6 +64,8 @@ class SimulatedDevice:
         self._local = threading.local()
         self._pin_fails = pin_fails
         self._copy_fails_at = copy_fails_at
+        self._allocation_fails_at = allocation_fails_at
+        self._allocations = 0
         self._pinned: dict[int, PinnedRange] = {}
         self._pinned_at_failure: set[int] = set()
         self.copies = 0
@@ -243,6 +247,9 @@ class SimulatedDevice:
         # No inference tensor: queued work may write to it outside of inference mode.
         with torch.inference_mode(False):
             with self._host_call():
+                self._allocations += 1
+                if self._allocations == self._allocation_fails_at:
+                    raise torch.OutOfMemoryError(f"simulated device out of memory at allocation {self._allocations}")
                 handle = self._memory.allocate(extent * dtype.itemsize, self.current_stream())
             raw = torch.empty(0, dtype=dtype, device="cpu")
             raw.set_(handle.block.bytes.untyped_storage(), 0, tuple(size), tuple(stride))

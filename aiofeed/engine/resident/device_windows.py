@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
-from aiofeed.devices.backend import is_complete, poll
+from aiofeed.devices.backend import is_complete, is_out_of_memory, poll
+from aiofeed.devices.cuda import allocating
 from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 from aiofeed.runtime.buffers import PinnedBufferPool, array
-from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
+from aiofeed.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
 from aiofeed.sampling.schedule import BatchRange
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
 FREE_SHARE = 4
 # Each window is copied to the device with one index per row, which for small rows is larger than the rows.
 _INDEX_BYTES = 8
+
+
+class _Data(NamedTuple):
+    """A tensor of the data on the device: its rows as words, and the shape and dtype of a row."""
+
+    words: torch.Tensor
+    shape: Sequence[int]
+    dtype: torch.dtype
 
 
 def _device_batch(
@@ -82,8 +91,8 @@ class DeviceWindows:
         self._backend = backend
         self._source = source
         self._batch_bytes = batch_size * row_bytes(source)
-        # The data on the device, as integers with their dtypes; filled below.
-        data: list[tuple[torch.Tensor, torch.dtype]] = []
+        # The data on the device; filled below.
+        data: list[_Data] = []
         self._copier = Copier(backend, partial(_gather, data, source.alias))
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
@@ -124,7 +133,7 @@ class DeviceWindows:
                 return batch_range, self._issue(batch_range)
             except DeviceCopyError as error:
                 cause = error.__cause__
-                if not _is_out_of_memory(cause):
+                if not is_out_of_memory(cause):
                     raise
                 if len(batch_range.numbers) == 1:
                     # Drop the traceback: its frames refer to device memory.
@@ -157,7 +166,7 @@ class DeviceWindows:
             self._copying.append((pending.copied, lease.give_back))
         return partial(_device_batch, self._copier, pending, [], self._in_use)
 
-    def _upload(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+    def _upload(self) -> list[_Data]:
         import torch
 
         backend, side = self._backend, self._backend.side_stream()
@@ -166,7 +175,12 @@ class DeviceWindows:
             raise self._does_not_fit("all")
         uploaded = []
         try:
-            with torch.inference_mode(False), torch.no_grad(), backend.use_stream(side):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                allocating(backend.device),
+                backend.use_stream(side),
+            ):
                 for data in self._source.tensors:
                     tensor = user_tensor(data)
                     # Keep this reference until the copy has run.
@@ -176,9 +190,9 @@ class DeviceWindows:
                     backend.record_stream(copy, side)
                     # The copy reads host memory until this event is complete.
                     backend.record(side).synchronize()
-                    uploaded.append((copy, tensor.dtype))
+                    uploaded.append(_Data(rows_as_words(copy), tensor.shape[1:], tensor.dtype))
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise self._does_not_fit("all") from error.with_traceback(None)
             raise DeviceCopyError(
                 f"uploading {self._source!r} to {backend.name} failed: {type(error).__name__}: {error}"
@@ -213,9 +227,7 @@ class DeviceWindows:
         )
 
 
-def _gather(
-    data: list[tuple[torch.Tensor, torch.dtype]], alias: bool, wanted: tuple[torch.Tensor | None, int, int]
-) -> list[torch.Tensor]:
+def _gather(data: list[_Data], alias: bool, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
     """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``.
 
     The copier calls it on the side stream.
@@ -226,13 +238,13 @@ def _gather(
     found = []
     # Tensors made under the user's torch.inference_mode could not be trained on outside it.
     with torch.inference_mode(False), torch.no_grad():
-        for tensor, dtype in data:
+        for words, shape, dtype in data:
             if indices is not None:
-                rows = tensor.index_select(0, indices)
+                rows = words.index_select(0, indices)
             else:
-                rows = tensor.narrow(0, start, count)
+                rows = words.narrow(0, start, count)
                 rows = rows if alias else rows.clone()
-            found.append(rows.view(dtype))
+            found.append(words_as_rows(rows, shape, dtype))
     return found
 
 
@@ -240,9 +252,3 @@ def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
     """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()
-
-
-def _is_out_of_memory(error: BaseException | None) -> TypeGuard[torch.OutOfMemoryError]:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError)

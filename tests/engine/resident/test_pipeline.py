@@ -674,6 +674,27 @@ def test_device_memory_goes_with_the_feeder() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_every_dtype_and_size(on_device: bool, shuffle: bool) -> None:
+    """Windows on a device, which are gathered as words, equal those on the host bit for bit."""
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+    tensors = []
+    for dtype in dtypes:
+        for shape in ((), (3,), (8,), (2, 4), (5, 1, 3)):
+            values = torch.randint(0, 2, (22, *shape), dtype=torch.uint8).to(dtype)
+            tensors.append(values[1:])  # begins inside a word, for some
+    backend = testing.SimulatedDevice()
+    given = [backend.copy(tensor.contiguous()) for tensor in tensors] if on_device else tensors
+    backend.synchronize()
+    wanted = list(Feeder(Tensors(*tensors), batch_size=4, shuffle=shuffle, seed=1))
+    found = list(Feeder(Tensors(*given), batch_size=4, shuffle=shuffle, seed=1, device=backend))
+    for batch, other in zip(found, wanted, strict=True):
+        for rows, others in zip(batch, other, strict=True):
+            assert (rows.dtype, rows.shape, rows.stride()) == (others.dtype, others.shape, others.stride())
+            assert torch.equal(rows.cpu(), others)
+
+
 class UnknownMemory(testing.SimulatedDevice):
     """A device that does not report its memory."""
 
