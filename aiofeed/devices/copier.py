@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed.devices")
 
+# Tensors that work on the side stream reads, each list with an event after that work.
 _Sources = deque[tuple["Event", list["torch.Tensor"]]]
 
 # Each copier with the host tensors of its copies, which may outlive it. The next `release` of any copier moves them to
@@ -118,15 +119,19 @@ class Copier:
         with backend.use_stream(self._side):
             try:
                 moved = map_leaves(move, batch)
-                copied = backend.record(self._side)
-                self._sources.append((copied, sources))
-                if self.transform is None:
-                    return PendingCopy(moved, copied, copied)
+                copied = ready = backend.record(self._side)
+                if not on_device_already:
+                    self.keep_until(copied, sources)
+                if self.transform is not None:
+                    if on_device_already:
+                        # Another stream computes that tensor; the calling thread's stream is the best guess.
+                        backend.wait(self._side, backend.record(caller))
+                    moved = self._transformed(moved)
+                    ready = backend.record(self._side)
                 if on_device_already:
-                    # Another stream computes that tensor; the calling thread's stream is the best guess.
-                    backend.wait(self._side, backend.record(caller))
-                moved = self._transformed(moved)
-                return PendingCopy(moved, copied, backend.record(self._side))
+                    # `transform` reads them on the side stream, which their allocators do not know.
+                    self.keep_until(ready, sources)
+                return PendingCopy(moved, copied, ready)
             except Exception:
                 self.wait_for_copies()
                 raise
@@ -149,6 +154,10 @@ class Copier:
         """
         backend = self.backend
         return backend.record(backend.current_stream() if self._consumer_stream is None else self._consumer_stream)
+
+    def keep_until(self, event: Event, tensors: list[torch.Tensor]) -> None:
+        """Keep tensors until an event of the side stream is complete, also if the copier is dropped before."""
+        self._sources.append((event, tensors))
 
     def release(self) -> None:
         """Drop the host tensors whose copies are complete, and unlock their memory if nothing else uses it.

@@ -318,6 +318,26 @@ class TestBatches:
         Copier(simulated).release()
         assert alive() is None
 
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_tensors_on_the_device_outlive_transform(self, kept):
+        """Tensors that are on the device already are kept until ``transform``, on the side stream, has read them."""
+        simulated = SimulatedDevice(latency="late")
+        copier = Copier(simulated, lambda batch: batch + 1)
+        source = simulated.copy(host := torch.ones(3))
+        simulated.synchronize()
+        pending = copier.issue(source)
+        pending.copied.synchronize()
+        if not kept:
+            del copier
+        else:
+            copier.release()
+        del source
+        # Memory of tensors that are gone is poisoned on their stream.
+        simulated.record(simulated.current_stream()).synchronize()
+        pending.ready.synchronize()
+        assert pending.batch.tolist() == [2.0] * 3
+        del host
+
     def test_no_python_code_runs_when_a_copier_is_dropped(self):
         """The collector may drop a copier in any thread; then only C functions run."""
         simulated = SimulatedDevice(latency="late")

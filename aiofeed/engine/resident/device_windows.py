@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -94,6 +95,8 @@ class DeviceWindows:
         # The data on the device; filled below.
         data: list[_Data] = []
         self._copier = Copier(backend, partial(_gather, data, source.alias))
+        # Data that are used where the user has them, in memory that torch did not allocate.
+        self._foreign: list[torch.Tensor] = []
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
         # For each window with batches handed out: first the streams that use it, then, when its last batch was handed
@@ -145,6 +148,23 @@ class DeviceWindows:
             poll(partial(self._at_most_queued, 0))
             batch_range = batch_range.head(self.max_batches)
 
+    def close(self, timeout_s: float) -> None:
+        """Wait for the windows that are made of memory that torch did not allocate, and unlock pinned memory.
+
+        Another process may unmap such memory, or use it again, as soon as nothing refers to the data. If the wait is
+        too short or the windows are dropped without it, a later ``release`` of any copier drops the data.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            if self._foreign:
+                made = self._backend.record(self._backend.side_stream())
+                poll(lambda: made.query() or time.monotonic() >= deadline)
+            self._give_back_copied()
+            self._copier.release()
+        except Exception:  # noqa: BLE001 - the device has failed; its next use raises the error
+            pass
+        self._indices.close()
+
     def _at_most_queued(self, windows: int) -> bool:
         """Return whether queued work uses at most this number of windows."""
         name = self._backend.name
@@ -153,8 +173,7 @@ class DeviceWindows:
         return len(self._queued) <= windows
 
     def _issue(self, batch_range: BatchRange) -> Window:
-        while self._copying and self._copying[0][0].query():
-            self._copying.popleft()[1]()
+        self._give_back_copied()
         start, count = int(batch_range.indices[0]), len(batch_range.indices)
         if batch_range.run:
             pending = self._copier.issue((None, start, count))
@@ -164,7 +183,13 @@ class DeviceWindows:
             np.copyto(indices, batch_range.indices)
             pending = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
             self._copying.append((pending.copied, lease.give_back))
+        if self._foreign:
+            self._copier.keep_until(pending.ready, self._foreign)
         return partial(_device_batch, self._copier, pending, [], self._in_use)
+
+    def _give_back_copied(self) -> None:
+        while self._copying and self._copying[0][0].query():
+            self._copying.popleft()[1]()
 
     def _upload(self) -> list[_Data]:
         import torch
@@ -188,6 +213,9 @@ class DeviceWindows:
                     copy = backend.copy(host)
                     # It may be the user's tensor: allocated on another stream, dropped while the side stream reads it.
                     backend.record_stream(copy, side)
+                    if copy is host and not _is_torchs(copy):
+                        # `record_stream` does nothing for it.
+                        self._foreign.append(copy)
                     # The copy reads host memory until this event is complete.
                     backend.record(side).synchronize()
                     uploaded.append(_Data(rows_as_words(copy), tensor.shape[1:], tensor.dtype))
@@ -246,6 +274,11 @@ def _gather(data: list[_Data], alias: bool, wanted: tuple[torch.Tensor | None, i
                 rows = rows if alias else rows.clone()
             found.append(words_as_rows(rows, shape, dtype))
     return found
+
+
+def _is_torchs(tensor: torch.Tensor) -> bool:
+    """Return whether torch's allocator owns a tensor's memory; not that of another process or another library."""
+    return tensor.untyped_storage().resizable()
 
 
 def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:

@@ -695,6 +695,41 @@ def test_rows_of_every_dtype_and_size(on_device: bool, shuffle: bool) -> None:
             assert torch.equal(rows.cpu(), others)
 
 
+class Foreign(testing.SimulatedDevice):
+    """A device whose tensors are in memory that ``record_stream`` does not know, as if received through CUDA IPC."""
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any, /) -> None:
+        if tensor.dtype is not torch.int32:  # the data; batches are memory of this process
+            super().record_stream(tensor, stream)
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_data_of_another_process_are_kept_until_windows_of_them_are_made(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If feeder and data are dropped while a window is gathered, its rows are right."""
+    monkeypatch.setattr("aiofeed.engine.resident.device_windows._is_torchs", lambda tensor: False)
+    backend = Foreign(latency="late")
+    x = backend.copy(host := torch.arange(4000.0).view(100, 40))
+    backend.synchronize()
+    feeder: Feeder[Any] = Feeder(Tensors(x), batch_size=100, shuffle=True, device=backend)
+    wanted = list(Feeder(Tensors(host), batch_size=100, shuffle=True))
+    side = backend.new_stream("consumer")
+    with backend.use_stream(side):
+        [rows] = next(iter(feeder))
+    if how == "close":
+        feeder.close()
+        gone = weakref.ref(x)
+        del x, feeder
+        assert gone() is None
+    else:
+        del x, feeder
+    # Memory of tensors that are gone is poisoned on their stream.
+    backend.record(backend.current_stream()).synchronize()
+    with backend.use_stream(side):
+        assert torch.equal(rows.cpu(), wanted[0][0])
+
+
 class UnknownMemory(testing.SimulatedDevice):
     """A device that does not report its memory."""
 
