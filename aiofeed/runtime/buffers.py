@@ -76,10 +76,10 @@ class DropTracker(Generic[T]):
 
     def collected(self) -> Iterator[T]:
         """The values of the objects that were collected since the last call. For any thread."""
-        while True:
+        while self._dropped:
             try:
                 reference = self._dropped.popleft()
-            except IndexError:
+            except IndexError:  # another thread was faster
                 return
             if (entry := self._watched.pop(id(reference), None)) is not None:
                 yield entry[1]

@@ -104,7 +104,7 @@ import sys, torch, aiofeed
 from aiofeed.engine.resident.device_windows import _is_torchs
 x = aiofeed.attach_tensors(sys.argv[1])
 print(x.device.type, _is_torchs(x), _is_torchs(x.clone()))
-feeder = aiofeed.Feeder(aiofeed.Tensors(x), batch_size=len(x), shuffle=True)
+feeder = aiofeed.Feeder(aiofeed.Tensors(x), batch_size=len(x), shuffle=True, device="cuda")
 wanted = torch.arange(len(x), dtype=x.dtype, device=x.device)
 for _ in range(20):
     torch.cuda._sleep(20_000_000)
