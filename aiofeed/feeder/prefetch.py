@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Iterable, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aiofeed.core.errors import as_exception
@@ -16,7 +17,7 @@ from aiofeed.feeder.iterator import Delivery, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import EventLoopThread
-from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.tensors import stage
 from aiofeed.runtime.threads import JOIN_S, BoundedThread
 
@@ -168,6 +169,8 @@ class ThreadPull(BoundedThread):
         else:
             self.queue.put(Stopped())  # ends a copy thread that waits for a batch
         finally:
+            if self._unwanted():  # the copy thread may have ended before the last batch was put
+                drop_batches(self.queue)
             if self._memory is not None:
                 self._memory.close()
 
@@ -195,6 +198,7 @@ class LoopPull(LoopProducer):
         self._batches = batches
         self._memory = memory
         self._room = asyncio.Semaphore(room)
+        self.loop_thread.at_exit(partial(drop_batches, queue))
         if memory is not None:
             self.loop_thread.at_exit(memory.close)
 
