@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading  # noqa: F401 - runtime/threads.py can detect the interpreter's exit if this is imported before it
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

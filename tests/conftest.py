@@ -89,13 +89,11 @@ def feed_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
 
 
-def open_descriptors(*, cuda: bool) -> dict[int, str]:
+def open_descriptors() -> dict[int, str]:
     """The open file descriptors with their targets; empty if the system does not list them.
 
-    A GPU's driver opens its device files at any time and keeps them, so they are left out. In a test that uses
-    `cuda`, pipes, event descriptors and sockets are left out too: the driver may open some when memory is registered
-    or shared for the first time, and Triton when it compiles. The epoll descriptor of its event loop still shows a
-    feeder that leaks.
+    A GPU's driver opens its device files at any time and keeps them, so they are left out. Fixtures of `tests/cuda`
+    open what the driver and Triton keep otherwise: `start_cuda`, `opened_by_cuda` and `compiler_started`.
     """
     folder = Path("/proc/self/fd")
     if not folder.is_dir():
@@ -105,7 +103,7 @@ def open_descriptors(*, cuda: bool) -> dict[int, str]:
         try:
             os.fstat(int(name))  # The listing's own descriptor is closed by now.
             target = os.readlink(folder / name) if folder.parts[1] == "proc" else "open"
-            if not target.startswith(("/dev/nvidia", *(("pipe:", "socket:", "anon_inode:[eventfd]") if cuda else ()))):
+            if not target.startswith("/dev/nvidia"):
                 descriptors[int(name)] = target
         except OSError:
             continue
@@ -137,11 +135,10 @@ def pytest_runtest_makereport(
 @pytest.fixture(autouse=True)
 def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which threads of aiofeed still run, or more files are open than before."""
-    cuda = request.node.get_closest_marker("cuda") is not None
-    if cuda:
+    if request.node.get_closest_marker("cuda") is not None:
         start_cuda()  # opens descriptors, and keeps them
     threads_before = feed_threads()
-    descriptors_before = open_descriptors(cuda=cuda)
+    descriptors_before = open_descriptors()
     yield
     if not request.node.stash.get(passed_key, False):
         return  # the traceback keeps the test's objects alive
@@ -153,9 +150,9 @@ def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> It
         join_threads(left, 0.2)
     if left:
         pytest.fail("threads still run after the test: " + ", ".join(sorted(thread.name for thread in left)))
-    if len(open_descriptors(cuda=cuda)) > len(descriptors_before):
+    if len(open_descriptors()) > len(descriptors_before):
         gc.collect()
-    descriptors = open_descriptors(cuda=cuda)
+    descriptors = open_descriptors()
     if len(descriptors) > len(descriptors_before):
         opened = {fd: target for fd, target in descriptors.items() if descriptors_before.get(fd) != target}
         pytest.fail(f"file descriptors still open after the test: {opened}")

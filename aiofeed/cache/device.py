@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,8 @@ from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
-from aiofeed.runtime.tensors import as_tensor, integer_dtype
+from aiofeed.devices.cuda import allocating
+from aiofeed.runtime.tensors import as_tensor, integer_dtype, rows_as_words, words_as_rows
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +32,24 @@ class DeviceStore(ResidentStore):
 
     def _reset(self) -> None:
         super()._reset()
-        # A tensor for each part of the layout. ``memory.clear`` frees them: it is a C function, so the feeder's
-        # finalizer runs no Python code.
-        self.memory: list[torch.Tensor] = []
+        # One element: the rows of each part of the layout, as words. Appending anything frees them, see ``free_with``.
+        self._memory: deque[Any] = deque(maxlen=1)
         self._backend: DeviceBackend | None = None
 
     def _after_fork(self) -> None:
         backend = self._backend
         super()._after_fork()
         self._backend = backend  # the child attached its own backend before ``open``
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The samples' rows of each part of the layout, as words, on the device."""
+        tensors: list[torch.Tensor] = self._memory[0]
+        return tensors
+
+    def free_with(self, owner: object) -> None:
+        """Free the memory when ``owner`` is dropped. The callback is a C function: no Python code runs in it."""
+        self._owner = weakref.ref(owner, self._memory.append)
 
     def attach(self, backend: DeviceBackend | None) -> None:
         """Set the device that samples are cached on."""
@@ -51,23 +63,29 @@ class DeviceStore(ResidentStore):
         assert backend is not None
         free, where = self._free_memory()
         self._check_memory(layout, free, where)
-        self.memory.clear()  # an earlier attempt may have failed
+        tensors: list[torch.Tensor] = []
         try:
-            with torch.inference_mode(False), torch.no_grad(), backend.use_stream(backend.side_stream()):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                allocating(backend.device),
+                backend.use_stream(backend.side_stream()),
+            ):
                 for part in layout.parts:
                     seed = torch.from_numpy(np.empty(1, integer_dtype(np.dtype(part.dtype))))
                     one = backend.copy(seed)
                     # The copy reads host memory when it runs.
                     backend.record(backend.side_stream()).synchronize()
-                    self.memory.append(one.new_empty((self.samples, *part.shape)))
+                    tensors.append(rows_as_words(one.new_empty((self.samples, *part.shape))))
         except torch.OutOfMemoryError as error:
-            self.memory.clear()
+            tensors.clear()
             # Without the traceback, whose frames refer to device memory.
             raise self._no_memory(layout, free, where) from error.with_traceback(None)
         except Exception as error:
             raise DeviceCopyError(
                 f"taking memory for the cache on {backend.name} failed: {type(error).__name__}: {error}"
             ) from error
+        self._memory.append(tensors)
 
     def _free_memory(self) -> tuple[int | None, str]:
         """Free bytes on the device, ``None`` if unknown, and the device's name for errors."""
@@ -99,7 +117,7 @@ class DeviceStore(ResidentStore):
         return [CachedRows(rows, samples, column) for column, rows in enumerate(columns)]
 
     def scatter(self, at: torch.Tensor, rows: torch.Tensor, indices: NDArray[np.int64], column: int) -> None:
-        """Copy rows of a batch into a column; on the current stream.
+        """Copy rows of a batch, as words, into a column; on the current stream.
 
         The columns of a batch arrive in order. With the last one its samples count as cached.
         """
@@ -110,7 +128,10 @@ class DeviceStore(ResidentStore):
     def data(self) -> list[torch.Tensor]:
         """A tensor for each part of the layout, on the device; use them on the side stream."""
         assert self.layout is not None
-        return [rows.view(torch_dtype(part)) for part, rows in zip(self.layout.parts, self.memory, strict=True)]
+        return [
+            words_as_rows(rows, part.shape, torch_dtype(part))
+            for part, rows in zip(self.layout.parts, self.memory, strict=True)
+        ]
 
 
 class BatchSamples:
@@ -165,13 +186,16 @@ class CachedRows(DeferredTensor):
                 rows = store.memory[column].index_select(0, samples.on_device("indices", samples.indices, copy))
             else:
                 memory = self._rows.memory
-                rows = copy(HostTensor(memory.view(integer_dtype(memory.dtype)), pinned=self._rows.pinned))
+                rows = rows_as_words(
+                    copy(HostTensor(memory.view(integer_dtype(memory.dtype)), pinned=self._rows.pinned))
+                )
                 self._store_new(rows, copy)
                 if len(cached := samples.cached):
                     indices = samples.on_device("cached indices", samples.indices[cached], copy)
                     found = store.memory[column].index_select(0, indices)
                     rows.index_copy_(0, samples.on_device("cached", cached, copy), found)
-            rows = rows.view(torch_dtype(store.layout.parts[column]))
+            part = store.layout.parts[column]
+            rows = words_as_rows(rows, part.shape, torch_dtype(part))
         axes = self._rows.axes
         return rows if axes is None else rows.permute(axes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ from aiofeed.cache.layout import ItemLayout, Layout, Parts, pack
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, explain_arguments
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.cache.disk_format import CacheFile
+    from aiofeed.cache.disk_format import CacheFile, Description
 
 log = logging.getLogger("aiofeed.cache")
 # The decoder's identity in a file of a Dataset's items.
@@ -30,6 +29,7 @@ NO_DECODER = "none, the items of a Dataset"
 
 
 @public
+@explain_arguments()
 @dataclass(frozen=True)
 class DiskCache:
     """Cache decoded samples in a file: ``cache=DiskCache("train.cache")``.
@@ -78,11 +78,18 @@ class DiskCache:
         from aiofeed.cache.disk_format import open_file
 
         file = open_file(str(self.path), create=False)
-        if file is None or file.describe() is None:
-            raise CacheError(f"there is no cache at {self.path!r}")
-        file.open_rows()
-        written = np.flatnonzero(file.table()["row"]).tolist()
-        return tuple(index for index in written if file.valid_row(index) is None)
+        try:
+            if file is None or file.describe() is None:
+                raise CacheError(f"there is no cache at {self.path!r}")
+            file.open_rows()
+            written = np.flatnonzero(file.table()["row"]).tolist()
+            return tuple(index for index in written if file.valid_row(index) is None)
+        except OSError as error:
+            raise _unusable(str(self.path), error) from error
+
+
+def _unusable(path: str, error: OSError) -> CacheError:
+    return CacheError(f"the cache {path!r} cannot be used: {error}")
 
 
 class DiskStore(SampleStore):
@@ -168,17 +175,24 @@ class DiskStore(SampleStore):
                 if described is None:
                     if not file.writable:
                         raise CacheError(f"the cache {path!r} is empty and may not be written to")
-                    mine = {"samples": self.samples, "source": self._source, "decoder": self._decoder}
-                    described = file.create(mine, layout, self._cache.max_bytes, next(iter(self._claimed), None))
+                    described = file.create(
+                        self.samples,
+                        self._source,
+                        self._decoder,
+                        layout,
+                        self._cache.max_bytes,
+                        next(iter(self._claimed), None),
+                    )
         except OSError as error:
-            raise CacheError(f"the cache {path!r} cannot be used: {error}") from error
+            raise _unusable(path, error) from error
         self._use(file, described, layout)
 
-    def _use(self, file: CacheFile, described: dict[str, Any], layout: Layout) -> None:
+    def _use(self, file: CacheFile, described: Description, layout: Layout) -> None:
         """Use a file if it belongs to this data and this decoder."""
         compared: list[tuple[str, Any, Any]] = [
             ("samples", described["samples"], self.samples),
             ("decoder", described["decoder"], self._decoder),
+            ("items of a Dataset", isinstance(file.layout, ItemLayout), self.claims),
             ("layout of a sample", file.layout, layout),
             ("fingerprint of the source", described["source"], self._source),
         ]
@@ -215,10 +229,13 @@ class DiskStore(SampleStore):
             self._open_existing()
         if self.layout is None:
             return np.zeros(len(indices), np.bool_)
-        # A process that holds the lock may be stopped: samples that are not verified are decoded again.
-        with contextlib.suppress(TimeoutError):
+        try:
             for index in self.unverified(indices).tolist():
                 self._verify(index)
+        except TimeoutError:
+            pass  # a process that holds the lock may be stopped: samples that are not verified are decoded again
+        except OSError as error:
+            raise _unusable(self.path, error) from error
         return self.has(indices)
 
     def _verify(self, index: int) -> None:

@@ -28,11 +28,12 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
-from aiofeed.cache.layout import ItemLayout, Layout
+from aiofeed.cache.layout import ItemLayout, Layout, layout_from_file
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
 
@@ -56,6 +57,26 @@ _FLOCK = struct.Struct("hhqqi4x")
 LOCK_LIMIT_S = 5.0
 _LOCK_POLL_S = 0.002
 _WAY_OUT = "delete the file, or choose another path"
+
+
+class _Version(TypedDict):
+    version: int
+
+
+class Description(_Version):
+    """The description in the header; the last three are those of an ``ItemLayout``."""
+
+    samples: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    capacity: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    source: str
+    decoder: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]]
+    dtype: str
+    torch_dtype: str | None
+    tensor: bool
+    form: NotRequired[str]
+    types: NotRequired[list[str]]
+    told: NotRequired[str]
 
 
 class CacheFile:
@@ -147,7 +168,7 @@ class CacheFile:
             return error.errno not in (errno.EAGAIN, errno.EACCES)
         return True
 
-    def describe(self) -> dict[str, Any] | None:
+    def describe(self) -> Description | None:
         """The description; ``None`` if the file is empty or its creation was interrupted.
 
         Raises:
@@ -166,31 +187,46 @@ class CacheFile:
         text = os.pread(self._fd, length, _DESCRIPTION_AT)
         if zlib.crc32(text) != crc:
             raise CacheError(f"the header of the cache {self.path!r} is damaged: {_WAY_OUT}")
-        described: dict[str, Any] = json.loads(text)
-        if described["version"] != VERSION:
-            raise CacheError(
-                f"the cache {self.path!r} has version {described['version']}, this aiofeed has {VERSION}: {_WAY_OUT}"
-            )
-        self._set_offsets(described, length)
+        try:
+            content = json.loads(text)
+            version = msgspec.convert(content, _Version)["version"]
+            if version != VERSION:
+                raise CacheError(
+                    f"the cache {self.path!r} has version {version}, this aiofeed has {VERSION}: {_WAY_OUT}"
+                )
+            described = msgspec.convert(content, Description)
+            self._set_offsets(described, length)
+        # A program that writes a valid checksum may write anything: RecursionError is a deep nesting, a KeyError a
+        # missing part of an item's layout, a TypeError a dtype that does not exist.
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CacheError(f"the header of the cache {self.path!r} is damaged ({error}): {_WAY_OUT}") from error
         size = os.fstat(self._fd).st_size
         if size < self._end:
             raise self._truncated()
         return described
 
-    def _set_offsets(self, described: dict[str, Any], length: int) -> None:
-        self.samples, self.capacity = int(described["samples"]), int(described["capacity"])
+    def _set_offsets(self, described: Description, length: int) -> None:
+        self.samples, self.capacity = described["samples"], described["capacity"]
         self.layout = _described_layout(described)
         self._table_at = _next_page(_DESCRIPTION_AT + length)
         self._rows_at = _next_page(self._table_at + self.samples * _ENTRY.size)
         self._end = self._rows_at + self.capacity * self.layout.nbytes
 
     def create(
-        self, described: dict[str, Any], layout: Layout, max_bytes: int | None, claimed: int | None = None
-    ) -> dict[str, Any]:
+        self,
+        samples: int,
+        source: str,
+        decoder: str,
+        layout: Layout,
+        max_bytes: int | None,
+        claimed: int | None = None,
+    ) -> Description:
         """Write the header and allocate all disk space, inside ``locked``. Returns the description.
 
         Args:
-            described: Number of samples, source and decoder.
+            samples: Length of the source.
+            source: Fingerprint of the source.
+            decoder: Identity of the decoder.
             layout: Layout of a sample.
             max_bytes: Largest size of the file.
             claimed: The item whose layout this is; it is claimed before other processes see the header.
@@ -198,14 +234,21 @@ class CacheFile:
         Raises:
             CacheError: There is no room.
         """
-        samples, row = described["samples"], layout.nbytes
-        described = {"version": VERSION} | described
-        described |= {"shape": list(layout.shape), "dtype": layout.dtype}
-        described |= {"torch_dtype": layout.torch_dtype, "tensor": layout.tensor}
+        row = layout.nbytes
+        described: Description = {
+            "version": VERSION,
+            "samples": samples,
+            "source": source,
+            "decoder": decoder,
+            "shape": list(layout.shape),
+            "dtype": layout.dtype,
+            "torch_dtype": layout.torch_dtype,
+            "tensor": layout.tensor,
+            "capacity": samples,
+        }
         if isinstance(layout, ItemLayout):
-            described |= {"form": layout.form, "types": layout.types, "told": layout.description}
+            described |= {"form": layout.form, "types": list(layout.types), "told": layout.description}
         # The length must not depend on the capacity.
-        described["capacity"] = samples
         length = len(json.dumps(described)) + 20
         self._set_offsets(described, length)
         if max_bytes is not None:
@@ -340,12 +383,12 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         raise CacheError(f"the cache {path!r} cannot be created: {error}{hint}") from error
 
 
-def _described_layout(described: dict[str, Any]) -> Layout:
+def _described_layout(described: Description) -> Layout:
     shape, dtype = tuple(described["shape"]), described["dtype"]
     if "form" in described:
         types = tuple(described["types"])
         return ItemLayout(shape, dtype, form=described["form"], types=types, description=described["told"])
-    return Layout(shape, dtype, described["torch_dtype"], described["tensor"])
+    return layout_from_file(shape, dtype, described["torch_dtype"], tensor=described["tensor"])
 
 
 def _next_page(at: int) -> int:

@@ -13,12 +13,13 @@ from aiofeed.cache.layout import Layout, Parts, pack
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, explain_arguments
 
 log = logging.getLogger("aiofeed.cache")
 
 
 @public
+@explain_arguments()
 @dataclass(frozen=True)
 class HostCache:
     """Cache decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, decoder_codec
-from aiofeed.cache.layout import ItemLayout, Layout, Parts
+from aiofeed.cache.layout import ItemLayout, Layout, Parts, layout_from_file
 from aiofeed.core.pytree import is_namedtuple, loaded_class, map_leaves
 from aiofeed.core.types import HostTensor
 from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor
@@ -275,7 +275,7 @@ def deserialized(layout: ItemLayout) -> ItemLayout | None:
     try:
         template = _from_json(json.loads(layout.form), iter(layout.types), parts)
         valid = sum(part.nbytes for part in parts) == layout.nbytes
-    except (LookupError, ValueError, TypeError, SyntaxError, StopIteration):
+    except (LookupError, ValueError, TypeError, AttributeError, SyntaxError, StopIteration, RecursionError):
         return None
     return replace(layout, parts=tuple(parts), template=template) if valid else None
 
@@ -328,7 +328,7 @@ def _from_json(node: list[Any], types: Iterator[str], parts: list[Layout]) -> An
         number, layout = np.dtype(rest[0]).type, Layout((), rest[0])
     else:
         dtype, shape, *torch_dtype = rest
-        layout = Layout(tuple(shape), dtype, torch_dtype[0] if torch_dtype else None, tensor=kind == "tensor")
+        layout = layout_from_file(shape, dtype, torch_dtype[0] if torch_dtype else None, tensor=kind == "tensor")
     parts.append(layout)
     return ItemPart(len(parts) - 1, number, layout)
 

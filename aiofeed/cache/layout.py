@@ -56,6 +56,24 @@ class Layout:
         return [self.view(row)]
 
 
+def layout_from_file(
+    shape: Sequence[int], dtype: str, torch_dtype: str | None = None, *, tensor: bool = False
+) -> Layout:
+    """The layout of an array, given its description in a file.
+
+    Raises:
+        TypeError, ValueError: There are no such arrays.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    if torch_dtype is not None:
+        import torch
+
+        known = getattr(torch, torch_dtype, None)
+        if not isinstance(known, torch.dtype) or known.itemsize != itemsize:
+            raise TypeError(f"torch has no dtype {torch_dtype} of {itemsize} bytes")
+    return Layout(tuple(shape), dtype, torch_dtype, tensor)
+
+
 @dataclass(frozen=True)
 class ItemLayout(Layout):
     """Layout of a ``Dataset``'s item, whose arrays lie one behind the other: ``shape`` [bytes], ``dtype`` uint8.

@@ -68,6 +68,10 @@ class SampleStore(ABC):
         """Set the device of the feeder's batches."""
         return None
 
+    def free_with(self, owner: object) -> None:
+        """Free device memory when ``owner`` is dropped, instead of by the garbage collector."""
+        return None
+
     def open(self, layout: Layout | None) -> None:
         """Prepare for use in this process, also after a fork. Call it before anything else.
 

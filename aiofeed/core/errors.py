@@ -6,6 +6,7 @@ import contextlib
 from functools import partial
 from typing import Any
 
+from aiofeed.core.formatting import format_error
 from aiofeed.core.types import public
 
 
@@ -97,13 +98,15 @@ class WorkerDiedError(FeedError, RuntimeError):
 
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to a user's exception; without effect if it refuses notes, as a frozen dataclass does."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         error.add_note(text)
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """The notes of a user's exception; none if its ``__notes__`` is not a list."""
-    notes = getattr(error, "__notes__", ())
+    """The notes of a user's exception; none if its ``__notes__`` is not a list, or raises."""
+    notes: Any = ()
+    with contextlib.suppress(Exception, SystemExit):
+        notes = getattr(error, "__notes__", ())
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list | tuple) else []
 
 
@@ -111,7 +114,7 @@ def as_exception(error: BaseException) -> Exception:
     """The error itself; a ``FeedError`` around one that is no ``Exception``, as SystemExit and CancelledError are."""
     if isinstance(error, Exception):
         return error
-    wrapped = FeedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    wrapped = FeedError(format_error(error))
     wrapped.__cause__ = error
     for note in notes_of(error):
         wrapped.add_note(note)

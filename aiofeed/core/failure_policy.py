@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_int
+from aiofeed.core.validation import check_int, explain_arguments
 
 Action: TypeAlias = Literal["raise", "skip", "replace"]
 
@@ -27,6 +27,7 @@ _PERMANENT = frozenset(getattr(errno, name) for name in _PERMANENT_NAMES if hasa
 
 
 @public
+@explain_arguments()
 @dataclass(frozen=True)
 class FailurePolicy:
     """What to do with samples that cannot be read or decoded.
@@ -41,7 +42,8 @@ class FailurePolicy:
         decode_timeout_s: The time limit for decoding a sample. Its thread cannot be stopped: another one continues, and
             the late result is discarded. A ``Dataset``, which reads and decodes in one call, gets the sum of both.
         max_failures: With "skip" and "replace", the maximum number of failed samples per epoch and rank: a number as an
-            int, or a fraction of the source's length, rounded up, as a float. A resumed epoch counts from 0.
+            int, or a fraction of the source's length, rounded up, as a float. The default allows one sample of up to
+            100, so give a number for small sources. A resumed epoch counts from 0.
         retry_on: Further exception types to retry, such as those of a storage client.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import Counter
@@ -71,11 +72,11 @@ class FailureCounter:
         if self._policy.action == "raise" or len(self._counted) <= self.allowed:
             return None
         limit = self._policy.max_failures
-        number = "" if isinstance(limit, int) else f", {self.allowed} of {self._length}"
+        number = "" if isinstance(limit, int) else f": {self.allowed} of {self._length}"
         error = TooManyFailures(
             f"{len(self._counted)} samples failed in this epoch, more than max_failures={limit} allows{number}; "
-            f"the last: {last}. feeder.failures lists them; if so many are expected, "
-            f"pass on_error=FailurePolicy({self._policy.action!r}, max_failures=...)"
+            f"the last: {last}. feeder.failures lists them; to allow more, pass "
+            f"on_error=FailurePolicy({self._policy.action!r}, max_failures=...) with a number of samples or a fraction"
         )
         error.__cause__ = last
         return error
@@ -148,12 +149,12 @@ def _without_tracebacks(error: SampleError) -> SampleError:
     """A copy of the error without tracebacks, and without its cause if that is large, such as a whole document."""
     copied = type(error)(str(error), key=error.key, index=error.index, stage=error.stage)
     cause = error.__cause__
-    if cause is not None and set(vars(cause)) <= {"__notes__"} and all(map(_is_small, cause.args)):
-        try:
-            copied.__cause__ = copy.copy(cause)
-            copied.__cause__.__traceback__ = None
-        except BaseException:  # noqa: BLE001 - an exception of user code may refuse to be copied; its text is in the message
-            copied.__cause__ = None
+    # An exception of user code may refuse to be copied; its text is in the message.
+    with contextlib.suppress(Exception, SystemExit):
+        if cause is not None and set(vars(cause)) <= {"__notes__"} and all(map(_is_small, cause.args)):
+            kept = copy.copy(cause)
+            kept.__traceback__ = None
+            copied.__cause__ = kept
     return copied
 
 

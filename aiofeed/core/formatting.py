@@ -1,4 +1,4 @@
-"""Formats numbers for messages."""
+"""Formats numbers and exceptions for messages."""
 
 from __future__ import annotations
 
@@ -9,3 +9,12 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes:.0f} bytes"
+
+
+def format_error(error: BaseException) -> str:
+    """An exception as ``"ValueError: its text"``; its type alone if it has no text, or its ``__str__`` raises."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - a user's __str__ may raise anything; SystemExit would end a worker process
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

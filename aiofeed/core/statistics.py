@@ -49,7 +49,9 @@ class FeedStatistics:
         batches: Batches handed to the consumer.
         bytes_read: Encoded bytes read, including those of samples in flight.
         read_s: Time from requesting samples to having their bytes, summed over concurrent reads. It includes waiting
-            for a thread and may exceed ``wall_s`` many times.
+            for a thread and may exceed ``wall_s`` many times. It excludes time in which the event loop was late, by
+            its timer of 5 to 50 ms, because other threads held the GIL; shorter waits for the GIL count. For small
+            files in the page cache, which decode threads read, it is processor time.
         decode_s: Decoding time, summed over threads; at most ``wall_s * decode_threads``.
         collate_s: Time for assembling batches of decoded samples, summed over threads.
         copy_s: Time for queuing copies to the device; the copies run asynchronously.

@@ -7,9 +7,10 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-ClassT = TypeVar("ClassT", bound=type)
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def check_int(name: str, value: object) -> int:
@@ -59,31 +60,36 @@ def check_seed(value: object) -> int:
     return seed
 
 
-def explain_arguments(ways: Mapping[str, str | Callable[[Any], str]]) -> Callable[[ClassT], ClassT]:
-    """Decorate a class so that an argument that it does not have is a ``TypeError`` that names the alternative.
+def explain_arguments(
+    ways: Mapping[str, str | Callable[[Any], str]] = MappingProxyType({}),
+) -> Callable[[CallableT], CallableT]:
+    """Decorate a class or function so that an argument that it does not have is an error that names the alternative.
 
     Args:
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
+            For other arguments, the ``TypeError`` names the most similar one that exists.
     """
 
-    def decorate(cls: ClassT) -> ClassT:
-        init = cls.__init__  # type: ignore[misc]
-        known = set(inspect.signature(init).parameters)
+    def decorate(target: CallableT) -> CallableT:
+        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        known = set(inspect.signature(function).parameters) - {"self"}
 
-        @functools.wraps(init)
-        def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+        @functools.wraps(function)
+        def checked(*args: Any, **arguments: Any) -> Any:
             if unknown := next((name for name in arguments if name not in known), None):
                 value, way = arguments[unknown], ways.get(unknown)
-                message = f"{cls.__name__} has no argument {unknown!r}"
+                message = f"{target.__name__} has no argument {unknown!r}"
                 if way is not None:
                     message += f" ({unknown}={value!r}): {way if isinstance(way, str) else way(value)}"
                 elif near := difflib.get_close_matches(unknown, known, n=1):
                     message += f"; did you mean {near[0]}=?"
                 raise TypeError(message)
-            init(self, *args, **arguments)
+            return function(*args, **arguments)
 
-        cls.__init__ = checked_init  # type: ignore[misc]
-        return cls
+        if isinstance(target, type):
+            target.__init__ = checked  # type: ignore[misc]
+            return target
+        return checked  # type: ignore[return-value]
 
     return decorate
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.devices import cuda
+from aiofeed.runtime.buffers import pinned_mapping
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
+log = logging.getLogger("aiofeed.devices")
+
 Stream: TypeAlias = Any
 """A first-in first-out queue of work on a device. Its type is private to the backend."""
 
 
-# One side stream per device for the whole process: each stream has its own memory pool, so a new stream per epoch would
-# leak one pool per epoch.
+# One side stream per device for the whole process: each stream has a memory pool of its own, so a new stream per epoch
+# would leak one pool per epoch.
 _side_streams: dict[torch.device, Stream] = {}
 _side_streams_lock = threading.Lock()
 
@@ -94,6 +98,13 @@ def is_complete(event: Event, device: str) -> bool:
         raise DeviceCopyError(f"{device} failed in work queued before: {type(error).__name__}: {error}") from error
 
 
+def is_out_of_memory(error: BaseException | None) -> TypeGuard[torch.OutOfMemoryError]:
+    """Return whether an error is torch's for a device without enough free memory."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
 @runtime_checkable
 class DeviceBackend(Protocol):
     """The operations of a device that aiofeed uses. ``device=`` accepts any object with these members.
@@ -149,6 +160,8 @@ class DeviceBackend(Protocol):
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
         """Return page-locked host memory, uint8 [nbytes], contents undefined.
 
+        It may be unlocked as soon as nothing refers to it: the caller keeps a reference while copies from it run.
+
         Raises:
             RuntimeError: Memory cannot be pinned.
         """
@@ -171,7 +184,7 @@ class TorchBackend:
             # torch.Event.synchronize spins and takes a core from the decoders while a copy runs. CUDA's own event can
             # block instead, but it records only CUDA's own streams.
             module: Any = torch.cuda  # in part without types
-            self._new_stream = lambda: module.Stream(device)
+            self._new_stream = partial(cuda.new_stream, device)
             self._new_event = lambda: module.Event(blocking=True)
             self._current = lambda: module.current_stream(device)
             # Setting a device initialises it and takes half a gigabyte of its memory. Restoring the default device,
@@ -250,10 +263,18 @@ class TorchBackend:
             ) from error
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Return memory of torch's pinned allocator; torch tracks copies only from that."""
+        """Return memory registered with CUDA; on other devices, and if CUDA refuses, memory of torch's allocator.
+
+        torch does not track copies from registered memory: keep a reference to it until they have completed.
+        """
         import torch
 
-        with cuda.allocating(self.device) if self.device.type == "cuda" else nullcontext():
+        if self.device.type == "cuda" and cuda.REGISTERS_PINNED_MEMORY:
+            try:
+                return pinned_mapping(nbytes, self.register, self.unregister)
+            except RuntimeError as error:  # Jetson boards, for example, may not support it
+                log.debug("%d bytes cannot be registered with %s: %s", nbytes, self.name, error)
+        with cuda.allocating(self.device):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes and not tensor.is_pinned():
             raise RuntimeError(f"torch returned pageable memory for a request of {nbytes} pinned bytes")

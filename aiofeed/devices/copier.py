@@ -12,7 +12,7 @@ Three rules keep the data correct:
 
 from __future__ import annotations
 
-import weakref
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.errors import DeviceCopyError
+from aiofeed.core.formatting import format_error
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.core.types import DeferredTensor, HostTensor, Transform
-from aiofeed.devices.backend import AllEvents
+from aiofeed.devices.backend import AllEvents, is_out_of_memory
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.devices.split import split
+from aiofeed.runtime.buffers import DropTracker, release_unused
 from aiofeed.runtime.tensors import is_tensor, restore_layout
 
 if TYPE_CHECKING:
@@ -32,9 +34,14 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
 
+log = logging.getLogger("aiofeed.devices")
+
+# Tensors that work on the side stream reads, each list with an event after that work.
 _Sources = deque[tuple["Event", list["torch.Tensor"]]]
 
-# Host tensors of copies that outlive their copier. The next `release` of any copier drops the ones that are copied.
+# Each copier with the host tensors of its copies, which may outlive it. The next `release` of any copier moves them to
+# `_orphans`, and drops the ones that are copied.
+_copiers: DropTracker[_Sources] = DropTracker()
 _orphans: deque[_Sources] = deque()
 # Host tensors of copies to devices that have failed.
 _kept: list[_Sources] = []
@@ -75,8 +82,7 @@ class Copier:
         self._side: Stream = backend.side_stream()
         self._consumer_stream: Stream = None
         self._sources: _Sources = deque()
-        # Copies may outlive the copier. The callback is a C function, because the collector may call it in any thread.
-        weakref.finalize(self, _orphans.append, self._sources).atexit = False
+        _copiers.watch(self, self._sources)
 
     def wait_for_caller(self) -> None:
         """Make the side stream wait for the calling thread's queued work, e.g. constants of ``transform``."""
@@ -114,15 +120,19 @@ class Copier:
         with backend.use_stream(self._side):
             try:
                 moved = map_leaves(move, batch)
-                copied = backend.record(self._side)
-                self._sources.append((copied, sources))
-                if self.transform is None:
-                    return PendingCopy(moved, copied, copied)
+                copied = ready = backend.record(self._side)
+                if not on_device_already:
+                    self.keep_until(copied, sources)
+                if self.transform is not None:
+                    if on_device_already:
+                        # Another stream computes that tensor; the calling thread's stream is the best guess.
+                        backend.wait(self._side, backend.record(caller))
+                    moved = self._transformed(moved)
+                    ready = backend.record(self._side)
                 if on_device_already:
-                    # Another stream computes that tensor; the calling thread's stream is the best guess.
-                    backend.wait(self._side, backend.record(caller))
-                moved = self._transformed(moved)
-                return PendingCopy(moved, copied, backend.record(self._side))
+                    # `transform` reads them on the side stream, which their allocators do not know.
+                    self.keep_until(ready, sources)
+                return PendingCopy(moved, copied, ready)
             except Exception:
                 self.wait_for_copies()
                 raise
@@ -146,8 +156,16 @@ class Copier:
         backend = self.backend
         return backend.record(backend.current_stream() if self._consumer_stream is None else self._consumer_stream)
 
+    def keep_until(self, event: Event, tensors: list[torch.Tensor]) -> None:
+        """Keep tensors until an event of the side stream is complete, also if the copier is dropped before."""
+        self._sources.append((event, tensors))
+
     def release(self) -> None:
-        """Drop the host tensors whose copies are complete. ``issue`` calls it, too. Not thread-safe."""
+        """Drop the host tensors whose copies are complete, and unlock their memory if nothing else uses it.
+
+        ``issue`` calls it, too. Not thread-safe.
+        """
+        _orphans.extend(_copiers.collected())
         for _ in range(len(_orphans)):
             try:
                 sources = _orphans.popleft()
@@ -159,6 +177,7 @@ class Copier:
             except Exception:  # noqa: BLE001 - its device has failed: keep them for good (see `CopyThread._keep_memory_of_failed_device`)
                 _kept.append(sources)
         _drop_copied(self._sources)
+        release_unused()
 
     def wait_for_copies(self) -> None:
         """Block until the copies queued so far are complete, so that their host memory may be reused."""
@@ -176,12 +195,29 @@ class Copier:
     def _copy(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
         sources.append(tensor)
         try:
+            copy = self._copy_unless_out_of_memory(tensor)
+            if copy is not None:
+                return copy
+            # Once more: the peak of a training step, or of another process, may have passed when the copies are
+            # complete. torch's allocator has returned its unused blocks to the driver before it raised the error, so
+            # `empty_cache` would free nothing more; and it must not be called while a CUDA graph is captured.
+            self.wait_for_copies()
+            self.release()
             return self.backend.copy(tensor)
         except Exception as error:
             raise DeviceCopyError(
                 f"copying a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} to {self.backend.name} "
-                f"failed: {type(error).__name__}: {error}"
+                f"failed: {format_error(error)}"
             ) from error
+
+    def _copy_unless_out_of_memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        try:
+            return self.backend.copy(tensor)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            log.debug("a copy to %s is tried again: %s", self.backend.name, error)
+            return None
 
     def _transformed(self, batch: Any) -> Any:
         assert self.transform is not None

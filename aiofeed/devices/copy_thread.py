@@ -23,6 +23,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
+from aiofeed.core.formatting import format_error
 from aiofeed.devices.backend import is_complete, poll
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.runtime.buffers import BufferLease, keep_pinned_memory
@@ -243,6 +244,6 @@ class CopyThread(BoundedThread):
 def _as_copy_error(error: BaseException) -> FeedError:
     if isinstance(error, FeedError):
         return error
-    wrapped = DeviceCopyError(f"copying to the device failed: {type(error).__name__}: {error}")
+    wrapped = DeviceCopyError(f"copying to the device failed: {format_error(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -66,6 +66,8 @@ def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: in
     """The report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
+    from aiofeed.runtime.buffers import release_unused
+
     pageable = _attempt(lambda: copy_rate(backend, np.ones(nbytes, np.uint8), MEASURE_S))
     pinned = pin_error = None
     try:
@@ -75,6 +77,8 @@ def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: in
     else:
         memory[:] = 1
         pinned = _attempt(lambda: copy_rate(backend, memory, MEASURE_S))
+        del memory
+        release_unused()
     return replace(report, pinned_bytes_per_s=pinned, pageable_bytes_per_s=pageable, pin_error=pin_error)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from aiofeed.core.errors import BatchFailedError, CollateError, FeedError, SampleError
+from aiofeed.core.errors import BatchFailedError, CollateError, FeedError, SampleError, add_note, notes_of
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.failures import FailureCounter
 from aiofeed.core.types import BatchPlan
@@ -35,6 +35,7 @@ from aiofeed.runtime.time_limits import (
     run_with_sample_timeout,
 )
 
+_WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
 BuilderFactory = Callable[[int, BufferLease], BatchBuilder]
 
 # The search for a replacement yields to the loop after this many samples that are known to fail.
@@ -163,6 +164,8 @@ class DecodeStage:
         failed = [(position, error) for position, error in errors if isinstance(error, SampleError)]
         if self._policy.action == "raise":
             # The first error in the batch's order, so that the same files give the same error in every run.
+            if isinstance(first, SampleError) and _WAY not in notes_of(first):
+                add_note(first, _WAY)
             batch.error = first
             batch.failures = [first] if isinstance(first, SampleError) else []
             return

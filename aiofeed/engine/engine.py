@@ -67,6 +67,7 @@ class Engine:
         tuner: chooses decode threads and read concurrency; ``None``: ``limits`` fixes both.
         on_gil_limit: called once, on the loop, if the GIL limits decoding.
         buffer: replaces the engine's reorder buffer.
+        late_s: returns the seconds in all by which the loop was late; reads do not count them.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Engine:
         tuner: Tuner | None = None,
         on_gil_limit: Callable[[GilLimit], None] | None = None,
         buffer: ReorderBuffer | None = None,
+        late_s: Callable[[], float] = float,
     ) -> None:
         self._steps = steps
         self._fetcher = fetcher
         self._queue = queue
+        self._late_s = late_s
         self._budget = budget
         self._buffer = buffer or ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self._admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self._buffer)
@@ -194,6 +197,7 @@ class Engine:
     async def _read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
         try:
             started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
+            late_s = self._late_s()
             try:
                 read = await self._fetcher.read(batch.plan.indices[start:stop])
                 if self._tuner is not None and not read.retries:
@@ -203,7 +207,9 @@ class Engine:
                 self._admission.reading -= stop - start
                 self._admission.room.set()
             ended = time.perf_counter()
-            batch.counters.read_s += ended - started
+            # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time
+            # of the storage.
+            batch.counters.read_s += max(0.0, ended - started - (self._late_s() - late_s))
             batch.count_read(read)
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
             batch.unread -= 1

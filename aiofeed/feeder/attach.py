@@ -13,10 +13,10 @@ from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Transform, public
-from aiofeed.core.validation import check_callable
+from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
-from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
+from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.tensors import as_tensors, unchanged
@@ -35,6 +35,7 @@ _NO_STATE = "the server's feeder has the state: save and load it in the server's
 
 
 @public
+@explain_arguments()
 def attach(
     address: str | os.PathLike[str],
     device: str | int | torch.device | DeviceBackend | None = None,
@@ -208,8 +209,6 @@ class AttachedFeed:
 
     def close(self) -> None:
         """Disconnect and stop the threads; waits up to 5 s. Idempotent; the next ``iter()`` connects again."""
-        from aiofeed.processes.ipc.ring import release_unused
-
         delivery = self._delivery
         if (loop_thread := self._stop()) is None:
             return
@@ -220,8 +219,6 @@ class AttachedFeed:
 
     async def aclose(self) -> None:
         """Like ``close``, without blocking the caller's event loop."""
-        from aiofeed.processes.ipc.ring import release_unused
-
         delivery = self._delivery
         if (loop_thread := self._stop()) is not None:
             await asyncio.wait([asyncio.wrap_future(loop_thread.finished)], timeout=JOIN_S)

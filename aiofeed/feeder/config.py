@@ -121,15 +121,16 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
         return source
     if is_iterable_dataset(source):
         FromDataset(source)  # raises an error that says what to do
+    if isinstance(source, type):
+        raise TypeError(f"a source is an object, got the class {source.__name__}; pass an instance")
     if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
         missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
         if missing:
             raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
         return source  # type: ignore[no-any-return]
-    if isinstance(source, str | bytes):
-        raise TypeError(
-            f"a source is an object, got the string {source!r}; did you mean aiofeed.ImageFolder({source!r})?"
-        )
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fspath(source)
+        raise TypeError(f"a source is an object, got the path {path!r}; did you mean aiofeed.ImageFolder({path!r})?")
     if isinstance(source, Mapping) and _has_names(source):
         raise TypeError(
             f"a feeder asks a source for samples 0, 1, ..., and this {type(source).__name__} has the keys "

@@ -472,12 +472,12 @@ class _FeederEpochs:
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             device=loader.device,
             transform=loader.transform,
-            on_error=loader.on_error,
-            cache=loader.cache,
+            on_error=cast("Any", loader.on_error),
+            cache=cast("Any", loader.cache),
             limits=loader.limits,
             shard=None,
             in_order=loader.in_order,
-            engine=loader.engine or (f"process:{workers}" if workers else "thread"),
+            engine=cast("Any", loader.engine or (f"process:{workers}" if workers else "thread")),
         )
 
     def begin(self, loader: DataLoader[Any], position: LoaderPosition) -> _FeederEpoch:

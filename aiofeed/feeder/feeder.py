@@ -43,7 +43,7 @@ from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
-    from typing import TypedDict, Unpack, overload
+    from typing import TypeAlias, TypedDict, Unpack, overload
 
     import torch
     import typing_extensions
@@ -55,6 +55,19 @@ if TYPE_CHECKING:
     from aiofeed.devices.resolve import Device
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.sources.image_folder import ImageFolder
+
+    EncodedT = TypeVar("EncodedT")
+    # A literal, so that a typing error such as "processes" is a type error.
+    # fmt: off
+    Engine: TypeAlias = Literal[
+        "thread", "process", "process:1", "process:2", "process:3", "process:4", "process:5", "process:6",
+        "process:7", "process:8", "process:9", "process:10", "process:11", "process:12", "process:13", "process:14",
+        "process:15", "process:16", "process:17", "process:18", "process:19", "process:20", "process:21",
+        "process:22", "process:23", "process:24", "process:25", "process:26", "process:27", "process:28",
+        "process:29", "process:30", "process:31", "process:32", "process:48", "process:64", "process:96",
+        "process:128",
+    ]
+    # fmt: on
 
     class _Options(TypedDict, total=False):
         """Arguments of ``Feeder`` that do not change the type of its batches."""
@@ -69,7 +82,7 @@ if TYPE_CHECKING:
         limits: Limits | None
         shard: tuple[int, int] | Literal["auto"] | None
         in_order: bool
-        engine: str
+        engine: Engine
         static_batches: bool
 
     # Without the default, `feeder = Feeder(...)` would need an annotation if there is no collate_fn.
@@ -115,10 +128,11 @@ class Feeder(Generic[BatchT]):
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
         engine: "thread" reads and decodes in threads of this process. "process", or "process:4" for four, uses worker
-            processes, which do not hold the GIL of the training loop. They share ``read_concurrency`` and
-            ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``. Each process has its own
-            copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and ``collate_fn`` are pickled at
-            ``iter()``.
+            processes, which do not hold the GIL of the training loop. Type checkers know the numbers up to 32, 48, 64,
+            96 and 128; for a computed number write ``cast(Any, f"process:{n}")``. The processes share
+            ``read_concurrency`` and ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``.
+            Each process has its own copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and
+            ``collate_fn`` are pickled at ``iter()``.
         static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
             until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
@@ -163,9 +177,23 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
+            source: Source[EncodedT],
             *,
-            decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
+            decode: Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any],
+            batch_size: int,
+            collate_fn: Callable[[list[Any]], BatchT] | None = None,
+            transform: Callable[[Any], Any] | None = None,
+            device: Device | Sequence[Device] = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        # A string is a MapDataset, too: without `decode`, `Feeder("train/", decode=...)` is a type error.
+        @overload
+        def __init__(
+            self,
+            source: MapDataset[Any] | FromDataset | Tensors,
+            *,
+            decode: None = None,
             batch_size: int,
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
             transform: Callable[[Any], Any] | None = None,
@@ -192,7 +220,7 @@ class Feeder(Generic[BatchT]):
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool = True,
-        engine: str = "thread",
+        engine: Engine = "thread",
         static_batches: bool = False,
     ) -> None:
         self._source = adopt_source(source)
@@ -246,7 +274,10 @@ class Feeder(Generic[BatchT]):
         return self._session.config
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the feeder without its threads; the copy starts at this feeder's position."""
+        """Pickle the feeder without its threads. The copy has the same ``state_dict()``, and ``iter`` starts an epoch.
+
+        To continue within an epoch, call ``copy.load_state_dict(feeder.state_dict())``.
+        """
         state = self.__dict__.copy()
         config = state.pop("_session").config
         return state | {

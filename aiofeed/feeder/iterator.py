@@ -18,6 +18,7 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
 from aiofeed.devices.copy_thread import CopyThread
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
 
@@ -178,11 +179,12 @@ class Delivery:
         self._producer.stop()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
+        """Wait up to ``timeout_s`` for the threads to end and unlock their memory; return whether they have ended."""
         deadline = time.monotonic() + timeout_s
         ended = self._producer.join(timeout_s)
         if self._copy_thread is not None:
             ended = self._copy_thread.join(max(0.0, deadline - time.monotonic())) and ended
+        release_unused()
         return ended
 
     async def stopped(self) -> None:
@@ -190,6 +192,7 @@ class Delivery:
         await self._producer.stopped()
         if self._copy_thread is not None:
             await self._copy_thread.stopped()
+        release_unused()
 
 
 _INTERRUPTED = (
@@ -241,8 +244,9 @@ class FeedIterator(Generic[BatchT_co]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an iterator cannot be pickled or copied, because its threads cannot: pickle the feeder, which goes on "
-            "from the position of this iterator, or its state_dict()"
+            "an iterator cannot be pickled or copied, because its threads cannot: save the feeder's state_dict(), and "
+            "pass it to load_state_dict() of another feeder, or of a copy, whose next iter() then continues after the "
+            "last batch that this iterator has handed out"
         )
 
     def __iter__(self) -> FeedIterator[BatchT_co]:

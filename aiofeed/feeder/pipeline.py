@@ -115,6 +115,7 @@ class StreamingPipeline(LoopProducer):
             in_order=config.in_order,
             policy=config.policy,
             length=config.length,
+            late_s=self.loop_thread.late_s,
         )
         self.loop_thread.start(partial(self._run, self._engine))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform, public
-from aiofeed.core.validation import check_callable, check_positive_int
+from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
-from aiofeed.runtime.buffers import BufferPool, PinnedBufferPool
+from aiofeed.runtime.buffers import PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import EventLoopThread
-from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.tensors import stage
 from aiofeed.runtime.threads import JOIN_S, BoundedThread
 
@@ -28,6 +29,7 @@ BatchT = TypeVar("BatchT")
 
 
 @public
+@explain_arguments()
 def prefetch(
     batches: Iterable[BatchT] | AsyncIterable[BatchT],
     device: Device | Sequence[Device] = None,
@@ -125,7 +127,7 @@ class Prefetch(Generic[BatchT]):
         return copier_for(self._backend, self._transform), None
 
 
-def _ready(batch: Any, number: int, memory: BufferPool | None) -> ReadyBatch:
+def _ready(batch: Any, number: int, memory: PinnedBufferPool | None) -> ReadyBatch:
     if memory is None:
         return ReadyBatch(number, 0, batch)
     lease = memory.lease()
@@ -144,7 +146,7 @@ class ThreadPull(BoundedThread):
     """
 
     def __init__(
-        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
@@ -176,6 +178,11 @@ class ThreadPull(BoundedThread):
             self.queue.put(FeedFailure(error))
         else:
             self.queue.put(Stopped())  # ends a copy thread that waits for a batch
+        finally:
+            if self._unwanted():  # the copy thread may have ended before the last batch was put
+                drop_batches(self.queue)
+            if self._memory is not None:
+                self._memory.close()
 
     def _pull(self, iterator: Any) -> None:
         number = 0
@@ -195,12 +202,15 @@ class LoopPull(LoopProducer):
     """A producer that iterates an async iterable in a task of its own event loop; otherwise like ``ThreadPull``."""
 
     def __init__(
-        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: BufferPool | None
+        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__(EventLoopThread(read_threads=1, decode_threads=1), queue)
         self._batches = batches
         self._memory = memory
         self._room = asyncio.Semaphore(room)
+        self.loop_thread.at_exit(partial(drop_batches, queue))
+        if memory is not None:
+            self.loop_thread.at_exit(memory.close)
 
     def start(self) -> None:
         """Start the event loop and the task."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import WorkerDiedError, as_exception
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, explain_arguments
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
@@ -48,6 +48,7 @@ class ServedConsumer:
 
 
 @public
+@explain_arguments()
 def serve(
     feeder: Feeder[Any],
     address: str | os.PathLike[str],

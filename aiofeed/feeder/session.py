@@ -88,7 +88,8 @@ class FeederSession(Generic[BatchT]):
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
         self._hinted = False
-        _free_device_cache_with(self, config)
+        if config.cache is not None:
+            config.cache.free_with(self)
 
     @property
     def live(self) -> bool:
@@ -387,13 +388,3 @@ def _resident_cache(config: FeederConfig) -> ResidentStore | None:
     from aiofeed.cache.resident import ResidentStore
 
     return config.cache if isinstance(config.cache, ResidentStore) else None
-
-
-def _free_device_cache_with(owner: object, config: FeederConfig) -> None:
-    """Free a cache's device memory when ``owner`` is dropped, instead of by the garbage collector."""
-    if config.cache is None:
-        return
-    from aiofeed.cache.device import DeviceStore
-
-    if isinstance(config.cache, DeviceStore):
-        weakref.finalize(owner, config.cache.memory.clear).atexit = False

@@ -3,6 +3,8 @@
 There are two ways back into a pool. Only the copier uses a pinned buffer, and gives it back once the event of its copy
 has completed. A buffer that the user gets is recycled once nothing refers to its memory: the pool watches the ndarray
 that owns the memory, because tensors and arrays derived from it come and go while the memory is in use.
+
+Pinned memory is a mapping that is registered with the device: its size is exact, and it goes back to the system.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,12 +28,19 @@ if TYPE_CHECKING:
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 BlockT = TypeVar("BlockT", mmap.mmap, "NDArray[np.uint8]")
+T = TypeVar("T")
 
 log = logging.getLogger("aiofeed.runtime")
 
 # Below this, malloc is faster than the pool, and labels that the user keeps do not keep a large block alive.
 SMALL_BYTES = 64 * 1024
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
+# Linux, from <sys/mman.h>; Python's mmap lacks it.
+_MADV_WIPEONFORK = 18
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _anonymous(size: int) -> mmap.mmap:
@@ -37,6 +48,59 @@ def _anonymous(size: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+_forks = 0
+
+
+def forks() -> int:
+    """How often this process has forked. A child has the memory that was in use then, and does not report its drop."""
+    return _forks
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_count_fork)
+
+
+class DropTracker(Generic[T]):
+    """Reports objects that have been garbage-collected, each by a value that was given for it.
+
+    The collector only appends to a deque, a C function: no Python code runs in it, in whichever thread it runs.
+    """
+
+    def __init__(self) -> None:
+        # By id: an ndarray, and so a weak reference to one, has no hash.
+        self._watched: dict[int, tuple[weakref.ref[object], T]] = {}
+        self._dropped: deque[weakref.ref[object]] = deque()
+
+    def __len__(self) -> int:
+        """Objects that have not been reported."""
+        return len(self._watched)
+
+    def watch(self, owner: object, value: T) -> None:
+        """Report ``value`` once ``owner`` has been collected. For any thread."""
+        reference = weakref.ref(owner, self._dropped.append)
+        self._watched[id(reference)] = reference, value
+
+    def forget(self, value: T) -> None:
+        """Do not report ``value``."""
+        for key in [key for key, (_, each) in list(self._watched.items()) if each is value]:
+            del self._watched[key]
+
+    def collected(self) -> Iterator[T]:
+        """The values of the objects that were collected since the last call. For any thread."""
+        while self._dropped:
+            try:
+                reference = self._dropped.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if (entry := self._watched.pop(id(reference), None)) is not None:
+                yield entry[1]
 
 
 class BufferLease(Protocol):
@@ -84,9 +148,7 @@ class HostBufferPool:
         self._keep = keep
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
-        self._lent: dict[int, tuple[weakref.ref[Bytes], mmap.mmap]] = {}
-        # The collector appends to it, in any thread, by a C function: no Python code runs in the collector.
-        self._dropped: deque[weakref.ref[Bytes]] = deque()
+        self._lent: DropTracker[mmap.mmap] = DropTracker()
 
     def lease(self) -> HostBufferPool:
         """The pool itself."""
@@ -108,12 +170,11 @@ class HostBufferPool:
             block = _pop_fitting(self._free, nbytes) or self._map(nbytes)
             # Every derived array keeps this ndarray alive: numpy follows bases up to one whose own base is no ndarray.
             owner: Bytes = np.frombuffer(block, np.uint8, nbytes)
-            reference = weakref.ref(owner, self._dropped.append)
-            self._lent[id(reference)] = (reference, block)
+            self._lent.watch(owner, block)
         return owner
 
     def _map(self, nbytes: int) -> mmap.mmap:
-        size = -(-nbytes // _PAGE) * _PAGE
+        size = _whole_pages(nbytes)
         try:
             return _anonymous(size)
         except OSError:
@@ -124,9 +185,7 @@ class HostBufferPool:
             raise MemoryError(f"no memory for {nbytes} bytes of a batch: {error.strerror}") from error
 
     def _collect(self) -> None:
-        while self._dropped:
-            _, block = self._lent.pop(id(self._dropped.popleft()))
-            self._free.append(block)
+        self._free.extend(self._lent.collected())
         del self._free[: max(0, len(self._free) - self._keep)]
 
     def close(self) -> None:
@@ -138,12 +197,62 @@ class HostBufferPool:
 
 # Page-locked blocks that must not be freed; ``None`` until a device has failed.
 _kept: list[Bytes] | None = None
+# Mappings that are registered with a device, each with the function that unregisters it, until nothing refers to their
+# memory. The mapping stays until the driver, which knows its address, has unregistered it.
+_registered: DropTracker[tuple[Callable[[Bytes], object], mmap.mmap]] = DropTracker()
+# Mappings that a driver could not unregister.
+_never_unmapped: list[mmap.mmap] = []
 
 
 def keep_pinned_memory() -> None:
     """Never free page-locked memory again; call it after a device has failed."""
     global _kept
     _kept = _kept or []
+
+
+def register_until_dropped(
+    memory: Bytes, register: Callable[[Bytes], object], unregister: Callable[[Bytes], object]
+) -> None:
+    """Page-lock a mapping with ``register`` until nothing refers to its memory.
+
+    ``release_unused`` then unregisters and unmaps it. Copies from it must keep a reference until they have completed.
+
+    Args:
+        memory: Its base is the mapping.
+        register: Called with the whole mapping; may raise.
+        unregister: Called with the whole mapping.
+    """
+    release_unused()
+    mapping: Any = memory.base
+    register(np.frombuffer(mapping, np.uint8))
+    _registered.watch(memory, (unregister, mapping))
+
+
+def release_unused() -> None:
+    """Unregister and unmap the registered memory that nothing refers to any more, unless a device has failed."""
+    if _kept is not None:
+        return
+    for unregister, mapping in _registered.collected():
+        try:
+            unregister(np.frombuffer(mapping, np.uint8))
+        except Exception as error:  # noqa: BLE001 - the device has failed; its memory goes with the process
+            _never_unmapped.append(mapping)
+            log.debug("pinned memory could not be unregistered: %s", error)
+
+
+def pinned_mapping(nbytes: int, register: Callable[[Bytes], object], unregister: Callable[[Bytes], object]) -> Bytes:
+    """New memory of ``nbytes``, in whole pages, page-locked until nothing refers to it."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    mapping = _anonymous(_whole_pages(nbytes))
+    if sys.platform == "linux":
+        # After a fork the parent's next write to a shared page moves that page, and the device would go on reading the
+        # old one. So the pages are not shared with a child, which gets zeros. Kernels before 4.14 lack the call.
+        with suppress(OSError):
+            mapping.madvise(_MADV_WIPEONFORK)
+    memory: Bytes = np.frombuffer(mapping, np.uint8, nbytes)
+    register_until_dropped(memory, register, unregister)
+    return memory
 
 
 class PinnedBufferPool:
@@ -180,7 +289,7 @@ class PinnedBufferPool:
         return block
 
     def _allocate(self, nbytes: int) -> Bytes:
-        capacity = -(-nbytes // 512) * 512
+        capacity = _whole_pages(nbytes)
         if not self._refused:
             try:
                 return self._pin(capacity)
@@ -200,10 +309,12 @@ class PinnedBufferPool:
             _kept.extend(blocks)
             return
         with self._lock:
-            for block in blocks:
-                self._leased.pop(id(block), None)
+            for key in map(id, blocks):
+                self._leased.pop(key, None)
             self._free.extend(blocks)
             del self._free[: max(0, len(self._free) - self._keep)]
+        blocks.clear()  # the caller refers to the list
+        release_unused()
 
     @property
     def pinned(self) -> bool:
@@ -218,6 +329,7 @@ class PinnedBufferPool:
                 _kept.extend([*self._free, *self._leased.values()])
             self._free.clear()
             self._leased.clear()
+        release_unused()
 
 
 class PinnedBufferLease:

@@ -21,9 +21,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from queue import SimpleQueue
 from typing import Any
 
 from aiofeed.core.errors import WorkerDiedError
+from aiofeed.core.formatting import format_error
 from aiofeed.runtime import threads
 from aiofeed.runtime.thread_pool import ReadPoolSizer, ThreadPool
 from aiofeed.runtime.threads import DaemonThread
@@ -34,6 +36,8 @@ log = logging.getLogger("aiofeed.runtime")
 CLEANUP_S = 5.0
 # Reading is waiting: a few threads suffice for local files; a network file system needs one per concurrent request.
 MOST_READ_THREADS = 64
+# Timers of uvloop count whole milliseconds, and an idle machine takes a part of one to run a thread.
+TIMER_SLACK_S = 0.002
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -84,8 +88,12 @@ class EventLoopThread:
         self._at_death: list[Callable[[WorkerDiedError], object]] = []
         self._dropped: deque[Any] = deque()
         self._watched: weakref.ref[Any] | None = None
+        self._beat_due = float("inf")
+        self._late_s = 0.0
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
+        # The outcome of creating the loop.
+        self._created: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = DaemonThread(self._main, "aiofeed-engine")
 
     def launch(self, *, import_torch: bool = True) -> None:
@@ -100,20 +108,18 @@ class EventLoopThread:
             return
         if import_torch:
             import torch  # noqa: F401
-        threads.register(self)
         try:
-            self.loop = new_event_loop()
-            # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
-            self.loop.set_default_executor(self.read_pool)
+            threads.register(self)
             self._thread.start()
-        except BaseException:  # Ctrl-C, or the system refuses a thread
+            # The thread creates the loop: a Ctrl-C here would lose a new loop, whose descriptors would stay open.
+            if (error := self._created.get()) is not None:
+                raise error
+        except BaseException:  # Ctrl-C, the system refuses a thread or descriptors, or the interpreter is exiting
             if self._thread.absent():
                 self._finish_unstarted()
             raise
 
     def _finish_unstarted(self) -> None:
-        if self.loop is not None:
-            self.loop.close()
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -173,10 +179,10 @@ class EventLoopThread:
     def stop(self) -> None:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
-        if self.loop is None:
+        if not self._thread.started:
             self._finish_unstarted()
         elif not self.inherited:
-            self.call(self._stop_signal.set)
+            self.call(self._stop_signal.set)  # before the loop exists, the flag suffices
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for all threads; return whether they have ended.
@@ -193,12 +199,21 @@ class EventLoopThread:
         return True
 
     def _main(self) -> None:
-        assert self.loop is not None
-        self.loop.set_exception_handler(self._on_error)
+        try:
+            loop = new_event_loop()
+        except BaseException as error:  # noqa: BLE001 - raised in `launch`
+            self._finish_unstarted()
+            self._created.put(error)
+            return
+        # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
+        loop.set_default_executor(self.read_pool)
+        loop.set_exception_handler(self._on_error)
+        self.loop = loop
+        self._created.put(None)
         try:
             for step in (self._serve, self._wind_down):
                 try:
-                    self.loop.run_until_complete(step())
+                    loop.run_until_complete(step())
                 except BaseException as error:  # noqa: BLE001 - SystemExit in a task of user code, for example
                     self._report_death(error)
         finally:
@@ -207,8 +222,8 @@ class EventLoopThread:
             for function in self._at_exit:
                 function()
             # Not a method: the collector does not see the references of uvloop's loop.
-            self.loop.set_exception_handler(_log_unless_fatal)
-            self.loop.close()
+            loop.set_exception_handler(_log_unless_fatal)
+            loop.close()
             log.debug("event loop: stopped")
             self.finished.set_result(None)
 
@@ -222,7 +237,7 @@ class EventLoopThread:
             _log_unless_fatal(loop, context)
 
     def _report_death(self, error: BaseException) -> None:
-        died = WorkerDiedError(f"the thread that feeds this iterator died of {type(error).__name__}: {error}")
+        died = WorkerDiedError(f"the thread that feeds this iterator died of {format_error(error)}")
         died.__cause__ = error
         for function in self._at_death:
             function(died)
@@ -240,11 +255,21 @@ class EventLoopThread:
         if not self._stop_requested:
             await self._stop_signal.wait()
 
+    def late_s(self) -> float:
+        """The seconds in all by which the loop's regular timer was late, because other threads held the GIL or cores.
+
+        A thread that holds the GIL for much less than the timer's interval, of 5 to 50 ms, is mostly not noticed.
+        """
+        return self._late_s + max(0.0, time.perf_counter() - self._beat_due)
+
     def _beat(self) -> None:
+        self._late_s = self.late_s()
         if self._dropped:
             self._stop_signal.set()
         else:
-            asyncio.get_running_loop().call_later(self._read_pool_sizer.resize(), self._beat)
+            interval_s = self._read_pool_sizer.resize()
+            self._beat_due = time.perf_counter() + interval_s + TIMER_SLACK_S
+            asyncio.get_running_loop().call_later(interval_s, self._beat)
 
     async def _wind_down(self) -> None:
         self._stop_requested = True

@@ -8,6 +8,7 @@ untouched, because closing its copy of an epoll descriptor would remove file des
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import os
@@ -31,18 +32,42 @@ BEGIN_S = 0.2
 DECODE_THREAD_NAME = "aiofeed-decode"
 
 
+class _Flag:
+    """Set once. A signal handler that raises out of ``wait`` leaves no lock acquired, unlike in ``threading.Event``."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def set(self) -> None:
+        """Set the flag; call it once."""
+        self._set = True
+        self._unset.release()
+
+    def is_set(self) -> bool:
+        """Whether the flag is set."""
+        return self._set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the flag; return whether it is set."""
+        if not self._set and self._unset.acquire(timeout=timeout_s):
+            self._unset.release()
+        return self._set
+
+
 class DaemonThread:
     """A daemon thread whose ``start`` and ``join`` may be interrupted by Ctrl-C and repeated.
 
-    ``threading.Thread`` does not allow that before Python 3.13: after an interrupted ``join`` it counts as ended, and
-    after an interrupted ``start`` as not started.
+    ``threading.Thread`` does not allow that: a Ctrl-C in ``start`` may leave a lock acquired for which the new thread
+    then waits forever, and before Python 3.13 an interrupted ``join`` counts as the end of the thread.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target: Callable[[], object] | None = target
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._begun = threading.Event()
-        self._ended = threading.Event()
+        self._begun = _Flag()
+        self._ended = _Flag()
         self._interrupted = False
         self.started = False
 
@@ -50,10 +75,25 @@ class DaemonThread:
         """Start the thread. If an exception interrupts this call, the thread may run nevertheless."""
         self.started = True
         try:
-            self.thread.start()
+            if threading.current_thread() is not threading.main_thread():
+                self.thread.start()
+                return
+            # In another thread: only the main thread runs signal handlers.
+            outcome: SimpleQueue[BaseException | None] = SimpleQueue()
+            _thread.start_new_thread(self._start, (outcome,))
+            if (error := outcome.get()) is not None:
+                raise error
         except BaseException:
             self._interrupted = True
             raise
+
+    def _start(self, outcome: SimpleQueue[BaseException | None]) -> None:
+        try:
+            self.thread.start()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            outcome.put(error)
+        else:
+            outcome.put(None)
 
     def _run(self) -> None:
         _running.add(self)
@@ -87,7 +127,7 @@ class DaemonThread:
         """
         if self.current:
             return True
-        if self.absent(min(timeout_s, BEGIN_S)):
+        if self.absent(max(0.0, min(timeout_s, BEGIN_S))):
             return True
         deadline = time.monotonic() + timeout_s
         while not self._ended.wait(min(POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
@@ -171,11 +211,22 @@ _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
 _running: set[DaemonThread] = set()
 _forked = False
-_ending = False
+# Also if this module is imported by an atexit handler: then `_stop_all` is registered too late to be called.
+_ending = not threading.main_thread().is_alive()
 
 
 def register(threads: Stoppable) -> None:
-    """Stop these threads when the interpreter exits. Holds a weak reference."""
+    """Stop these threads when the interpreter exits. Holds a weak reference.
+
+    Raises:
+        RuntimeError: The exit has stopped all threads already. Threads that start later would run on in a finalized
+            interpreter, which aborts the process if one of them is in C++ code.
+    """
+    if _ending:
+        raise RuntimeError(
+            "the interpreter is exiting, and aiofeed starts no more threads: an atexit handler may use a feeder only "
+            "if it was registered after `import aiofeed`"
+        )
     _live.add(weakref.ref(threads, _live.discard))
 
 

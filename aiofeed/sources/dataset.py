@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from aiofeed.core.types import Source, public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, explain_arguments
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -25,6 +25,7 @@ class MapDataset(Protocol[ItemT_co]):
 
 
 @public
+@explain_arguments()
 class FromDataset:
     """A map-style ``Dataset``; uses ``__getitems__`` if the dataset has it.
 

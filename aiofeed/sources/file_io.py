@@ -75,7 +75,7 @@ def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
     Raises:
         OSError: The file cannot be opened.
     """
-    descriptor = os.open(path, _FLAGS) if rules.follow_symlinks else _open_unlinked(path, rules.root)
+    descriptor = _open(path, rules)
     try:
         # Nothing is read from FIFOs, sockets and terminals, which cannot seek, or from endless devices, whose end is 0.
         size = os.lseek(descriptor, 0, os.SEEK_END)
@@ -99,7 +99,7 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
         OSError: An error of the system, or ``ENXIO``: not a regular file; ``EFBIG``: more than ``max_bytes``;
             ``ELOOP``: a link that must not be followed; ``EBUSY`` (transient): the file changed during the read.
     """
-    descriptor = os.open(path, _FLAGS) if rules.follow_symlinks else _open_unlinked(path, rules.root)
+    descriptor = _open(path, rules)
     try:
         before = os.fstat(descriptor)
         size = before.st_size
@@ -121,6 +121,16 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
         return data
     finally:
         os.close(descriptor)
+
+
+def _open(path: str, rules: ReadRules) -> int:
+    try:
+        return os.open(path, _FLAGS) if rules.follow_symlinks else _open_unlinked(path, rules.root)
+    except OSError as error:
+        # The system refuses to open a socket, without saying that it is one.
+        if error.errno in (errno.ENXIO, errno.EOPNOTSUPP) and not stat.S_ISREG(mode := os.stat(path).st_mode):
+            raise _not_regular(path, mode) from None
+        raise
 
 
 def read_group(reader: GroupReader, paths: Sequence[str], rules: ReadRules) -> Sequence[bytes | None] | None:
@@ -196,12 +206,14 @@ def _open_unlinked(path: str, root: str | None) -> int:
     """
     if root is None:
         root, name = os.path.split(path)
-        parts = [name]
+        parts = []
     else:
         prefix = os.path.join(root, "")
         if not path.startswith(prefix):
             raise OSError(errno.EPERM, f"not below root={root!r}", path)
-        parts = [part for part in path[len(prefix) :].split(os.sep) if part not in ("", os.curdir)]
+        folders, name = os.path.split(path[len(prefix) :])
+        parts = [part for part in folders.split(os.sep) if part not in ("", os.curdir)]
+    parts.append(name or os.curdir)  # a separator at the end names a folder
     if not _HAS_DIR_FD:  # Windows; a link created between these two lines is not noticed
         if (link := _first_link(root, path, {})) is not None:
             raise _is_link(path, link)

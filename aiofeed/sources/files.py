@@ -11,7 +11,7 @@ from typing import Any
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_bool, check_positive_int
+from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
@@ -36,6 +36,7 @@ AT_ONCE_S = 0.0005
 
 
 @public
+@explain_arguments()
 class Files:
     """One sample per regular file.
 

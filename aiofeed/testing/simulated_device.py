@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from aiofeed.testing.simulated_memory import POISON, Allocator
+from aiofeed.runtime.buffers import pinned_mapping
+from aiofeed.testing.simulated_memory import POISON, Allocator, PinnedRange
 from aiofeed.testing.simulated_streams import Latency, Queued, SimulatedEvent, SimulatedStream, StreamSchedule
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class SimulatedDevice:
     """A device backend on the CPU whose wrong use gives wrong data. Pass it as ``device=``.
 
     Copies and operations are queued. They run when something waits for them, or when the simulation decides. A copy
-    reads host memory when it runs, and reads poison if its source tensor is gone by then. Device memory comes from a
+    reads host memory when it runs, and reads poison if its source tensor is gone by then, or if its pinned memory has
+    been unregistered. Device memory comes from a
     caching allocator like CUDA's: once the last tensor that shares a block is dropped, the block is reused for the next
     allocation on its stream, unless ``record_stream`` named streams with outstanding work. Freed memory is overwritten
     with poison (bytes of 0xDB). The error of an operation is raised by the call that waits for it.
@@ -40,6 +42,7 @@ class SimulatedDevice:
         memory_bytes: capacity; an allocation beyond it raises ``torch.OutOfMemoryError``.
         pin_fails: ``pin`` raises.
         copy_fails_at: number of the copy that fails, from 1.
+        allocation_fails_at: number of the allocation of device memory that raises ``torch.OutOfMemoryError``, from 1.
         index: index in the name, "simulated:0".
     """
 
@@ -51,6 +54,7 @@ class SimulatedDevice:
         memory_bytes: int | None = None,
         pin_fails: bool = False,
         copy_fails_at: int | None = None,
+        allocation_fails_at: int | None = None,
         index: int = 0,
     ) -> None:
         self.name = f"simulated:{index}"
@@ -60,7 +64,9 @@ class SimulatedDevice:
         self._local = threading.local()
         self._pin_fails = pin_fails
         self._copy_fails_at = copy_fails_at
-        self._pinned: dict[int, int] = {}
+        self._allocation_fails_at = allocation_fails_at
+        self._allocations = 0
+        self._pinned: dict[int, PinnedRange] = {}
         self._pinned_at_failure: set[int] = set()
         self.copies = 0
         """Copies queued so far."""
@@ -107,7 +113,7 @@ class SimulatedDevice:
                 raise RuntimeError(f"simulated device error at copy {self.copies}")
             like = torch.empty_like(tensor, device="meta", requires_grad=False)
             target = self.empty(like.size(), like.stride(), like.dtype)
-            self.enqueue(_copy(weakref.ref(tensor), target.raw, target.handle.block.poison))
+            self.enqueue(_copy(weakref.ref(tensor), target.raw, target.handle.block.poison, self._pinned_range(tensor)))
         return target
 
     def record(self, stream: SimulatedStream, /) -> SimulatedEvent:
@@ -127,29 +133,39 @@ class SimulatedDevice:
                 tensor.handle.block.recorded.add(stream)
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Memory that counts as page-locked as long as it exists."""
-        if self._pin_fails:
-            raise RuntimeError(f"simulated device error: {nbytes} bytes cannot be pinned")
-        memory = np.full(nbytes, POISON, np.uint8)
-        start = memory.ctypes.data
-        self._pinned[start] = nbytes
-        weakref.finalize(memory, self._pinned.pop, start, None).atexit = False
+        """Memory in whole pages that is registered as long as something refers to it."""
+        memory = pinned_mapping(nbytes, self.register, self.unregister)
+        memory.fill(POISON)
         return memory
 
     def register(self, memory: NDArray[np.uint8], /) -> None:
         """Count existing memory as page-locked."""
         if self._pin_fails:
-            raise RuntimeError(f"simulated device error: {memory.nbytes} bytes cannot be registered")
-        self._pinned[memory.ctypes.data] = memory.nbytes
+            raise RuntimeError(f"simulated device error: {memory.nbytes} bytes cannot be pinned")
+        with self._schedule.lock:
+            self._pinned[memory.ctypes.data] = PinnedRange(memory.nbytes)
 
     def unregister(self, memory: NDArray[np.uint8], /) -> None:
-        """Undo ``register``."""
-        del self._pinned[memory.ctypes.data]
+        """Undo ``register``. Queued copies from the memory then read poison.
+
+        Raises:
+            RuntimeError: Copies from the memory are queued.
+        """
+        with self._schedule.lock:
+            found = self._pinned.pop(memory.ctypes.data)
+            found.registered = False
+            if found.reads:
+                raise RuntimeError(f"pinned memory was unregistered before {found.reads} copies from it had run")
+
+    def _pinned_range(self, tensor: torch.Tensor) -> PinnedRange | None:
+        address = tensor.data_ptr()
+        with self._schedule.lock:
+            ranges = self._pinned.items()
+            return next((found for start, found in ranges if start <= address < start + found.nbytes), None)
 
     def is_pinned(self, tensor: torch.Tensor, /) -> bool:
         """Whether the tensor is in page-locked memory."""
-        address = tensor.data_ptr()
-        return any(start <= address < start + nbytes for start, nbytes in self._pinned.copy().items())
+        return self._pinned_range(tensor) is not None
 
     def memory(self) -> tuple[int, int] | None:
         """Free bytes and capacity; ``None`` without a capacity."""
@@ -211,8 +227,9 @@ class SimulatedDevice:
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked memory that exists."""
-        return sum(self._pinned.copy().values())
+        """Page-locked memory, in whole pages."""
+        with self._schedule.lock:
+            return sum(found.nbytes for found in self._pinned.values())
 
     @property
     def queued(self) -> int:
@@ -230,6 +247,9 @@ class SimulatedDevice:
         # No inference tensor: queued work may write to it outside of inference mode.
         with torch.inference_mode(False):
             with self._host_call():
+                self._allocations += 1
+                if self._allocations == self._allocation_fails_at:
+                    raise torch.OutOfMemoryError(f"simulated device out of memory at allocation {self._allocations}")
                 handle = self._memory.allocate(extent * dtype.itemsize, self.current_stream())
             raw = torch.empty(0, dtype=dtype, device="cpu")
             raw.set_(handle.block.bytes.untyped_storage(), 0, tuple(size), tuple(stride))
@@ -253,10 +273,17 @@ class SimulatedDevice:
             yield
 
 
-def _copy(source: weakref.ref[torch.Tensor], target: torch.Tensor, poison: Callable[[], None]) -> Callable[[], None]:
+def _copy(
+    source: weakref.ref[torch.Tensor], target: torch.Tensor, poison: Callable[[], None], pinned: PinnedRange | None
+) -> Callable[[], None]:
+    if pinned is not None:
+        pinned.reads += 1
+
     def run() -> None:
         tensor = source()
-        if tensor is None:
+        if pinned is not None:
+            pinned.reads -= 1
+        if tensor is None or not (pinned is None or pinned.registered):
             poison()
         else:
             target.copy_(tensor.detach())

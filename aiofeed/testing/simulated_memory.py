@@ -14,6 +14,17 @@ POISON = 0xDB
 _ROUNDING_BYTES = 512  # as CUDA's allocator, so that blocks of about the same size can replace each other
 
 
+class PinnedRange:
+    """A range of host memory that is registered with a device."""
+
+    __slots__ = ("nbytes", "reads", "registered")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.reads = 0  # queued copies that read from it
+        self.registered = True
+
+
 class MemoryBlock:
     """A block of device memory. It belongs to the stream on which it was first allocated."""
 

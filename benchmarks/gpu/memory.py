@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiofeed
+from aiofeed.runtime import buffers
 from benchmarks.figures import Figure, at_most
 from benchmarks.gpu.overlap import Blank
 from benchmarks.gpu.setup import Setup, reserved_bytes
@@ -73,10 +74,12 @@ def slow_kernel() -> None:
 
 
 def pinned_bytes(setup: Setup) -> int | None:
-    """Page-locked memory that torch's allocator has reserved; ``None`` if torch does not report it."""
+    """Page-locked memory of aiofeed and of torch's allocator; ``None`` if torch does not report its own."""
     import torch
 
     host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)
     stats: dict[str, int] = host_memory_stats() if host_memory_stats is not None and setup.on_cuda else {}
     # Until torch 2.8 reserved memory was "reserved"; since then it is "allocated".
-    return next((stats[name] for name in ("reserved_bytes.current", "allocated_bytes.current") if name in stats), None)
+    names = [name for name in ("reserved_bytes.current", "allocated_bytes.current") if name in stats]
+    registered = sum(len(mapping) for _, (_, mapping) in list(buffers._registered._watched.values()))
+    return stats[names[0]] + registered if names else None

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from aiofeed.devices.backend import CpuBackend
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import SimulatedDevice
 from benchmarks.gpu import clock, memory, runner, timeline, trace
 from benchmarks.gpu.part import Task
@@ -218,7 +219,8 @@ class TestOnCuda:
         monkeypatch.setattr(memory, "slow_kernel", fake_cuda.device.sleep)
         monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: dict(pinned))
         found = {figure.what: figure.values for figure in memory.run(fake_cuda)}
-        assert found["page-locked memory of the host"] == (0.0,)
+        assert found["page-locked memory of the host"] > (1.0,)
+        release_unused()
         assert "more if the host never waits for its device" in found
         assert memory.pinned_bytes(fake_cuda) == 3072
         del pinned["reserved_bytes.current"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import pickle
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import CacheError, DecodeImage, DeviceCopyError, FailurePolicy, Feeder, Files, Limits, Tensors
+from aiofeed.cache.device import DeviceStore
+from aiofeed.cache.layout import Layout
+from aiofeed.devices.backend import CpuBackend
+from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
+from tests.support.dropping import python_calls_while_dropping
 from tests.support.epochs_beside import same_after
 
 LATENCIES = ("random", "late", "early")
@@ -438,6 +445,59 @@ def test_memory_is_freed_with_the_feeder(kind: str | None) -> None:
     if backend is not None:
         backend.synchronize()
         assert backend.allocated_bytes == 0
+
+
+def test_memory_is_freed_with_its_owner_by_a_c_function() -> None:
+    """The collector may drop the owner in any thread; no Python code runs but that of the simulated device."""
+
+    class Owner:
+        pass
+
+    backend = SimulatedDevice()
+    store = DeviceStore(22, 4)
+    store.attach(backend)
+    store.open(Layout((3,), "float32"))
+    assert store.memory[0].shape == (22, 3)
+    box: list[object] = [Owner()]
+    store.free_with(box[0])
+    assert backend.allocated_bytes > 0
+    assert set(python_calls_while_dropping(box)) <= {"BlockHandle.__del__"}
+    assert backend.allocated_bytes == 0
+
+
+class ModeOfAllocations(CpuBackend):
+    """A CUDA device whose allocations are made on the host, in a capture mode that is recorded."""
+
+    def __init__(self, modes: list[str]) -> None:
+        super().__init__()
+        self.device = torch.device("cuda", 0)
+        self._modes = modes
+        self.found: list[list[str]] = []
+
+    def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        self.found.append([*self._modes])
+        return super().copy(tensor)
+
+
+def test_memory_is_allocated_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples' memory and the windows are allocated in the mode in which captures of other threads are ignored."""
+    modes: list[str] = []
+
+    @contextmanager
+    def allocating(device: torch.device) -> Iterator[None]:
+        modes.append(str(device))
+        yield
+        modes.pop()
+
+    monkeypatch.setattr("aiofeed.cache.device.allocating", allocating)
+    monkeypatch.setattr("aiofeed.engine.resident.device_windows.allocating", allocating)
+    backend = ModeOfAllocations(modes)
+    store = DeviceStore(22, 4)
+    store.attach(backend)  # type: ignore[arg-type]
+    store.open(Layout((3,), "float32"))
+    assert backend.found == [["cuda:0"]]
+    DeviceWindows(backend, Tensors(torch.ones(4, 2)), 2, 1 << 20)  # type: ignore[arg-type]
+    assert backend.found == [["cuda:0"], ["cuda:0"]]
 
 
 @DEVICES

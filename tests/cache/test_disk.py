@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,77 @@ def test_another_version_a_damaged_header_and_a_truncated_file_are_refused(
     for size in (len(whole) - 1, len(whole) // 2, 4097, 300):
         path.write_bytes(whole[:size])
         refused(path, "truncated|damaged")
+
+
+def rewrite_header(path: Path, text: bytes) -> None:
+    """Replace the description in a file's header, with the checksum that belongs to it."""
+    data = bytearray(path.read_bytes())
+    data[: cache_file._HEAD.size] = cache_file._HEAD.pack(cache_file._MAGIC, len(text), zlib.crc32(text), 0)
+    at = cache_file._DESCRIPTION_AT
+    data[at : at + len(text)] = text
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: None} for name in ("version", "samples", "source", "decoder", "shape", "dtype", "capacity", "tensor")),
+        {"samples": 0},
+        {"samples": "forty"},
+        {"capacity": -1},
+        {"capacity": 10**30},
+        {"shape": [-1]},
+        {"shape": ["a"]},
+        {"dtype": "nonsense"},
+        {"dtype": []},
+        {"torch_dtype": "nonsense"},
+        {"torch_dtype": "bfloat16"},
+        {"form": 5},
+        {"form": "[]"},
+    ],
+    ids=repr,
+)
+def test_a_header_with_nonsense_and_a_valid_checksum_is_refused(path: Path, change: dict[str, Any]) -> None:
+    """A description that no aiofeed writes is a ``CacheError`` of ``verify`` and of a feeder, and is not changed."""
+    run(path)
+    described = open_file(str(path), create=False).describe()
+    rewrite_header(path, json.dumps(described | change).encode())
+    refused(path, "header .* is damaged .*: delete")
+    with pytest.raises(CacheError, match=r"header .* is damaged"):
+        DiskCache(path).verify()
+    [name] = change
+    if described.pop(name, None) is not None:
+        rewrite_header(path, json.dumps(described).encode())
+        refused(path, f"header .* is damaged .*{name}.*: delete")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"5", b"[]", b"[" * 3000])
+def test_a_header_that_is_no_description_is_refused(path: Path, text: bytes) -> None:
+    """A header that is no JSON, or no JSON object, is a ``CacheError``."""
+    run(path)
+    rewrite_header(path, text or b" ")
+    refused(path, "header .* is damaged .*: delete")
+
+
+@pytest.mark.parametrize("stage", ["creation", "verification"])
+def test_a_file_that_cannot_be_locked_is_an_error_that_names_it(
+    path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If ``flock`` fails, for a new file or a row with a wrong checksum, the error has the path."""
+    if stage == "verification":
+        run(path)
+        file = open_file(str(path), create=False)
+        file.describe()
+        with path.open("r+b") as raw:
+            raw.seek(file._rows_at)
+            raw.write(b"\xff" * 8)
+
+    def no_lock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(cache_file.fcntl, "flock", no_lock)
+    with pytest.raises(CacheError, match=rf"{path}.* cannot be used: .*No locks"):
+        run(path)
 
 
 def test_impossible_paths_are_errors(path: Path) -> None:

@@ -183,9 +183,8 @@ class TestGraphs:
     @pytest.mark.timeout(300)
     @pytest.mark.filterwarnings("default")
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-    def test_compiled_step(self, backend, mode, monkeypatch):
+    def test_compiled_step(self, compiler_started, backend, mode, monkeypatch):
         """A compiled step, also with torch's CUDA graphs, works on static batches."""
-        pytest.importorskip("triton")
         # Without a pool of compiler processes, whose pipes would stay open.
         monkeypatch.setattr(pytest.importorskip("torch._inductor.config"), "compile_threads", 1)
         x = torch.arange(6_400.0).view(-1, 4)

@@ -29,6 +29,9 @@ x[0] = 1000
 torch.cuda.synchronize()
 print("written", flush=True)
 sys.stdin.readline()
+del data, x, part  # the exit of an interpreter destroys no objects for certain, and the owner waits for these
+gc.collect()
+torch.cuda.synchronize()
 """
 
 
@@ -97,6 +100,36 @@ def test_another_process_has_the_same_device_memory() -> None:
     shared.close()
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() < before
+
+
+FEEDING = """
+import sys, torch, aiofeed
+from aiofeed.engine.resident.device_windows import _is_torchs
+x = aiofeed.attach_tensors(sys.argv[1])
+print(x.device.type, _is_torchs(x), _is_torchs(x.clone()))
+feeder = aiofeed.Feeder(aiofeed.Tensors(x), batch_size=len(x), shuffle=True, device="cuda")
+wanted = torch.arange(len(x), dtype=x.dtype, device=x.device)
+for _ in range(20):
+    torch.cuda._sleep(20_000_000)
+    [rows] = next(iter(feeder))
+del feeder, x
+torch.cuda.synchronize()
+print(torch.equal(rows.sort().values, wanted), flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_tensors_of_another_process_are_fed() -> None:
+    """They are recognised as memory that torch does not own, and kept until the windows of them are gathered."""
+    with share(torch.arange(1 << 22, dtype=torch.float32, device="cuda"), "feed"):
+        done = subprocess.run(
+            [sys.executable, "-c", FEEDING, "feed"],
+            capture_output=True,
+            encoding="utf-8",
+            env=environment(),
+            timeout=150,
+        )
+    assert done.stdout == "cuda False True\nTrue\n", done.stderr
 
 
 def test_failed_sharing_leaks_no_memory() -> None:

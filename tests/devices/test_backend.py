@@ -1,5 +1,6 @@
 """Whole feeders on simulated devices: every batch is right for any streams of the training. See also tests/cuda."""
 
+import asyncio
 import gc
 
 import pytest
@@ -44,6 +45,37 @@ def test_no_wrong_byte(latency, streams, static):
     gc.collect()
     assert device.allocated_bytes == 0
     assert device.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("latency", ["random", "late", "early"])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("kind", ["dataset", "tensors", "prefetch"])
+def test_pinned_memory_goes_back_when_a_feeder_is_closed(latency, left, kind):
+    """All of it, without the garbage collector, after complete epochs and after one that was left."""
+    device = SimulatedDevice(latency=latency)
+    x = torch.arange(80_000.0).view(100, 800)
+    data = aiofeed.Tensors(x) if kind == "tensors" else TensorDataset(x)
+    gc.disable()
+    try:
+        if kind == "prefetch":
+            batches = iter(aiofeed.prefetch([[x[n : n + 8].clone()] for n in range(0, 96, 8)], device=device))
+            next(batches)
+            assert device.pinned_bytes > 0
+            for _ in batches:
+                if left:
+                    break
+            asyncio.run(batches.aclose())
+        else:
+            with aiofeed.Feeder(data, batch_size=8, shuffle=True, device=device) as feeder:
+                for _ in range(2):
+                    for _ in feeder:
+                        assert device.pinned_bytes > 0
+                        if left:
+                            break
+                    device.synchronize()
+        assert device.pinned_bytes == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import leaves
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.copier import Copier, PendingCopy
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier
+from tests.support.dropping import python_calls_while_dropping
 
 
 class Pair(typing.NamedTuple):
@@ -160,6 +162,7 @@ class TestStreams:
         check(simulated, batches=2_000 if latency == "random" else 500)
         gc.collect()
         assert simulated.allocated_bytes == 0
+        release_unused()
         assert simulated.pinned_bytes == 0
         assert simulated.streams_made == 3
 
@@ -315,8 +318,54 @@ class TestBatches:
         Copier(simulated).release()
         assert alive() is None
 
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_tensors_on_the_device_outlive_transform(self, kept):
+        """Tensors that are on the device already are kept until ``transform``, on the side stream, has read them."""
+        simulated = SimulatedDevice(latency="late")
+        copier = Copier(simulated, lambda batch: batch + 1)
+        source = simulated.copy(host := torch.ones(3))
+        simulated.synchronize()
+        pending = copier.issue(source)
+        pending.copied.synchronize()
+        if not kept:
+            del copier
+        else:
+            copier.release()
+        del source
+        # Memory of tensors that are gone is poisoned on their stream.
+        simulated.record(simulated.current_stream()).synchronize()
+        pending.ready.synchronize()
+        assert pending.batch.tolist() == [2.0] * 3
+        del host
+
+    def test_no_python_code_runs_when_a_copier_is_dropped(self):
+        """The collector may drop a copier in any thread; then only C functions run."""
+        simulated = SimulatedDevice(latency="late")
+        box = [Copier(simulated)]
+        box[0].issue(torch.ones(3))
+        gc.collect()
+        assert python_calls_while_dropping(box) == []
+
 
 class TestErrors:
+    def test_out_of_memory_once(self):
+        """A copy for which the device has no memory is tried once more, after the copies before it."""
+        simulated = SimulatedDevice(latency="late", allocation_fails_at=3)
+        copier = Copier(simulated)
+        first, second = copier.issue(torch.ones(3)), copier.issue([torch.ones(2), torch.full((4,), 5.0)])
+        assert first.copied.done
+        assert [tensor.tolist() for tensor in copier.deliver(second)] == [[1.0] * 2, [5.0] * 4]
+
+    def test_out_of_memory_twice(self):
+        """The second failure is an error, whose cause is the device's error."""
+        simulated = SimulatedDevice(memory_bytes=4096)
+        copier = Copier(simulated)
+        with pytest.raises(DeviceCopyError, match=r"shape \[4096\].*out of memory") as caught:
+            copier.issue(torch.ones(4096))
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert simulated.copies == 2
+        assert copier.deliver(copier.issue(torch.ones(2))).tolist() == [1.0, 1.0]
+
     def test_a_failing_copy_is_named(self):
         """The error of a failed copy gives device, shape, dtype and cause."""
         copier = Copier(SimulatedDevice(copy_fails_at=2))

@@ -280,6 +280,13 @@ def test_one_more_than_max_failures_stops_the_epoch(action: Any, most: float) ->
     assert len(list(feeder)) == 8
 
 
+def test_the_error_gives_the_share_as_a_number() -> None:
+    """By default one of up to 100 samples may fail; the error gives the number, and how to allow more."""
+    feeder = Feeder(Numbers(30, bad=frozenset({2, 9})), decode=number, batch_size=4, on_error="skip")
+    with pytest.raises(TooManyFailures, match=r"max_failures=0.01 allows: 1 of 30; .*number of samples or a fraction"):
+        list(feeder)
+
+
 @pytest.mark.parametrize("action", ["raise", "skip", "replace"])
 def test_an_epoch_without_good_samples_raises_under_every_policy(action: Any) -> None:
     """If all samples fail, every policy raises instead of delivering an empty epoch."""

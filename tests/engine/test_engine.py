@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from aiofeed import Feeder, Limits
 from aiofeed.core.statistics import EpochStats
+from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.testing import SimulatedDevice
 
 
@@ -164,3 +167,53 @@ def test_epoch_statistics_add_up() -> None:
     one, other = EpochStats(samples=2, first_batch_s=0.5), EpochStats(samples=3, first_batch_s=0.1)
     one.add(other)
     assert (one.samples, one.first_batch_s) == (5, 0.5)
+
+
+HOLD_S = 1.0
+
+
+class Timed:
+    """A source of one sample, whose read takes 20 ms."""
+
+    def __init__(self) -> None:
+        self.reading = threading.Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def key(self, index: int) -> str:
+        return "sample"
+
+    async def read(self, index: int) -> bytes:
+        self.reading.set()
+        await asyncio.sleep(0.02)
+        return b"1"
+
+
+def hold_the_gil_after(event: threading.Event) -> None:
+    """Run Python code for a second, which no other thread interrupts for half of it."""
+    assert event.wait(60)
+    until = time.perf_counter() + HOLD_S
+    while time.perf_counter() < until:
+        pass
+
+
+def test_the_time_of_reads_does_not_count_waiting_for_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`read_s` of a short read is short, although another thread held the GIL when the read ended."""
+    interval_s = sys.getswitchinterval()
+    source = Timed()
+    holder = threading.Thread(target=hold_the_gil_after, args=(source.reading,))
+    feeder: Feeder[Any] = Feeder(source, decode=len, batch_size=1)
+    try:
+        sys.setswitchinterval(HOLD_S / 2)
+        holder.start()
+        list(feeder)
+        holder.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert feeder.statistics().read_s < HOLD_S / 3
+    monkeypatch.setattr(EventLoopThread, "late_s", lambda _: 0.0)  # the machine may be busy
+    feeder.close()
+    list(feeder)
+    assert feeder.statistics().read_s >= 0.019
+    feeder.close()

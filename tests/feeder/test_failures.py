@@ -33,6 +33,7 @@ from aiofeed.core.types import Row
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
 from aiofeed.testing import SimulatedDevice
+from tests.support import process_parts as parts
 
 
 class Numbers:
@@ -104,6 +105,19 @@ def test_a_decode_error_names_the_file(tmp_path: Path, jpeg_folder: Path) -> Non
         assert (caught.value.index, caught.value.stage) == (5, "decode")
         assert caught.value.__cause__ is not None
         assert feeder.statistics().failures == 1
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.parametrize("kind", [ReadError, DecodeError])
+def test_the_error_of_a_sample_names_the_way_to_go_on_without_it(engine: Any, kind: type[SampleError]) -> None:
+    """A note of the error names `on_error=`, once, however often the epoch is iterated."""
+    source = parts.Numbers(6, bad=(4,) if kind is ReadError else ())
+    decode = parts.number if kind is ReadError else parts.fails_at_three
+    with Feeder(source, decode=decode, batch_size=2, engine=engine) as feeder:
+        for _ in range(2):
+            with pytest.raises(kind) as caught:
+                list(feeder)
+            assert "".join(caught.value.__notes__).count('on_error="skip"') == 1
 
 
 def test_unreadable_files_are_read_errors(tmp_path: Path) -> None:
@@ -384,6 +398,80 @@ def test_a_base_exception_becomes_an_error(where: str, kind: type[FeedError], er
     with pytest.raises(kind) as caught:
         list(feeder)
     assert caught.value.__cause__ is error
+
+
+class OwnReadError(ReadError):
+    """A user's error with another constructor."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__("gone", key=f"number {index}", index=index, stage="read")
+
+
+class UnreadableTypeError(TypeError):
+    """Raises SystemExit when it is formatted."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class ErrorWithoutArguments(Exception):
+    """Its arguments raise an error."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:  # type: ignore[override]
+        raise RuntimeError("no arguments")
+
+
+class Failing(Numbers):
+    """Raises `kind(5)` for number 5."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__(8)
+        self.kind = kind
+
+    async def read(self, index: int) -> bytes:
+        if index == 5:
+            raise self.kind(index)
+        return await super().read(index)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        (OwnReadError, "thread"),
+        (OwnReadError, "process"),
+        (UnreadableTypeError, "thread"),
+        (ErrorWithoutArguments, "thread"),
+    ],
+)
+def test_an_error_of_an_unusual_class_is_one_failed_sample(kind: type[Exception], engine: str) -> None:
+    """A subclass of ReadError with another constructor, or an error that cannot be formatted, fails its sample only."""
+    policy = FailurePolicy("skip", max_failures=1)
+    with Feeder(Failing(kind), decode=number, batch_size=4, on_error=policy, engine=engine) as feeder:
+        assert [batch.tolist() for batch in feeder] == [[0, 1, 2, 3], [4, 6, 7]]
+        [failure] = feeder.failures
+    assert (type(failure.error), failure.key, failure.index) == (ReadError, "number 5", 5)
+
+
+def test_an_error_of_a_feeder_within_a_dataset_is_its_cause() -> None:
+    """If the inner sample has the same index, the error still names the outer sample."""
+    inner = Feeder(Numbers(6, bad=(5,)), decode=number, batch_size=6)
+
+    class Outer(Dataset[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                list(inner)
+            return index
+
+    seen, error = seen_before_the_error(Feeder(Outer(), batch_size=5))
+    assert seen == [0, 1, 2, 3, 4]
+    assert isinstance(error, ReadError)
+    assert error.key == "Outer[5]"
+    assert isinstance(error.__cause__, ReadError)
+    assert error.__cause__.key == "number 5"
 
 
 def test_an_error_of_a_blocking_read_is_that_of_its_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -543,6 +544,17 @@ def test_rows_of_a_dtype_that_torch_lacks_are_refused(dtype: Any) -> None:
         (lambda: aiofeed.ImageFolder("train", follow_symlink=True), "did you mean follow_symlinks="),
         (lambda: DecodeImage(224, mean=(0.5,)), r"no argument 'mean' \(mean=\(0.5,\)\).*transform= of Feeder"),
         (lambda: Limits(num_workers=4), r"no argument 'num_workers' .*decode_threads="),
+        (lambda: Files(["a"], target=[1]), r"Files has no argument 'target'; did you mean targets=\?"),
+        (lambda: FromDataset([1], thread=2), "did you mean threads="),
+        (lambda: aiofeed.FailurePolicy("skip", maxfailures=3), "did you mean max_failures="),
+        (lambda: aiofeed.HostCache(maxbytes=3), "did you mean max_bytes="),
+        (lambda: aiofeed.DiskCache("a", maxbytes=3), "did you mean max_bytes="),
+        (lambda: aiofeed.prefetch([1], devise="cpu"), r"prefetch has no argument 'devise'; did you mean device=\?"),
+        (lambda: aiofeed.serve(feeder_of(), "a", min_consumer=1), "did you mean min_consumers="),
+        (lambda: aiofeed.attach("a", wait=1), "did you mean wait_s="),
+        (lambda: Feeder(Numbers, decode=number, batch_size=4), "got the class Numbers; pass an instance"),
+        (lambda: Feeder(Path("train"), decode=number, batch_size=4), r"mean aiofeed.ImageFolder\('train'\)\?"),
+        (lambda: Feeder("train", decode=number, batch_size=4), r"mean aiofeed.ImageFolder\('train'\)\?"),
         (lambda: Feeder((torch.zeros(8, 2), np.zeros(8)), batch_size=4), r"aiofeed.Tensors\(x, y"),
     ],
 )
@@ -673,17 +685,31 @@ def test_epochs_without_a_batch_are_logged_once(
 
 
 def test_the_repr_of_an_iterator() -> None:
-    """The repr gives the status and the number of batches; an iterator cannot be pickled or copied."""
+    """The repr gives the status and the number of batches."""
     feeder = feeder_of(8)
     iterator = iter(feeder)
     assert repr(iterator) == "FeedIterator(open, batches handed out: 0)"
-    with pytest.raises(TypeError, match="pickle the feeder"):
-        copy.copy(iterator)
     list(iterator)
     assert repr(iterator) == "FeedIterator(ended, batches handed out: 2)"
     iterator = iter(feeder)
     feeder.close()
     assert repr(iterator) == "FeedIterator(closed, batches handed out: 0)"
+
+
+@pytest.mark.parametrize("batches", range(4))
+def test_an_iterator_cannot_be_copied_and_the_way_that_the_error_names_works(batches: int) -> None:
+    """A copy of the feeder with the state of the feeder gives the batches that the iterator would give next."""
+    feeder = feeder_of(12)
+    iterator = iter(feeder)
+    for _ in range(batches):
+        next(iterator)
+    for copied in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"save the feeder's state_dict\(\), and pass it to load_state_dict\(\)"):
+            copied(iterator)
+    other = pickle.loads(pickle.dumps(feeder))
+    other.load_state_dict(feeder.state_dict())
+    rest = iterator if batches < 3 else feeder
+    assert values(other) == values(rest)
 
 
 def test_repr_and_len() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from aiofeed import Feeder, FeedError, IteratorClosedError, Limits, Tensors, prefetch
-from aiofeed.runtime import threads
+from aiofeed.runtime import event_loop, threads
 from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
@@ -424,6 +424,27 @@ def test_join_waits_for_a_thread_whose_start_was_interrupted() -> None:
     assert not thread.join(0.01)
     release.set()
     assert thread.join(10)
+
+
+def test_threads_and_the_loop_are_created_where_no_signal_handler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread, where Ctrl-C may raise anywhere, neither waits in Thread.start nor creates an event loop."""
+    callers = []
+    start, new_loop = threading.Thread.start, event_loop.new_event_loop
+
+    def recording_start(self: threading.Thread) -> None:
+        callers.append(threading.current_thread())
+        start(self)
+
+    def recording_new_loop() -> Any:
+        callers.append(threading.current_thread())
+        return new_loop()
+
+    monkeypatch.setattr(threading.Thread, "start", recording_start)
+    monkeypatch.setattr(event_loop, "new_event_loop", recording_new_loop)
+    with Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice()) as feeder:
+        list(feeder)
+    assert len(callers) >= 3
+    assert threading.main_thread() not in callers
 
 
 def test_join_does_not_wait_for_a_thread_that_was_never_started(monkeypatch: pytest.MonkeyPatch) -> None:

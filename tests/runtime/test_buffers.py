@@ -6,6 +6,7 @@ import gc
 import logging
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from aiofeed.core.types import HostTensor
+from aiofeed.devices.copier import Copier
 from aiofeed.runtime import buffers
-from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool, PinnedBufferPool, array
+from aiofeed.runtime.buffers import (
+    SMALL_BYTES,
+    HostBufferPool,
+    PinnedBufferPool,
+    array,
+    keep_pinned_memory,
+    pinned_mapping,
+    release_unused,
+)
+from aiofeed.testing import SimulatedDevice
 
 LARGE = 4 * SMALL_BYTES
 
@@ -155,6 +167,89 @@ def test_the_warning_that_memory_cannot_be_pinned_keeps_nothing_alive(caplog: py
     gc.collect()
     assert len(caplog.records) == 1
     assert gone() is None
+
+
+def test_pinned_memory_is_exact_and_goes_back_to_the_system() -> None:
+    """Blocks take whole pages, not powers of two; those beyond ``keep`` and those of a closed pool are unregistered."""
+    device = SimulatedDevice(latency="late")
+    pool = PinnedBufferPool(device.pin, keep=1)
+    leases = [pool.lease() for _ in range(3)]
+    for lease in leases:
+        lease.take(36 * mmap.PAGESIZE + 1)
+    block = 37 * mmap.PAGESIZE
+    assert device.pinned_bytes == 3 * block
+    leases[0].give_back()
+    assert device.pinned_bytes == 3 * block
+    leases[1].give_back()
+    assert device.pinned_bytes == 2 * block
+    pool.close()
+    assert device.pinned_bytes == block
+    leases[2].give_back()
+    assert device.pinned_bytes == 0
+
+
+def test_pinned_memory_is_not_unregistered_while_a_copy_reads_it() -> None:
+    """The memory of a lease that is dropped with its pool stays registered until its copy has run."""
+    device = SimulatedDevice(latency="late")
+    pool = PinnedBufferPool(device.pin, keep=1)
+    lease, copier = pool.lease(), Copier(device)
+    memory = lease.take(1000)
+    memory[:] = 7
+    pending = copier.issue(HostTensor(memory, pinned=True))
+    del memory, lease
+    pool.close()
+    del pool, copier
+    release_unused()
+    assert device.pinned_bytes > 0
+    pending.copied.synchronize()
+    assert pending.batch.tolist() == [7] * 1000
+    Copier(device).release()
+    assert device.pinned_bytes == 0
+
+
+def test_pinned_memory_of_a_failed_device_stays_registered() -> None:
+    """After ``keep_pinned_memory`` nothing is unregistered or unmapped."""
+    device = SimulatedDevice()
+    pool = PinnedBufferPool(device.pin, keep=1)
+    lease = pool.lease()
+    memory = lease.take(1000)
+    memory[:] = 7
+    mapping = weakref.ref(memory.base.base)
+    device.fail()
+    keep_pinned_memory()
+    del memory
+    lease.give_back()
+    pool.close()
+    del lease, pool
+    gc.collect()
+    release_unused()
+    assert device.freed_after_failure == 0
+    assert bytes(mapping()[:1000]) == bytes([7] * 1000)
+
+
+def test_memory_that_cannot_be_unregistered_stays_mapped() -> None:
+    """A driver may still read it."""
+
+    def refuse(memory: np.ndarray) -> None:
+        raise RuntimeError("the device has failed")
+
+    memory = pinned_mapping(1000, lambda memory: None, refuse)
+    mapping = weakref.ref(memory.base)
+    del memory
+    release_unused()
+    assert mapping() is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_WIPEONFORK")
+def test_a_fork_leaves_pinned_pages_where_they_are() -> None:
+    """A child gets zeros: if it shared the pages, the parent's next write would move them away from the device."""
+    memory = SimulatedDevice().pin(3 * mmap.PAGESIZE)
+    memory[:] = 7
+    child = os.fork()
+    if child == 0:
+        os._exit(int(memory.max()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert memory.min() == 7
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -209,10 +209,12 @@ def test_an_error_in_the_loop(start: ForkServer) -> None:
 
 
 def test_an_error_of_a_decoder(start: ForkServer) -> None:
-    """The process prints DecodeError and its cause, and nothing else."""
+    """The process prints DecodeError with its cause and its note, and nothing else."""
     end = begun(start("end_by_a_decoder")).end()
     assert (end.returncode, end.left) == (1, ())
     assert end.err.count("Traceback") == 2  # of the cause, and of the error
     assert "direct cause" in end.err
-    assert "aiofeed.DecodeError" in end.err.splitlines()[-1]
+    error, note = end.err.splitlines()[-2:]
+    assert "aiofeed.DecodeError" in error
+    assert "on_error=" in note
     assert "Exception ignored" not in end.err

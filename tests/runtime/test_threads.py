@@ -331,6 +331,62 @@ def test_the_interpreter_ends_in_silence(state: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        # Python's own error: concurrent.futures cannot be imported any more.
+        ("aiofeed", "can't register atexit after shutdown"),
+        ("torch", "the interpreter is exiting"),
+        ("aiofeed.feeder.feeder", "the interpreter is exiting"),
+    ],
+)
+def test_a_feeder_begun_while_the_interpreter_exits_is_refused(first: str, message: str) -> None:
+    """`iter` raises in an atexit handler that runs after aiofeed's own, instead of starting threads that nobody stops.
+
+    The names are imported after the handler was registered.
+    """
+    program = f"""
+        import atexit
+
+        def late():
+            import aiofeed
+
+            class Numbers:
+                def __len__(self): return 64
+                def key(self, index): return str(index)
+                async def read(self, index): return b""
+
+            try:
+                next(iter(aiofeed.Feeder(Numbers(), decode=len, batch_size=4)))
+            except RuntimeError as error:
+                print(error)
+
+        atexit.register(late)
+        import {first}
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert message in ended.stdout
+
+
+def test_a_feeder_works_in_an_atexit_handler_that_is_younger_than_aiofeed() -> None:
+    """An atexit handler that was registered after the import of aiofeed can iterate a feeder."""
+    ended = run(
+        """
+        import atexit
+
+        def late():
+            feeder = Feeder(Numbers(), decode=number, batch_size=500)
+            print([batch.sum().item() for batch in feeder])
+
+        atexit.register(late)
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[124750, 374750]\n", "")
+
+
 def test_the_interpreter_does_not_wait_for_a_stuck_decoder() -> None:
     """A decoder that sleeps for a minute does not delay the exit."""
     ended = run(

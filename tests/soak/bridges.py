@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from aiofeed import prefetch
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import SimulatedDevice
 from tests.soak.configurations import LATENCIES, ViolationError
 from tests.soak.episodes import Episode
@@ -88,6 +89,7 @@ def _check_released(batches: Batches, device: SimulatedDevice | None) -> None:
     if device is not None:
         gc.collect()
         device.synchronize()
+        release_unused()
         if device.pinned_bytes or device.allocated_bytes:
             leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
             raise ViolationError(leak, "leaked")

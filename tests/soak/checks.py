@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from aiofeed.runtime.buffers import release_unused
 from tests.soak.configurations import Rig, ViolationError
 
 THREAD_EXIT_S = 10.0
@@ -121,6 +122,7 @@ class Checks:
             raise ViolationError(f"{self.descriptors} descriptors before, {now} after", "leaked")
         for device in devices:
             device.synchronize()
+            release_unused()
             if device.pinned_bytes or device.allocated_bytes:
                 leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
                 raise ViolationError(leak, "leaked")

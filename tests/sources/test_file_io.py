@@ -109,11 +109,15 @@ def test_a_device_is_a_read_error(tmp_path: Path, device: str) -> None:
 
 
 def test_a_socket_and_an_open_pipe_are_read_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket in the file system and a pipe in /dev/fd are refused."""
+    """A socket in the file system and a pipe in /dev/fd are refused, and the error says which."""
     monkeypatch.chdir(tmp_path)  # the path of a socket must be short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
-        assert isinstance(error_of(tmp_path / "socket"), ReadError)
+        error = error_of(tmp_path / "socket")
+        assert isinstance(error, ReadError)
+        assert "this is a socket" in str(error)
+        with pytest.raises(OSError, match="this is a socket"):
+            read_file("socket", ReadRules(follow_symlinks=False))
     reader, writer = os.pipe()
     try:
         with pytest.raises(OSError, match="this is a FIFO"):
@@ -141,6 +145,22 @@ def test_a_path_without_a_file_is_a_read_error(
     error = error_of(tmp_path / "bad.jpg")
     assert isinstance(error, ReadError)
     assert isinstance(error.__cause__, kind)
+
+
+@pytest.mark.parametrize("root", [None, "."])
+@pytest.mark.parametrize("follow", [True, False])
+@pytest.mark.parametrize(
+    ("path", "kind"), [("./.", IsADirectoryError), ("./folder/", IsADirectoryError), ("./file/", NotADirectoryError)]
+)
+def test_a_path_with_a_separator_at_its_end_names_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, kind: type[OSError], follow: bool, root: str | None
+) -> None:
+    """Reading it is an error of the system, whether links are followed or not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(kind):
+        read_file(path, ReadRules(follow_symlinks=follow, root=root))
 
 
 def test_no_permission_is_a_read_error(tmp_path: Path) -> None:

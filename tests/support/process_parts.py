@@ -175,6 +175,12 @@ def exits_at_nine(data: bytes) -> Any:
     return np.array(int(data))
 
 
+def fails_at_three(data: bytes) -> Any:
+    if data == b"3":
+        raise ValueError("three")
+    return np.array(int(data))
+
+
 def fails_at_seventeen(data: bytes) -> Any:
     if data == b"17":
         raise ZeroDivisionError("seventeen")
@@ -194,6 +200,12 @@ def unprintable_at_seventeen(data: bytes) -> Any:
     if data == b"17":
         raise Unprintable
     return np.array(int(data))
+
+
+def unprintable_collate(samples: list[Any]) -> Any:
+    if samples[0] == 4:
+        raise Unprintable
+    return np.stack(samples)
 
 
 class StrangeError(Exception):

@@ -1,6 +1,7 @@
 """Tests of the simulated device: the order of its operations, its memory, and its tensors."""
 
 import gc
+import mmap
 import threading
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from aiofeed.devices.backend import DeviceBackend
+from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import SimulatedDevice
 
 POISON = 0xDB
@@ -259,22 +261,41 @@ class TestMemory:
         assert ran == [1]
 
     def test_pinned_memory(self):
-        """Pinned memory counts as long as an array or tensor refers to it, and slices of it are pinned."""
+        """Pinned memory counts in pages until nothing refers to it, and slices of it are pinned."""
         simulated = SimulatedDevice()
         memory = simulated.pin(1000)
+        assert memory.nbytes == 1000
         part = torch.from_numpy(memory[100:200])
         assert simulated.is_pinned(part)
         assert not simulated.is_pinned(torch.ones(4))
-        assert simulated.pinned_bytes == 1000
+        assert simulated.pinned_bytes == mmap.PAGESIZE
         del memory
-        assert simulated.pinned_bytes == 1000
+        release_unused()
+        assert simulated.pinned_bytes == mmap.PAGESIZE
         del part
+        release_unused()
         assert simulated.pinned_bytes == 0
+
+    def test_memory_unregistered_before_its_copy_has_run(self, late):
+        """It is an error to unregister memory that a queued copy reads, and the copy reads poison."""
+        memory = np.ones(8, np.uint8)
+        late.register(memory)
+        early, copied = late.copy(source := torch.from_numpy(memory)), late.record(late.current_stream())
+        with pytest.raises(RuntimeError, match="unregistered before 1 copies from it had run"):
+            late.unregister(memory)
+        assert early.tolist() == [POISON] * 8
+        late.register(memory)
+        again = late.copy(source)
+        late.synchronize()
+        assert copied.query()
+        late.unregister(memory)
+        assert again.tolist() == [1] * 8
+        assert late.pinned_bytes == 0
 
     def test_faults(self):
         """``pin_fails`` and ``copy_fails_at`` make pinning and the n-th copy fail."""
         simulated = SimulatedDevice(pin_fails=True, copy_fails_at=2)
-        with pytest.raises(RuntimeError, match="8 bytes cannot be pinned"):
+        with pytest.raises(RuntimeError, match="bytes cannot be pinned"):
             simulated.pin(8)
         simulated.copy(torch.ones(1))
         with pytest.raises(RuntimeError, match="copy 2"):

@@ -1,4 +1,7 @@
-"""Users' programs for `mypy --strict` (`make lint`). None of this code runs."""
+"""Users' programs for `mypy --strict` (`make lint`) and pyright (`test_user_programs.py`). None of this code runs.
+
+A mistake has a comment for each type checker, which complains about a comment that it does not need.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,28 @@ class Store:
 
     def target(self, index: int) -> int:
         return 0
+
+
+class Pairs(Store):
+    """A user's source of samples of two files."""
+
+    async def read(self, index: int) -> tuple[bytes, bytes]:  # type: ignore[override]  # pyright: ignore
+        return b"", b""
+
+
+class Decoder:
+    """A user's decoder."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        return torch.zeros(self.size)
+
+
+def decode_pair(data: tuple[bytes, bytes]) -> int:
+    """A decoder of samples of two files."""
+    return len(data)
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -53,6 +78,15 @@ def stacked(samples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack([x for x, _ in samples])}
 
 
+def untyped(source: Any, decode: Any, items: Any) -> None:
+    """Arguments of unknown types are no errors."""
+    aiofeed.Feeder(source, decode=decode, batch_size=2)
+    aiofeed.Feeder(Store(), decode=decode, batch_size=2)
+    aiofeed.Feeder(source, decode=Decoder(3), batch_size=2)
+    aiofeed.Feeder(items, batch_size=2)
+    assert_type(next(iter(aiofeed.Feeder(items, batch_size=2, collate_fn=stacked))), dict[str, torch.Tensor])
+
+
 async def train() -> None:
     """Without a declared batch type no annotation is needed; the batch type is the return type of ``collate_fn``."""
     folder = aiofeed.ImageFolder("train")
@@ -68,7 +102,11 @@ async def train() -> None:
     plain = aiofeed.Feeder(Store(), decode=lambda data: len(data), batch_size=4, engine="process:2")
     resident = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, device=["cpu", "cpu"])
     listed = aiofeed.Feeder([1, 2, 3], batch_size=1, sampler=[0, 1])
-    print(random, plain, resident, listed)
+    texts = aiofeed.Feeder(["a", "b"], batch_size=1, collate_fn=lambda texts: texts)
+    pairs = aiofeed.Feeder(Pairs(), decode=decode_pair, batch_size=2)
+    mine = aiofeed.Feeder(folder, decode=Decoder(3), batch_size=2, engine="process")
+    files = aiofeed.Feeder(aiofeed.Files(["a"]), decode=len, batch_size=2, engine="process:16")
+    print(random, plain, resident, listed, texts, pairs, mine, files)
     one = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, shuffle=True)
     assert_type(next(iter(one)), list[torch.Tensor])
     changed = aiofeed.Feeder(folder, decode=aiofeed.DecodeImage(224), batch_size=4, transform=lambda batch: batch[0])
@@ -81,5 +119,21 @@ async def train() -> None:
     assert_type(next(iter(aiofeed.prefetch(collated, device="cpu"))), dict[str, torch.Tensor])
     assert_type(next(iter(Photos("train", 4))), list[torch.Tensor])
 
-    aiofeed.Feeder(Rows(), batch_size=2, shufle=True)  # type: ignore[call-overload]  # mypy finds the typing error
-    aiofeed.Feeder(Rows(), batch_size=2, num_workers=4)  # type: ignore[call-overload]
+
+def make_mistakes() -> None:
+    """Each statement is a type error, and an error at run time."""
+    rows, folder, decode = Rows(), aiofeed.ImageFolder("train"), aiofeed.DecodeImage(224)
+    aiofeed.Feeder(rows, batch_size=2, shufle=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    aiofeed.Feeder(rows, batch_size=2, num_workers=4)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    aiofeed.Feeder(rows, decode=decode, batch_size=2)  # type: ignore[call-overload]  # pyright: ignore
+    aiofeed.Feeder("train", decode=decode, batch_size=2)  # type: ignore[call-overload]  # pyright: ignore
+    aiofeed.Feeder(aiofeed.ImageFolder, decode=decode, batch_size=2)  # type: ignore[call-overload]  # pyright: ignore
+    aiofeed.Feeder(folder, decode=aiofeed.DecodeImage, batch_size=2)  # type: ignore[misc]  # pyright: ignore
+    aiofeed.Feeder(folder, decode=Decoder, batch_size=2)  # type: ignore[misc]  # pyright: ignore
+    aiofeed.Feeder(Pairs(), decode=decode, batch_size=2)  # type: ignore[misc]  # pyright: ignore
+    aiofeed.Feeder(rows, batch_size=2, engine="processes")  # type: ignore[call-overload]  # pyright: ignore
+    aiofeed.ImageFolder("train", transform=decode)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    aiofeed.DecodeImage(224, mean=0.5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    aiofeed.Limits(num_workers=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    aiofeed.Files(["a"], target=[1])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    aiofeed.prefetch([rows], devise="cpu")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from aiofeed.core.errors import CollateError
+from aiofeed.core.formatting import format_error
 from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, total_nbytes
 from aiofeed.core.types import Collate, HostTensor, Row
 from aiofeed.runtime.buffers import BufferLease, array
@@ -315,7 +316,7 @@ class CollateBatchBuilder(BatchBuilder):
         except BaseException as error:  # the user's function may raise anything; it is chained and named
             named = pick(keys, positions)
             span = repr(named[0]) if len(named) == 1 else f"{named[0]!r} to {named[-1]!r}"
-            raise CollateError(f"collate_fn raised {type(error).__name__}: {error} (samples {span})") from error
+            raise CollateError(f"collate_fn raised {format_error(error)} (samples {span})") from error
         if self._lease is not None:
             batch, self.nbytes = stage(batch, self._lease)
         else:

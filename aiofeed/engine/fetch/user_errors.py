@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from aiofeed.core.errors import ReadError, SampleError
+from aiofeed.core.errors import DecodeError, ReadError, SampleError
+from aiofeed.core.formatting import format_error
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
+_NAMED = (ReadError, DecodeError)
 
 
 def sample_error(
     kind: type[SampleError], error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True
 ) -> SampleError:
-    """A sample's ``ReadError`` or ``DecodeError``. A user's error that names this sample already is returned unchanged.
+    """A sample's ``ReadError`` or ``DecodeError``. One that names this sample already is returned unchanged.
 
-    ``traced=False`` removes the tracebacks: for as long as the error is remembered, they would keep what their frames
-    refer to alive, such as the bytes of the sample.
+    An error of a user's subclass becomes the cause of one: its constructor may need other arguments, so that it cannot
+    be copied or sent to another process. ``traced=False`` removes the tracebacks: for as long as the error is
+    remembered, they would keep what their frames refer to alive, such as the bytes of the sample.
     """
-    named = error
-    if not isinstance(named, SampleError) or named.index != index:
+    if isinstance(error, SampleError) and type(error) in _NAMED and (error.key, error.index) == (key, index):
+        named = error
+    else:
         stage = "read" if kind is ReadError else "decode"
-        named = kind(f"cannot {stage} {key!r}: {_format(error)}{hint}", key=key, index=index, stage=stage)
+        named = kind(f"cannot {stage} {key!r}: {format_error(error)}{hint}", key=key, index=index, stage=stage)
         named.__cause__ = without_our_frames(error)
     if not traced:
         untrace(named)
     return named
-
-
-def _format(error: BaseException) -> str:
-    """An error on one line."""
-    try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001 - the user's own exception may fail to format itself
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def without_our_frames(error: BaseException) -> BaseException:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
-from aiofeed.devices.backend import is_complete, poll
+from aiofeed.devices.backend import is_complete, is_out_of_memory, poll
+from aiofeed.devices.cuda import allocating
 from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 from aiofeed.runtime.buffers import PinnedBufferPool, array
-from aiofeed.runtime.tensors import tensor_row_bytes, view_as_integers
+from aiofeed.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
 from aiofeed.sampling.schedule import BatchRange
 
 if TYPE_CHECKING:
@@ -33,6 +35,14 @@ DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
 FREE_SHARE = 4
 # Each window is copied to the device with one index per row, which for small rows is larger than the rows.
 _INDEX_BYTES = 8
+
+
+class _Data(NamedTuple):
+    """A tensor of the data on the device: its rows as words, and the shape and dtype of a row."""
+
+    words: torch.Tensor
+    shape: Sequence[int]
+    dtype: torch.dtype
 
 
 def _device_batch(
@@ -82,9 +92,11 @@ class DeviceWindows:
         self._backend = backend
         self._source = source
         self._batch_bytes = batch_size * row_bytes(source)
-        # The data on the device, as integers with their dtypes; filled below.
-        data: list[tuple[torch.Tensor, torch.dtype]] = []
+        # The data on the device; filled below.
+        data: list[_Data] = []
         self._copier = Copier(backend, partial(_gather, data, source.alias))
+        # Data that are used where the user has them, in memory that torch did not allocate.
+        self._foreign: list[torch.Tensor] = []
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
         # For each window with batches handed out: first the streams that use it, then, when its last batch was handed
@@ -124,7 +136,7 @@ class DeviceWindows:
                 return batch_range, self._issue(batch_range)
             except DeviceCopyError as error:
                 cause = error.__cause__
-                if not _is_out_of_memory(cause):
+                if not is_out_of_memory(cause):
                     raise
                 if len(batch_range.numbers) == 1:
                     # Drop the traceback: its frames refer to device memory.
@@ -136,6 +148,23 @@ class DeviceWindows:
             poll(partial(self._at_most_queued, 0))
             batch_range = batch_range.head(self.max_batches)
 
+    def close(self, timeout_s: float) -> None:
+        """Wait for the windows that are made of memory that torch did not allocate, and unlock pinned memory.
+
+        Another process may unmap such memory, or use it again, as soon as nothing refers to the data. If the wait is
+        too short or the windows are dropped without it, a later ``release`` of any copier drops the data.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            if self._foreign:
+                made = self._backend.record(self._backend.side_stream())
+                poll(lambda: made.query() or time.monotonic() >= deadline)
+            self._give_back_copied()
+            self._copier.release()
+        except Exception:  # noqa: BLE001 - the device has failed; its next use raises the error
+            pass
+        self._indices.close()
+
     def _at_most_queued(self, windows: int) -> bool:
         """Return whether queued work uses at most this number of windows."""
         name = self._backend.name
@@ -144,8 +173,7 @@ class DeviceWindows:
         return len(self._queued) <= windows
 
     def _issue(self, batch_range: BatchRange) -> Window:
-        while self._copying and self._copying[0][0].query():
-            self._copying.popleft()[1]()
+        self._give_back_copied()
         start, count = int(batch_range.indices[0]), len(batch_range.indices)
         if batch_range.run:
             pending = self._copier.issue((None, start, count))
@@ -155,9 +183,15 @@ class DeviceWindows:
             np.copyto(indices, batch_range.indices)
             pending = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
             self._copying.append((pending.copied, lease.give_back))
+        if self._foreign:
+            self._copier.keep_until(pending.ready, self._foreign)
         return partial(_device_batch, self._copier, pending, [], self._in_use)
 
-    def _upload(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+    def _give_back_copied(self) -> None:
+        while self._copying and self._copying[0][0].query():
+            self._copying.popleft()[1]()
+
+    def _upload(self) -> list[_Data]:
         import torch
 
         backend, side = self._backend, self._backend.side_stream()
@@ -166,7 +200,12 @@ class DeviceWindows:
             raise self._does_not_fit("all")
         uploaded = []
         try:
-            with torch.inference_mode(False), torch.no_grad(), backend.use_stream(side):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                allocating(backend.device),
+                backend.use_stream(side),
+            ):
                 for data in self._source.tensors:
                     tensor = user_tensor(data)
                     # Keep this reference until the copy has run.
@@ -174,11 +213,14 @@ class DeviceWindows:
                     copy = backend.copy(host)
                     # It may be the user's tensor: allocated on another stream, dropped while the side stream reads it.
                     backend.record_stream(copy, side)
+                    if copy is host and not _is_torchs(copy):
+                        # `record_stream` does nothing for it.
+                        self._foreign.append(copy)
                     # The copy reads host memory until this event is complete.
                     backend.record(side).synchronize()
-                    uploaded.append((copy, tensor.dtype))
+                    uploaded.append(_Data(rows_as_words(copy), tensor.shape[1:], tensor.dtype))
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise self._does_not_fit("all") from error.with_traceback(None)
             raise DeviceCopyError(
                 f"uploading {self._source!r} to {backend.name} failed: {type(error).__name__}: {error}"
@@ -213,9 +255,7 @@ class DeviceWindows:
         )
 
 
-def _gather(
-    data: list[tuple[torch.Tensor, torch.dtype]], alias: bool, wanted: tuple[torch.Tensor | None, int, int]
-) -> list[torch.Tensor]:
+def _gather(data: list[_Data], alias: bool, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
     """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``.
 
     The copier calls it on the side stream.
@@ -226,23 +266,22 @@ def _gather(
     found = []
     # Tensors made under the user's torch.inference_mode could not be trained on outside it.
     with torch.inference_mode(False), torch.no_grad():
-        for tensor, dtype in data:
+        for words, shape, dtype in data:
             if indices is not None:
-                rows = tensor.index_select(0, indices)
+                rows = words.index_select(0, indices)
             else:
-                rows = tensor.narrow(0, start, count)
+                rows = words.narrow(0, start, count)
                 rows = rows if alias else rows.clone()
-            found.append(rows.view(dtype))
+            found.append(words_as_rows(rows, shape, dtype))
     return found
+
+
+def _is_torchs(tensor: torch.Tensor) -> bool:
+    """Return whether torch's allocator owns a tensor's memory; not that of another process or another library."""
+    return tensor.untyped_storage().resizable()
 
 
 def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
     """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()
-
-
-def _is_out_of_memory(error: BaseException | None) -> TypeGuard[torch.OutOfMemoryError]:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError)

@@ -73,6 +73,10 @@ class Windows(Protocol):
         """Make later windows wait for the work that the calling thread has queued on the device."""
         ...
 
+    def close(self, timeout_s: float) -> None:
+        """Wait for windows that are being made of memory that another process may free; no more are made."""
+        ...
+
 
 def window_batches(batch_bytes: int, *bounds: int) -> int:
     """Return how many batches fit into each of ``bounds`` (bytes); at least 1."""
@@ -123,6 +127,9 @@ class HostWindows:
         return True
 
     def wait_for_caller(self) -> None:
+        """Do nothing: nothing is queued on the host."""
+
+    def close(self, timeout_s: float) -> None:
         """Do nothing: nothing is queued on the host."""
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:

@@ -58,9 +58,11 @@ class ResidentData:
                 self.windows = DeviceWindows(self._backend, self.source, self._batch_size, self._memory_bytes)
         return self.windows
 
-    def clear(self) -> None:
-        """Drop the uploaded data; ``open`` uploads it again."""
-        self.windows = None
+    def clear(self, timeout_s: float) -> None:
+        """Drop the uploaded data, after ``DeviceWindows.close``; ``open`` uploads it again."""
+        windows, self.windows = self.windows, None
+        if windows is not None:
+            windows.close(timeout_s)
 
 
 class _Epoch:
@@ -262,12 +264,12 @@ class ResidentPipeline:
 
     def join(self, timeout_s: float) -> bool:
         """Drop the uploaded data."""
-        self.data.clear()
+        self.data.clear(timeout_s)
         return True
 
     async def stopped(self) -> None:
         """Drop the uploaded data."""
-        self.data.clear()
+        self.data.clear(0)
 
 
 def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transform:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
+from aiofeed.devices import cuda
 from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class CudaSharedDevice:
         """One stream per device for the whole process."""
         with _streams_lock:
             if self._device not in _streams:
-                _streams[self._device] = self._cuda.Stream(self._device)
+                _streams[self._device] = cuda.new_stream(self._device)
             return _streams[self._device]
 
     def holds(self, value: object) -> bool:

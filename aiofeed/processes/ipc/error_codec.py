@@ -76,7 +76,10 @@ def _instance(message: ErrorMessage) -> Exception:
 
 
 def _plain_arguments(error: BaseException) -> list[Scalar] | None:
-    arguments: tuple[Any, ...] = error.args
+    try:
+        arguments: tuple[Any, ...] = error.args
+    except BaseException:  # noqa: BLE001 - as in `_text_of`
+        return None
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         arguments = (error.errno, error.strerror, error.filename)
     if isinstance(error, WorkerDiedError):
@@ -99,8 +102,7 @@ def _text_of(error: object) -> str:
 
 
 def _notes(error: BaseException) -> list[bytes]:
-    notes = getattr(error, "__notes__", ())
-    return [_to_bytes(_text_of(note)) for note in notes[:_MAX_NOTES]] if isinstance(notes, list | tuple) else []
+    return [_to_bytes(note) for note in errors.notes_of(error)[:_MAX_NOTES]]
 
 
 def _to_bytes(text: str) -> bytes:

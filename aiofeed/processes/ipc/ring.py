@@ -15,8 +15,7 @@ import numpy as np
 from aiofeed.processes.ipc.framing import ProtocolError, close_all
 from aiofeed.processes.ipc.schema import ArrayNode, NewSegment, dtype_and_nbytes
 from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
-from aiofeed.processes.ipc.tracking import DropTracker
-from aiofeed.runtime.buffers import Bytes
+from aiofeed.runtime.buffers import Bytes, register_until_dropped
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,8 +33,6 @@ _ALIGNMENT = 64
 _DECAY = 0.95
 # In place of a descriptor that was sent to the only reader.
 _SENT = -1
-# Memory that is registered with a device: how to unregister it, and its mapping, which must outlive that.
-_registered: DropTracker[tuple[Callable[[Bytes], object], Any]] = DropTracker()
 
 
 # --- reading ---
@@ -81,15 +78,11 @@ class Ring:
             self._segments.pop(number, None)
 
     def _pin(self, segment: Segment) -> None:
-        release_unused()
         try:
-            self._backend.register(segment.memory)
+            register_until_dropped(segment.memory, self._backend.register, self._backend.unregister)
         except Exception as error:  # noqa: BLE001 - whatever the driver raises, pageable memory is slower and correct
             self.pinned = False
             log.warning("shared memory cannot be pinned (%s): copies to the device will be slower", str(error))
-            return
-        # The mapping stays until the driver, which knows its address, has unregistered it.
-        _registered.watch(segment.memory, (self._backend.unregister, segment.memory.base))
 
     def close(self) -> None:
         """Forget all segments."""
@@ -118,15 +111,6 @@ class Ring:
         if node.offset < 0 or node.offset + nbytes > memory.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {node.offset} do not lie in segment {node.segment}")
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
-
-
-def release_unused() -> None:
-    """Unregister and unmap device-registered memory that nothing refers to any more."""
-    for unregister, mapping in _registered.collected():
-        try:
-            unregister(np.frombuffer(mapping, np.uint8))
-        except Exception as error:  # noqa: BLE001 - the device has failed; its memory goes with the process
-            log.debug("shared memory could not be unregistered: %s", error)
 
 
 class RingLease:

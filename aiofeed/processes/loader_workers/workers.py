@@ -14,11 +14,11 @@ from typing import Any
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.ring import Ring
-from aiofeed.processes.ipc.tracking import DropTracker, forks
 from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.protocol import Answer, Release
 from aiofeed.processes.loader_workers.worker import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
+from aiofeed.runtime.buffers import DropTracker, forks
 
 # A dead worker closes its channel a moment before its exit status is available.
 _REAP_S = 1.0

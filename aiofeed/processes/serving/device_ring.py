@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 64
 # Wide loads, and the granularity of CUDA's allocator.
 _ALIGNMENT = 512
+# A larger block than the ring has is a quarter larger than its batch, and blocks are whole grains, the granularity of
+# CUDA's allocations: batches that vary in size soon fit into the blocks there are.
+_GRAIN_BYTES = 2 << 20
+# Exports of a block to consumers that are gone at which another block replaces it. torch keeps an interprocess event
+# for each export until the memory is freed, and with 1,000 of them in a process each further export waits for the
+# device (CUDA_IPC_MAXIMUM_EVENTS_TO_USE in torch/csrc/CudaIPCTypes.h).
+_MAX_STALE_EXPORTS = 100
 # The NumPy dtype in which a tensor is described, by its item size; torch_dtype has the real one.
 DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
@@ -49,6 +56,7 @@ class DeviceBlock:
         memory: uint8 [nbytes].
         filled: Complete when the content may be read.
         read: Of each consumer that it was exported to, the event that the consumer records after reading.
+        exports: How often it was exported.
         unsent: The handles that consumers have not been sent yet.
         readers: Consumers whose copies of the content must complete before it is written again.
         reusable: Whether it may be written again; not if a dropped consumer may still read it.
@@ -58,9 +66,15 @@ class DeviceBlock:
     memory: torch.Tensor
     filled: SharedEvent
     read: dict[Hashable, SharedEvent] = field(default_factory=dict)
+    exports: int = 0
     unsent: dict[Hashable, DeviceBlockHandle] = field(default_factory=dict)
     readers: set[Hashable] = field(default_factory=set)
     reusable: bool = True
+
+    @property
+    def worn(self) -> bool:
+        """Whether it was exported so often that another block should replace it."""
+        return self.exports - len(self.read) >= _MAX_STALE_EXPORTS
 
     def is_read(self) -> bool:
         """Whether all readers' copies have completed."""
@@ -101,6 +115,10 @@ class DeviceRing:
 
     def probe(self, consumer: Hashable) -> Probe:
         """A block with known content, for a consumer to try; ``HandleError`` if it cannot be allocated or exported."""
+        if self._probe is not None and self._probe[0].worn:
+            # Consumers that have not tried it yet may still open its events.
+            self._kept_events += [self._probe[0].filled, *self._probe[0].read.values()]
+            self._probe = None
         if self._probe is None:
             import torch
 
@@ -198,6 +216,7 @@ class DeviceRing:
         filled_handle, read_handle = self._shared.export_event(block.filled), self._shared.export_event(read)
         # Last, because an error after it would have to take the reference back.
         handle = self._shared.export(block.memory)
+        block.exports += 1
         block.unsent[consumer] = DeviceBlockHandle(block.number, handle, filled_handle, read_handle)
         block.read[consumer] = read
 
@@ -235,6 +254,8 @@ class DeviceRing:
 
     def _retire(self, block: DeviceBlock) -> None:
         """Never write a block again. The device keeps the memory as long as a process has it open."""
+        while block.unsent:
+            self._shared.forget(block.unsent.popitem()[1].handle)
         if block in self._blocks:
             self._blocks.remove(block)
             self._free = [each for each in self._free if each is not block]
@@ -250,14 +271,20 @@ class DeviceRing:
         self._kept_events.clear()
 
     def _take_block(self, nbytes: int) -> DeviceBlock:
+        largest = max((block.memory.nbytes for block in self._blocks), default=0)
         read = [block for block in self._free if block.is_read()]
+        for worn in [block for block in read if block.worn]:
+            read.remove(worn)
+            self._retire(worn)
         fitting = next((block for block in read if block.memory.nbytes >= nbytes), None)
         if fitting is not None:
             self._free.remove(fitting)
             return fitting
         if len(self._blocks) >= self._max_blocks and read:
             self._retire(min(read, key=lambda each: each.memory.nbytes))
-        block = self._allocate(max([nbytes, *(each.memory.nbytes for each in self._blocks)]))
+        if 0 < largest < nbytes:
+            nbytes += nbytes // 4
+        block = self._allocate(max(-(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES, largest))
         self._blocks.append(block)
         return block
 

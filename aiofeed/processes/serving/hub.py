@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aiofeed.core.errors import as_exception
+from aiofeed.core.formatting import format_error
 from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
@@ -132,9 +133,9 @@ class Hub:
                     except Exception as error:
                         self._fail(error)
                         if not go_on:
-                            reason = f"its feeder failed: {type(error).__name__}: {error}"
+                            reason = f"its feeder failed: {format_error(error)}"
                             raise
-                        log.error("epoch %d failed for all its consumers: %s", epoch, error)
+                        log.error("epoch %d failed for all its consumers: %s", epoch, format_error(error))
                 reason = "it has served all its epochs"
             finally:
                 await self._close(reason)

@@ -11,11 +11,10 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.copier import Copier
 from aiofeed.processes.ipc.batch_codec import array_nodes, batch_in_ring, copied_leaf, decode_and_wrap
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease, release_unused
+from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease
 from aiofeed.processes.ipc.schema import Node
-from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.serving.protocol import BatchAvailable, EpochMessage
-from aiofeed.runtime.buffers import BufferLease, BufferPool
+from aiofeed.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 

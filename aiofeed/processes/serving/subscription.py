@@ -24,7 +24,6 @@ from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.serving.protocol import (
     BatchAvailable,
     Disconnected,
@@ -37,6 +36,7 @@ from aiofeed.processes.serving.protocol import (
     decode_from_server,
 )
 from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
+from aiofeed.runtime.buffers import DropTracker
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
 log = logging.getLogger("aiofeed.processes")

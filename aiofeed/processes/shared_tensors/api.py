@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -42,8 +41,7 @@ class SharedTensors:
         self._tensors = tensors
         self._closed = False
         self._server = server
-        # At interpreter exit runtime/threads.py stops the server and waits for it, which a finalizer must not.
-        weakref.finalize(self, server.stop).atexit = False
+        server.watch(self)
 
     @property
     def tensors(self) -> Any:

@@ -51,8 +51,12 @@ class TensorServer:
             raise
 
     def stop(self) -> None:
-        """Tell the thread to end. Never blocks; idempotent; also for finalizers."""
+        """Tell the thread to end. Never blocks; idempotent."""
         self._thread.stop()
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is collected."""
+        self._thread.watch(owner)
 
     def join(self) -> None:
         """Wait until the thread has ended, for a bounded time: it may be copying from a device."""

@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 
 from aiofeed.core.errors import CollateError, FeedError, add_note
+from aiofeed.core.formatting import format_error
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, close_all, send_message
@@ -69,7 +70,7 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
         loop_thread.finished.result()
         status = 0
     except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
-        failure = FeedError(f'a worker process of engine="process" could not start: {type(error).__name__}: {error}')
+        failure = FeedError(f'a worker process of engine="process" could not start: {format_error(error)}')
         failure.__cause__ = error
         sock.setblocking(True)
         send_message(sock, encode(WorkerEnded(describe(failure))))
@@ -129,6 +130,7 @@ class _Worker:
             number=self._number,
             executor=self._loop_thread.decode_pool,
             send=self.send,
+            late_s=self._loop_thread.late_s,
         )
         self.send(WorkerReady())
         await self._engine.run()

@@ -20,8 +20,6 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.ring import release_unused
-from aiofeed.processes.ipc.tracking import DropTracker
 from aiofeed.processes.workers.handle import AssignedBatch, WorkerHandle
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
@@ -36,6 +34,7 @@ from aiofeed.processes.workers.protocol import (
 )
 from aiofeed.processes.workers.spawn import WorkerConfig, write_config
 from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
+from aiofeed.runtime.buffers import DropTracker, release_unused
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend

@@ -92,7 +92,7 @@ def check_picklable(**arguments: Any) -> None:
         try:
             with open(os.devnull, "wb") as discarded:
                 _dump(value, discarded, name)
-        except Exception as error:
+        except TypeError as error:
             if _cloudpickle() is None:
                 raise TypeError(f"{error}, or install cloudpickle, which can pickle it") from error.__cause__
             try:

@@ -105,6 +105,7 @@ class WorkerEngine(Engine):
         number: int,
         executor: ThreadPool,
         send: Send,
+        late_s: Callable[[], float],
     ) -> None:
         fetcher = new_fetcher(
             worker_config.source,
@@ -146,6 +147,7 @@ class WorkerEngine(Engine):
             policy=worker_config.policy,
             length=worker_config.length,
             buffer=self.permits,
+            late_s=late_s,
             # Tunes reads only. Decode threads are tuned while the consumer waits, which is not visible here.
             tuner=tuner,
         )

@@ -17,8 +17,7 @@ import numpy as np
 from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, leaf_of
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import ArrayNode, Node
-from aiofeed.processes.ipc.tracking import DropTracker, forks
-from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes
+from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes, DropTracker, forks
 
 # Smaller parts of a segment are copied, so that a user who keeps the labels of all batches does not keep the images.
 _MIN_FRACTION = 0.25

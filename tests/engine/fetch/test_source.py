@@ -84,3 +84,26 @@ def test_the_turn_ends_after_an_error() -> None:
     reader = BlockingReader(read_now, FailurePolicy())
     assert [type(data) for data in read(reader, [1, 2])] == [RuntimeError, RuntimeError]
     assert not reader._turn.locked()
+
+
+def test_the_time_of_a_blocking_read_is_processor_time() -> None:
+    """Waiting does not count: for files in the page cache, it is for the GIL or the turn of the thread."""
+    storage = Storage()
+
+    def read_now(indices: Sequence[int]) -> list[int]:
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        return storage.read_now(indices)  # sleeps, and waits at index 0
+
+    outcome = ChunkOutcome()
+    reader = BlockingReader(read_now, FailurePolicy())
+    thread = threading.Thread(target=reader.read, args=([0], outcome, threading.Event()))
+    started = time.perf_counter()
+    thread.start()
+    assert storage.blocked.wait(60)
+    while time.perf_counter() < started + 0.2:
+        pass
+    storage.open.set()
+    thread.join()
+    assert 0.01 <= outcome.read_s < 0.1

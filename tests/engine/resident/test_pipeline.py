@@ -492,8 +492,8 @@ def test_memory_is_flat_over_thousands_of_epochs() -> None:
             pass
         if epoch == 2:
             memory = windows_of(feeder)._memory
-            blocks = {id(block) for block in memory._free} | {id(block) for _, block in memory._lent.values()}
-    assert {id(block) for block in memory._free} | {id(block) for _, block in memory._lent.values()} == blocks
+            blocks = {id(block) for block in memory._free} | {id(block) for _, block in memory._lent._watched.values()}
+    assert {id(block) for block in memory._free} | {id(block) for _, block in memory._lent._watched.values()} == blocks
     assert len(blocks) <= 3
     kept = list(feeder)
     assert len(memory._lent) >= 4
@@ -672,6 +672,62 @@ def test_device_memory_goes_with_the_feeder() -> None:
         assert backend.allocated_bytes == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_every_dtype_and_size(on_device: bool, shuffle: bool) -> None:
+    """Windows on a device, which are gathered as words, equal those on the host bit for bit."""
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+    tensors = []
+    for dtype in dtypes:
+        for shape in ((), (3,), (8,), (2, 4), (5, 1, 3)):
+            values = torch.randint(0, 2, (22, *shape), dtype=torch.uint8).to(dtype)
+            tensors.append(values[1:])  # begins inside a word, for some
+    backend = testing.SimulatedDevice()
+    given = [backend.copy(tensor.contiguous()) for tensor in tensors] if on_device else tensors
+    backend.synchronize()
+    wanted = list(Feeder(Tensors(*tensors), batch_size=4, shuffle=shuffle, seed=1))
+    found = list(Feeder(Tensors(*given), batch_size=4, shuffle=shuffle, seed=1, device=backend))
+    for batch, other in zip(found, wanted, strict=True):
+        for rows, others in zip(batch, other, strict=True):
+            assert (rows.dtype, rows.shape, rows.stride()) == (others.dtype, others.shape, others.stride())
+            assert torch.equal(rows.cpu(), others)
+
+
+class Foreign(testing.SimulatedDevice):
+    """A device whose tensors are in memory that ``record_stream`` does not know, as if received through CUDA IPC."""
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any, /) -> None:
+        if tensor.dtype is not torch.int32:  # the data; batches are memory of this process
+            super().record_stream(tensor, stream)
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_data_of_another_process_are_kept_until_windows_of_them_are_made(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If feeder and data are dropped while a window is gathered, its rows are right."""
+    monkeypatch.setattr("aiofeed.engine.resident.device_windows._is_torchs", lambda tensor: False)
+    backend = Foreign(latency="late")
+    x = backend.copy(host := torch.arange(4000.0).view(100, 40))
+    backend.synchronize()
+    feeder: Feeder[Any] = Feeder(Tensors(x), batch_size=100, shuffle=True, device=backend)
+    wanted = list(Feeder(Tensors(host), batch_size=100, shuffle=True))
+    side = backend.new_stream("consumer")
+    with backend.use_stream(side):
+        [rows] = next(iter(feeder))
+    if how == "close":
+        feeder.close()
+        gone = weakref.ref(x)
+        del x, feeder
+        assert gone() is None
+    else:
+        del x, feeder
+    # Memory of tensors that are gone is poisoned on their stream.
+    backend.record(backend.current_stream()).synchronize()
+    with backend.use_stream(side):
+        assert torch.equal(rows.cpu(), wanted[0][0])
 
 
 class UnknownMemory(testing.SimulatedDevice):

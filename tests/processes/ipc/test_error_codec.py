@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,16 @@ class Hostile(Exception):
         raise SystemExit(3)
 
 
+class Unreadable(Exception):
+    """Raises SystemExit when its arguments or notes are asked for."""
+
+    @property
+    def args(self) -> Any:
+        raise SystemExit(3)
+
+    __notes__ = args  # type: ignore[assignment]
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
     """Refuses notes."""
@@ -53,9 +64,19 @@ class Frozen(Exception):
     number: int
 
 
+class WithoutArguments(Exception):
+    """Its arguments raise an error."""
+
+    @property
+    def args(self) -> tuple[object, ...]:  # type: ignore[override]
+        raise RuntimeError("no arguments")
+
+
 def test_any_exception_can_be_described() -> None:
-    """Also one whose ``__str__`` raises SystemExit, or that refuses notes."""
+    """Also one whose ``__str__``, ``args`` or notes raise SystemExit, or that refuses notes."""
+    assert "WithoutArguments" in str(rebuild(describe(WithoutArguments())))
     assert str(rebuild(describe(Hostile()))).endswith("test_error_codec.Hostile")
+    assert "Unreadable" in str(rebuild(describe(Unreadable())))
     assert "Frozen" in str(rebuild(describe(Frozen(1))))
 
 

@@ -25,9 +25,9 @@ from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
-from aiofeed.processes.serving import device_reader
+from aiofeed.processes.serving import device_reader, device_ring
 from aiofeed.processes.serving.device_reader import DeviceReader, UncopiedBatch
-from aiofeed.processes.serving.device_ring import DeviceRing, TensorInBlock
+from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing, TensorInBlock
 from aiofeed.processes.serving.protocol import BatchAvailable
 from aiofeed.processes.serving.subscription import server_died
 from tests.support import ring_parts, serve_parts
@@ -79,8 +79,11 @@ def test_each_consumer_on_the_device_gets_every_batch(address: str, lag: int) ->
     device.close()
 
 
-def test_memory_is_exported_once_to_each_consumer(address: str, device: LateDevice) -> None:
+def test_memory_is_exported_once_to_each_consumer(
+    address: str, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks are reused, and replaced only if a batch is larger."""
+    monkeypatch.setattr(device_ring, "_GRAIN_BYTES", 512)
     with (
         feeder(240, device=device) as feeding,
         Started(ring_parts.epochs, address, 2, {}) as first,
@@ -609,6 +612,74 @@ def test_a_dropped_consumer_can_still_open_a_block_that_it_was_sent(device: Late
         assert mine.open_event(handle.read).query()
         assert mine.open(handle.handle)[:8].view(torch.int64).tolist() == [0]
     mine.close()
+
+
+def place_and_read(ring: DeviceRing, device: LateDevice, nbytes: int) -> DeviceBlock:
+    """A block to which a batch was written, given back."""
+    placed = ring.place({"x": device.clone(torch.zeros(nbytes, dtype=torch.uint8))}, "")
+    assert placed is not None
+    ring.give_back(placed[1])
+    return placed[1]
+
+
+def test_batches_of_varying_size_soon_fit(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block is as large as its batch; one for a larger batch is a quarter larger. Both are whole grains."""
+    monkeypatch.setattr(device_ring, "_GRAIN_BYTES", 1 << 12)
+    ring = DeviceRing(device, device, 1)
+    with ring.entered():
+        assert place_and_read(ring, device, 40_000).memory.nbytes == 10 << 12
+        blocks = [place_and_read(ring, device, 40_000 + 500 * step).memory.nbytes for step in range(30)]
+    assert blocks == [10 << 12] * 2 + [13 << 12] * 25 + [17 << 12] * 3
+    ring.close()
+
+
+def test_a_block_is_replaced_before_it_was_exported_a_thousand_times(device: LateDevice) -> None:
+    """Blocks and probe are exported about a hundred times to consumers that end; a consumer that stays gets each."""
+    exported: dict[int, list[torch.Tensor]] = {}
+    export = device.export
+
+    def counted(memory: torch.Tensor, /) -> DeviceMemoryHandle:
+        exported.setdefault(memory.data_ptr(), []).append(memory)  # referred to, so that no address is used twice
+        return export(memory)
+
+    device.export = counted  # type: ignore[method-assign]
+    ring = DeviceRing(device, device, 1)
+    opened, retired = [], []
+    with ring.entered():
+        for number in range(250):
+            assert ring.probe(number).block is not None
+            placed = ring.place({"x": device.clone(torch.arange(4))}, "")
+            assert placed is not None
+            for consumer in ("stays", number):
+                ring.export(placed[1], consumer)
+                _, handle, old = ring.introduce(placed[1], consumer)
+                if consumer == "stays":
+                    opened += [] if handle is None else [handle.number]
+                    retired += old
+                placed[1].read[consumer].record(device.stream())
+            device.record(device.stream()).synchronize()
+            ring.gone(number, reading=False)
+            ring.give_back(placed[1])
+    assert len(exported) == 6
+    assert max(map(len, exported.values())) <= 101
+    assert len(opened) == 3
+    assert retired == opened[:2]
+    ring.close()
+
+
+def test_handles_of_a_retired_block_that_were_never_sent_are_taken_back(device: LateDevice) -> None:
+    """Otherwise the device would keep the memory for a consumer that never opens it."""
+    ring = DeviceRing(device, device, 1)
+    with ring.entered():
+        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
+        assert placed is not None
+        ring.export(placed[1], "me")
+        unsent = placed[1].unsent["me"]
+        ring.give_back(placed[1], reusable=False)
+    assert device.forgotten == [unsent.handle]
+    ring.gone("me", reading=False)
+    assert device.forgotten == [unsent.handle]
+    ring.close()
 
 
 @pytest.mark.parametrize("reading", [False, True])

@@ -32,6 +32,7 @@ from aiofeed.processes.shared_tensors import api, client
 from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
 from aiofeed.processes.shared_tensors.protocol import Attach, InSegment, Offer, OnDevice
 from aiofeed.runtime import machine
+from tests.support.dropping import python_calls_while_dropping
 from tests.support.paths import ROOT, environment
 from tests.support.waiting import until
 
@@ -561,8 +562,10 @@ def test_dropping_the_result_of_share_closes_it() -> None:
     shared = share(torch.arange(5), "dropped")
     path, thread = Path(shared.address), shared._server._thread
     tensors = shared.tensors
+    box: list[object] = [shared]
     del shared
     gc.collect()
+    assert python_calls_while_dropping(box) == []
     assert thread.join(10)
     assert not path.exists()
     assert tensors.tolist() == [0, 1, 2, 3, 4]

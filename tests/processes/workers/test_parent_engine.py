@@ -356,6 +356,18 @@ def test_an_exception_that_cannot_be_formatted_is_a_decode_error_of_its_sample()
         assert sum(numbers(feeder), []) == [each for each in range(20) if each != 17]
 
 
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_an_exception_of_collate_fn_that_cannot_be_formatted_is_a_collate_error(engine: Any) -> None:
+    """Its ``__str__`` raises SystemExit: the error names the samples, and the thread or worker survives."""
+    options: dict[str, Any] = {"decode": parts.number, "collate_fn": parts.unprintable_collate, "engine": engine}
+    with Feeder(parts.Numbers(12), batch_size=4, **options) as feeder:
+        for _ in range(2):
+            iterator = iter(feeder)
+            assert next(iterator).tolist() == [0, 1, 2, 3]
+            with pytest.raises(CollateError, match=r"raised Unprintable \(samples 'number 4' to 'number 7'\)"):
+                next(iterator)
+
+
 @pytest.mark.parametrize("action", ["skip", "replace"])
 @pytest.mark.parametrize("collate_fn", [None, parts.collate_numbers])
 def test_bad_samples_are_skipped_or_replaced_as_by_threads(action: Any, collate_fn: Any) -> None:
@@ -431,7 +443,7 @@ def test_a_slot_is_not_reused_before_its_copy_to_the_device_has_run(latency: Any
         assert device.pinned_bytes > 0
     del feeder, images, targets
     gc.collect()
-    from aiofeed.processes.ipc.ring import release_unused
+    from aiofeed.runtime.buffers import release_unused
 
     device.synchronize()
     until(lambda: (gc.collect(), release_unused(), device.pinned_bytes == 0)[-1])

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 
-from aiofeed.processes.ipc.tracking import DropTracker
+from aiofeed.runtime.buffers import DropTracker
 
 
 def test_a_dropped_object_is_reported_once() -> None:
