@@ -272,7 +272,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
-        return {**self.__dict__, "_iterator": None, "_progress": None, "_start": None, "_loaded_progress": None}
+        epoch = dict.fromkeys(("_iterator", "_pull", "_progress", "_start", "_loaded_progress"))
+        return {**self.__dict__, **epoch}
 
 
 @dataclass(frozen=True)
@@ -416,8 +417,9 @@ class _PulledObserver(EpochObserver):
     def handing_out(self, item: ReadyBatch) -> None:
         if item.number == self._next:
             self._next += 1
-            self._iterator.returned(*self._received.popleft())
-            self._iterator.request()
+            worker, answer = self._received.popleft()
+            self._iterator.returned(worker, answer)
+            self._iterator.request(worker)
 
 
 # --- batches of the caller's thread ---

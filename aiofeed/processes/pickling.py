@@ -7,6 +7,7 @@ of tensors and arrays is not: it is written to shared memory, and the parent's t
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ class SlotStorage:
         self._slot: Slot | None = None
         self._owners: list[weakref.ref[Any]] = []
 
-    def begin(self, slot: Slot) -> list[weakref.ref[Any]]:
-        """Create the next storages in a slot; return the list of weak references to their memory."""
+    def begin(self, slot: Slot | None) -> list[weakref.ref[Any]]:
+        """Create the next storages in a slot, if there is one; return the list of weak references to their memory."""
         self._slot, self._owners = slot, []
         return self._owners
 
@@ -71,14 +72,15 @@ class SlotStorage:
 class _Buffers:
     """Puts the buffers of a pickle into a slot, and notes where they lie."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, smallest: float) -> None:
         self._slot = slot
+        self._smallest = smallest
         self.extents: list[Extent] = []
 
     def place(self, buffer: pickle.PickleBuffer) -> bool:
         """Put a buffer into the slot; return whether it is pickled with the batch instead."""
         memory = np.frombuffer(buffer.raw(), np.uint8)
-        if memory.nbytes < _INLINE_BYTES:
+        if memory.nbytes < self._smallest:
             return True
         found = self._slot.locate(memory)
         if found is None:
@@ -91,24 +93,50 @@ class _Buffers:
 
 
 class _BatchPickler(ForkingPickler):
+    """Pickles a view of part of a large storage with that part alone, unless the storage is among ``whole``."""
+
+    def __init__(self, file: io.BytesIO, buffers: _Buffers, whole: set[int]) -> None:
+        super().__init__(file, 5, True, buffers.place)
+        self.whole = whole
+        self.parts: set[int] = set()
+
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if kind is torch.Tensor and _is_plain(value):
-            return _reduce_tensor(value)
+            return self._reduce_tensor(value)
         if kind is torch.UntypedStorage and value.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_memory(value)),)
+        if kind is np.ndarray and not value.flags.writeable and not value.dtype.hasobject:
+            return value.copy(order="K").__reduce_ex__(5)  # arrives writable, as from torch
         return NotImplemented
 
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+        size, stride = tuple(tensor.size()), tensor.stride()
+        span = tensor.numel() and 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        itemsize, address = tensor.itemsize, storage.data_ptr()
+        if storage.nbytes() <= 2 * span * itemsize or address in self.whole:
+            self.whole.add(address)
+            return _tensor, (storage, tensor.dtype, offset, size, stride)
+        self.parts.add(address)
+        part: Any = _memory(storage)[offset * itemsize : (offset + span) * itemsize]
+        return _tensor_of_part, (pickle.PickleBuffer(part), tensor.dtype, size, stride)
 
-def dump_batch(batch: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
-    """Pickle a batch; memory of 2 KiB and more goes to the slot.
+
+def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, list[Extent]]:
+    """Pickle a batch; memory of 2 KiB and more goes to the slot if ``shared``.
 
     Returns:
         The pickle, and where its buffers lie.
     """
-    file, buffers = io.BytesIO(), _Buffers(slot)
-    _BatchPickler(file, 5, True, buffers.place).dump(batch)
-    return file.getvalue(), buffers.extents
+    whole: set[int] = set()
+    while True:
+        file, buffers = io.BytesIO(), _Buffers(slot, _INLINE_BYTES if shared else math.inf)
+        pickler = _BatchPickler(file, buffers, whole)
+        pickler.dump(batch)
+        if pickler.parts.isdisjoint(whole):
+            return file.getvalue(), buffers.extents
+        # Tensors that share memory still do: a storage that is sent as a whole is not sent in parts, too.
 
 
 def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any, list[NDArray[np.uint8]]]:
@@ -143,18 +171,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.__dict__
     )
-
-
-def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-    size, stride = tuple(tensor.size()), tensor.stride()
-    span = tensor.numel() and 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    itemsize = tensor.itemsize
-    if storage.nbytes() > 2 * span * itemsize:
-        # A view of part of a large storage: send that part alone.
-        part: Any = _memory(storage)[offset * itemsize : (offset + span) * itemsize]
-        return _tensor_of_part, (pickle.PickleBuffer(part), tensor.dtype, size, stride)
-    return _tensor, (storage, tensor.dtype, offset, size, stride)
 
 
 def _memory(storage: torch.UntypedStorage) -> Any:

@@ -62,12 +62,16 @@ def dataset_state(fetcher: Any, dataset: Any) -> Any:
     return None if owner is None else owner.state_dict()
 
 
-def restore_dataset(fetcher: Any, dataset: Any, state: Any) -> None:
-    """Load a state that ``dataset_state`` returned."""
+def restore_dataset(fetcher: Any, dataset: Any, state: Any) -> bool:
+    """Load a state that ``dataset_state`` returned; return whether the fetcher must be created again.
+
+    A dataset that loads the state itself reads it in ``__iter__``.
+    """
     owner = _stateful(fetcher, dataset)
     if owner is None:
         raise StateError(f"the state has one of the dataset, and {type(dataset).__name__} has no load_state_dict")
     owner.load_state_dict(state)
+    return owner is dataset and owner is not getattr(fetcher, "dataset_iter", None)
 
 
 def _stateful(fetcher: Any, dataset: Any) -> Any:

@@ -122,27 +122,33 @@ class InProcessIterator(torch_loader._SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
         super().__init__(loader)
         self.progress = Progress(LoaderPosition())
+        self._batch = 0
         replay = _is_iterable(self) and position.dataset is None
         for _ in range(position.batches):
             if replay:
                 self._next_data()
             else:
                 self._next_index()  # type: ignore[no-untyped-call]
-        if position.dataset is not None:
-            restore_dataset(self._dataset_fetcher, self._dataset, position.dataset)
+        if position.dataset is not None and restore_dataset(self._dataset_fetcher, self._dataset, position.dataset):
+            self._dataset_fetcher = torch_loader._DatasetKind.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+            )
         state = functools.partial(dataset_state, self._dataset_fetcher, self._dataset)
         self.progress = Progress(position, dataset=state)
+        self._batch = position.batches
         self._num_yielded = position.returned
 
     def _next_data(self) -> Any:
         try:
-            data = fetch(self._dataset_fetcher, next(self._sampler_iter))
+            index = next(self._sampler_iter)
+            self._batch += 1
+            data = fetch(self._dataset_fetcher, index)
         except StopIteration:
             self.progress.finished = True
             raise
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)
-        self.progress.add(self.progress.batches, in_order=True)
+        self.progress.add(self._batch - 1, in_order=True)
         return data
 
 
@@ -241,7 +247,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             # Ctrl-C may interrupt each of these lines; the next call repeats them for the same batch.
             if self._requested_after != answer.batch:
                 self._requested_after = answer.batch
-                self.request()
+                self.request(number)
             try:
                 data = self.load(number, answer)
             except Exception:
@@ -251,9 +257,11 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self.returned(number, answer)
             return data
 
-    def request(self) -> None:
-        """Give the next batch of the sampler to the next worker."""
+    def request(self, freed: int | None = None) -> None:
+        """Give the next batch of the sampler to the next worker; ``freed``: the worker of a batch that was received."""
         with self._request_lock:
+            if freed is not None:
+                self._loads[freed] -= 1
             number = None
             try:
                 index: Any = self._next_index()  # type: ignore[no-untyped-call]
@@ -324,7 +332,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
                 if answer.kind == "end":
                     self._end(batch)
                 self.take(answer)
-                self.request()
+                self.request(number)
             elif number is None or (answer is None and not self._active[number]):
                 self._worker_of.pop(batch, None)
                 self._next += 1
@@ -340,7 +348,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def take(self, answer: Answer) -> None:
         """Remove an answer, so that ``receive`` returns the next one."""
         del self._answers[answer.batch]
-        self._loads[self._worker_of.pop(answer.batch)] -= 1
+        del self._worker_of[answer.batch]
         if answer.batch == self._next:
             self._next += 1
 

@@ -31,6 +31,9 @@ from aiofeed.processes.loader_workers.protocol import Answer, Fetch, Release, Re
 from aiofeed.processes.pickling import SlotStorage, dump_batch
 from aiofeed.sampling.random_state import random_state, same_random_state, set_random_state
 
+# Batches of all workers in shared memory that the user keeps; later ones are sent through the channel. A mapping costs
+# a descriptor, of which a process may have 1024 on many systems.
+_MOST_KEPT = 256
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
 _PARENT_POLL_S = 5.0
 
@@ -76,6 +79,7 @@ class _LoaderWorker:
         self._init_error: ExceptionWrapper | None = None
         self._ended = False
         self._pool = SlotPool(start.most_batches + 2, single_reader=True)
+        self._most_slots = (_MOST_KEPT + start.most_batches) // start.num_workers
         self._storage = SlotStorage()
         self._mapped: set[int] = set()
         # Slots that the parent uses, each with the storages that this process has created in it.
@@ -168,8 +172,8 @@ class _LoaderWorker:
 
     def _restore(self, task: Restore) -> None:
         random_generators, dataset = task.state
-        if dataset is not None:
-            restore_dataset(self._fetcher, self._dataset, dataset)
+        if dataset is not None and restore_dataset(self._fetcher, self._dataset, dataset):
+            self._new_fetcher()
         set_random_state(random_generators)
 
     def _fetch(self, task: Fetch) -> None:
@@ -178,9 +182,10 @@ class _LoaderWorker:
         if self._ended:
             return
         slot = self._pool.lease()
-        storages = self._storage.begin(slot)
+        shared = len(self._in_use) < self._most_slots
+        storages = self._storage.begin(slot if shared else None)
         try:
-            self._fetch_into(task, slot, storages)
+            self._fetch_into(task, slot, storages, shared=shared)
         except Exception as error:  # noqa: BLE001 - the parent raises it
             slot.give_back(reusable=False)
             if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
@@ -189,15 +194,14 @@ class _LoaderWorker:
             else:
                 self._send(Answer("error", task.batch, self._wrapped_error()))
 
-    def _fetch_into(self, task: Fetch, slot: Slot, storages: list[weakref.ref[Any]]) -> None:
+    def _fetch_into(self, task: Fetch, slot: Slot, storages: list[weakref.ref[Any]], *, shared: bool) -> None:
         if self._init_error is not None:
-            error, self._init_error = self._init_error, None
             slot.give_back()
-            self._send(Answer("error", task.batch, error))
+            self._send(Answer("error", task.batch, self._init_error))
             return
         batch = fetch(self._fetcher, task.index)
         try:
-            data, extents = dump_batch(batch, slot)
+            data, extents = dump_batch(batch, slot, shared=shared)
         except Exception as error:
             raise RuntimeError(
                 f"the batch, a {type(batch).__name__}, cannot be sent from the worker process: "

@@ -22,6 +22,8 @@ from aiofeed.runtime.buffers import DropTracker, forks
 
 # A dead worker closes its channel a moment before its exit status is available.
 _REAP_S = 1.0
+# As torch waits for its workers.
+_END_S = 5.0
 # The parent's ends of all channels. A forked worker closes its copies.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -147,10 +149,17 @@ class LoaderWorkers:
         return batch
 
     def close(self) -> None:
-        """Tell the workers to end, without waiting for it. Idempotent."""
-        if self._pid == os.getpid():
-            for worker in self._workers:
-                worker.close()
+        """End the workers: each after its current batch, or by a signal if that takes more than 5 s. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        for worker in self._workers:
+            worker.close()
+        deadline = time.monotonic() + _END_S
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.terminate()
+                worker.process.join(_END_S)
 
     def __del__(self) -> None:
         self.close()
