@@ -24,6 +24,7 @@ from aiofeed.feeder.feeder import Feeder
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
+from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling import random_state as rng
@@ -116,6 +117,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._bridge: Prefetch[Any] | None = None
         if device is not None or transform is not None:
             self._bridge = self._new_bridge()
+        # Workers of a complete epoch, for the next one.
+        self.spare_workers: list[LoaderWorkers] = []
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
         self._pull: weakref.ref[_WorkerPull] | None = None
@@ -273,7 +276,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
         epoch = dict.fromkeys(("_iterator", "_pull", "_progress", "_start", "_loaded_progress"))
-        return {**self.__dict__, **epoch}
+        return {**self.__dict__, **epoch, "spare_workers": []}
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,14 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self._shared_seed,
             self._most_batches,
         )
-        self.workers = LoaderWorkers(loader.multiprocessing_context or torch.multiprocessing, start)
+        context = loader.multiprocessing_context or torch.multiprocessing
+        self._spare: list[LoaderWorkers] = loader.spare_workers
+        if self._spare and self._spare[0].renew(context, start):
+            self.workers = self._spare.pop()
+            self._wait_for_resumed()
+        else:
+            self._spare.clear()
+            self.workers = LoaderWorkers(context, start)
         super()._reset(loader, first_iter=True)
         self._begin(position)
 
@@ -200,6 +207,10 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         self.unwanted = None
         for number in range(self._num_workers):
             self.workers.send(number, Resume(self._shared_seed))
+        self._wait_for_resumed()
+        self._begin(replace(position, restarted=True))
+
+    def _wait_for_resumed(self) -> None:
         resumed = 0
         while resumed < self._num_workers:
             # Batches of an epoch that was left are received and dropped.
@@ -207,7 +218,6 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             if answer.kind == "batch":
                 self.workers.load(number, answer)
             resumed += answer.kind == "resumed"
-        self._begin(replace(position, restarted=True))
 
     def _begin(self, position: LoaderPosition) -> None:
         # An iterable dataset without a state of its own is read again from the start.
@@ -299,7 +309,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         """Wait for the answer of the next batch; return its worker and the answer, which ``take`` removes.
 
         Raises:
-            StopIteration: There are no more batches. The workers then end, unless they are persistent.
+            StopIteration: There are no more batches. Forked workers then end, unless they are persistent.
         """
         while True:
             self._pass_ended(wait=True)
@@ -312,9 +322,12 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self._answers[answer.batch] = answer
             if answer.kind == "end" and not self._in_order:
                 self._end(answer.batch)
-        self.progress.finished = True
-        if not self._persistent_workers:
-            self.workers.close()
+        if not self.progress.finished:
+            self.progress.finished = True
+            if self.workers.forked and not self._persistent_workers:
+                self.workers.close()
+            elif not self._persistent_workers:
+                self._spare[:] = [self.workers]
         raise StopIteration
 
     def _pass_ended(self, *, wait: bool) -> None:

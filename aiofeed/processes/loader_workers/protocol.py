@@ -14,9 +14,9 @@ from aiofeed.processes.ipc.schema import NewSegment
 
 @dataclass(frozen=True)
 class Release:
-    """The parent uses the slots of these batches no longer; each with whether the slot may be written again."""
+    """The parent uses these slots no longer; each with whether it may be written again."""
 
-    batches: Sequence[tuple[int, bool]]
+    slots: Sequence[tuple[int, bool]]
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,15 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Resume:
-    """A new epoch begins; answered after all batches before it."""
+    """A new epoch begins; answered after all batches before it.
+
+    Args:
+        shared_seed: The seed of data pipes.
+        start: A pickled ``WorkerStart``; ``None``: go on with the same dataset and random generators.
+    """
 
     shared_seed: int | None
+    start: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Answer(NamedTuple):
             "returned", which no worker sends: the batch was returned before the state was saved.
         batch: Number of the batch.
         content: The pickled batch or the ``ExceptionWrapper``.
+        slot: Serial number of the slot that the batch lies in.
         extents: Where the buffers of the batch lie.
         segments: Memory that is new to the parent; its descriptors follow.
         retired: Numbers of segments that will not be used again.
@@ -68,6 +75,7 @@ class Answer(NamedTuple):
     kind: Literal["batch", "error", "end", "resumed", "returned"]
     batch: int
     content: Any = None
+    slot: int = -1
     extents: Sequence[Extent] = ()
     segments: Sequence[NewSegment] = ()
     retired: Sequence[int] = ()

@@ -6,6 +6,7 @@ shared memory that is reused, see ``pickling.py``.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import pickle
 import random
@@ -82,6 +83,7 @@ class _LoaderWorker:
         self._most_slots = (_MOST_KEPT + start.most_batches) // start.num_workers
         self._storage = SlotStorage()
         self._mapped: set[int] = set()
+        self._serials = itertools.count()
         # Slots that the parent uses, each with the storages that this process has created in it.
         self._in_use: dict[int, tuple[Slot, list[weakref.ref[Any]]]] = {}
         self._tasks: deque[Fetch | Resume | Restore] = deque()
@@ -159,16 +161,32 @@ class _LoaderWorker:
                 return False
 
     def _release(self, message: Release) -> None:
-        for batch, reusable in message.batches:
-            slot, storages = self._in_use.pop(batch)
+        for serial, reusable in message.slots:
+            slot, storages = self._in_use.pop(serial)
             # A collate_fn may keep a tensor that it has returned.
             slot.give_back(reusable and all(storage() is None for storage in storages))
 
     def _resume(self, task: Resume) -> None:
         self._ended = False
-        self._seed_pipes(task.shared_seed)
-        self._new_fetcher()
+        if task.start is None:
+            self._seed_pipes(task.shared_seed)
+            self._new_fetcher()
+        else:
+            self._renew(task.start)
         self._send(Answer("resumed", -1))
+
+    def _renew(self, start: bytes) -> None:
+        """Begin as a new process would."""
+        self._init_error = self._generators = None
+        self._shared_rng = torch.Generator()
+        try:
+            self._start = pickle.loads(start)
+        except Exception:  # noqa: BLE001 - the parent raises it
+            self._init_error = self._wrapped_error()
+            return
+        self._dataset = self._start.dataset
+        self._seed()
+        self._init()
 
     def _restore(self, task: Restore) -> None:
         random_generators, dataset = task.state
@@ -209,9 +227,10 @@ class _LoaderWorker:
             ) from error
         del batch
         segments, descriptors, retired = self._pool.introduce(slot.segments, self._mapped)
-        self._in_use[task.batch] = slot, storages
+        serial = next(self._serials)
+        self._in_use[serial] = slot, storages
         state = self._new_state()
-        self._send(Answer("batch", task.batch, data, extents, segments, retired, state), descriptors)
+        self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state), descriptors)
 
     def _new_state(self) -> bytes | None:
         """The state for ``Answer``. Most datasets draw no random numbers: comparing is cheaper than sending."""

@@ -9,13 +9,14 @@ import socket
 import time
 import weakref
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.loader_workers.channel import Channel, wait
-from aiofeed.processes.loader_workers.protocol import Answer, Release
+from aiofeed.processes.loader_workers.protocol import Answer, Release, Resume
 from aiofeed.processes.loader_workers.worker import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
 from aiofeed.runtime.buffers import DropTracker, forks
@@ -54,7 +55,7 @@ class _LoaderProcess:
         for borrowed in self.tracker.collected():
             borrowed.owners -= 1
             if not borrowed.owners:
-                free.append((borrowed.batch, borrowed.forks == forks()))
+                free.append((borrowed.slot, borrowed.forks == forks()))
         return Release(free) if free else None
 
     def close(self) -> None:
@@ -70,11 +71,16 @@ class LoaderWorkers:
     Args:
         context: ``torch.multiprocessing`` or one of its contexts.
         start: What each worker starts with.
+
+    Attributes:
+        forked: Whether the processes were forked.
     """
 
     def __init__(self, context: Any, start: WorkerStart) -> None:
         self._workers: list[_LoaderProcess] = []
         self._pid = os.getpid()
+        self._context = context
+        self.forked = context.get_start_method() == "fork"
         for number in range(start.num_workers):
             try:
                 self._workers.append(_LoaderProcess(context, start, number))
@@ -90,6 +96,24 @@ class LoaderWorkers:
             except BaseException:
                 self.close()
                 raise
+
+    def renew(self, context: Any, start: WorkerStart) -> bool:
+        """Let the workers begin as new processes would, with a new copy of the dataset; return whether they can.
+
+        A fork copies the whole state of its parent, which cannot be sent. Other new processes get the dataset by
+        pickle, and then start in seconds, because they import torch.
+        """
+        if context is not self._context or start.num_workers != len(self._workers) or self.forked:
+            return False
+        if any(worker.channel.ended for worker in self._workers):
+            return False
+        try:
+            data = bytes(ForkingPickler.dumps(start))
+        except Exception:  # noqa: BLE001 - some objects can be sent to starting processes only, such as locks
+            return False
+        for number in range(start.num_workers):
+            self.send(number, Resume(start.shared_seed, data))
+        return True
 
     @property
     def pids(self) -> list[int]:
@@ -139,11 +163,11 @@ class LoaderWorkers:
         """Return the batch of an answer. Its slot is free for the worker again when nothing refers to its memory."""
         worker = self._workers[number]
         batch, owners = load_batch(answer.content, answer.extents, worker.ring)
-        if worker.loaded is not None and worker.loaded.batch == answer.batch:
+        if worker.loaded is not None and worker.loaded.slot == answer.slot:
             worker.tracker.forget(worker.loaded)  # an earlier call was interrupted
         # A batch without memory in its slot is dropped at once.
         kept: list[Any] = [*owners] or [_Nothing()]
-        worker.loaded = borrowed = _Borrowed(answer.batch, len(kept), forks())
+        worker.loaded = borrowed = _Borrowed(answer.slot, len(kept), forks())
         for owner in kept:
             worker.tracker.watch(owner, borrowed)
         return batch
@@ -169,7 +193,7 @@ class LoaderWorkers:
 class _Borrowed:
     """A batch in its slot: how many arrays that the memory belongs to are left, and the forks before it."""
 
-    batch: int
+    slot: int
     owners: int
     forks: int
 
