@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 ClassT = TypeVar("ClassT", bound=type)
@@ -59,19 +60,31 @@ def check_seed(value: object) -> int:
     return seed
 
 
-def explain_arguments(ways: Mapping[str, str | Callable[[Any], str]]) -> Callable[[ClassT], ClassT]:
+def explain_arguments(
+    ways: Mapping[str, str | Callable[[Any], str]], *, positions: Sequence[str] = (), hint: str = ""
+) -> Callable[[ClassT], ClassT]:
     """Decorate a class so that an argument that it does not have is a ``TypeError`` that names the alternative.
 
     Args:
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
+        positions: Names of the positional arguments of a similar class, for arguments that this class takes by name.
+        hint: What else to do about positional arguments.
     """
 
     def decorate(cls: ClassT) -> ClassT:
         init = cls.__init__  # type: ignore[misc]
-        known = set(inspect.signature(init).parameters)
+        parameters = inspect.signature(init).parameters
+        known = set(parameters)
+        positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
 
         @functools.wraps(init)
         def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+            if positions and len(args) > positional:
+                named = zip(positions[positional:], args[positional:], strict=False)
+                wanted = ", ".join(["...", *[f"{name}={reprlib.repr(value)}" for name, value in named]])
+                raise TypeError(
+                    f"{cls.__name__} takes its arguments after the first by name: {cls.__name__}({wanted}); {hint}"
+                )
             if unknown := next((name for name in arguments if name not in known), None):
                 value, way = arguments[unknown], ways.get(unknown)
                 message = f"{cls.__name__} has no argument {unknown!r}"

@@ -134,15 +134,20 @@ def takes_groups(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-def check_subset(dataset: Any) -> None:
-    """Raise ``TypeError`` for torch's ``Subset`` of a source, which has no items."""
+def check_parts(dataset: Any) -> None:
+    """Raise ``TypeError`` for torch's ``Subset`` or ``ConcatDataset`` of sources, which have no items."""
     data = sys.modules.get("torch.utils.data")
-    # A subclass with its own __getitem__ may read the source in its own way.
-    if data is None or not isinstance(dataset, data.Subset) or type(dataset).__getitem__ is not data.Subset.__getitem__:
+    if data is None:
         return
-    whole = dataset.dataset
-    if isinstance(whole, Source) and not hasattr(whole, "__getitem__"):
-        raise TypeError(
-            f"a {type(dataset).__name__} needs items, which {type(whole).__name__} does not have: for a part of it "
-            f"pass sampler=indices, or aiofeed.Files(paths, targets) of the part"
-        )
+    # A subclass with its own __getitem__ may read a source in its own way.
+    kind = type(dataset)
+    if isinstance(dataset, data.Subset) and kind.__getitem__ is data.Subset.__getitem__:
+        parts, way = [dataset.dataset], "for a part of it pass sampler=indices, or aiofeed.Files(paths, targets)"
+    elif isinstance(dataset, data.ConcatDataset) and kind.__getitem__ is data.ConcatDataset.__getitem__:
+        parts, way = dataset.datasets, "pass one source, e.g. aiofeed.Files(paths + more_paths, targets)"
+    else:
+        return
+    for part in parts:
+        if isinstance(part, Source) and not hasattr(part, "__getitem__"):
+            raise TypeError(f"a {kind.__name__} needs items, which {type(part).__name__} does not have: {way}")
+        check_parts(part)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ItemT = TypeVar("ItemT")
 
+# Tensors of up to this size are stacked when the batch is complete: 0.2 us each, and 5 us if each is copied alone.
+STACK_BYTES = 16 * 1024
+
 Positions: TypeAlias = Sequence[int] | None
 """Positions of the samples that make up the batch, in order; ``None``: all."""
 
@@ -63,11 +66,17 @@ class DefaultCollateBuilder(BatchBuilder):
     """Builder of a batch by the rules of torch's ``default_collate``.
 
     A tuple becomes a list, numbers become tensors, strings stay a list.
+
+    Args:
+        samples: Number of samples.
+        lease: The memory of the batch.
+        stacks: Whether samples may be kept until the batch is complete, so that small tensors are stacked in one call.
     """
 
-    def __init__(self, samples: int, lease: BufferLease) -> None:
+    def __init__(self, samples: int, lease: BufferLease, *, stacks: bool = False) -> None:
         self._samples = samples
         self._lease = lease
+        self._stacks = stacks
         self._root: _Node | None = None
         self._lock = threading.Lock()
 
@@ -77,7 +86,7 @@ class DefaultCollateBuilder(BatchBuilder):
         if root is None:
             with self._lock:
                 if self._root is None:
-                    self._root = _node(sample, self._samples, self._lease)
+                    self._root = _node(sample, self._samples, self._lease, self._stacks)
                 root = self._root
         root.put(position, sample)
 
@@ -111,9 +120,9 @@ class _MisfitError(Exception):
 
 
 class _ArrayNode:
-    """Arrays of one shape and dtype in their rows; others are stored separately."""
+    """Arrays of one shape and dtype in their rows; others, and tensors to stack, are stored separately."""
 
-    def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
+    def __init__(self, first: Any, samples: int, lease: BufferLease, stacks: bool) -> None:
         memory, self._torch_dtype = as_array(first)
         self._of_numpy = isinstance(first, np.ndarray)
         assert memory is not None
@@ -124,9 +133,13 @@ class _ArrayNode:
         self._rows = array(lease, (samples, *memory.shape), memory.dtype)
         self._pinned = lease.pinned
         self._others: dict[int, Any] = {}
+        self._stacked_type = type(first) if stacks and not self._of_numpy and memory.nbytes <= STACK_BYTES else None
         self.nbytes = self._rows.nbytes
 
     def put(self, position: int, value: Any) -> None:
+        if type(value) is self._stacked_type:
+            self._others[position] = value
+            return
         if type(value) is np.ndarray and value.dtype is self._plain and value.shape == self._shape:
             self._rows[position] = value  # the usual case of what follows
             return
@@ -146,8 +159,25 @@ class _ArrayNode:
             return HostTensor(compact(self._rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
         rows = as_tensor(HostTensor(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
         every = range(len(self._rows)) if positions is None else positions
+        if self._stacked_type is not None and self._stack(rows, [self._others.get(position) for position in every]):
+            return HostTensor(self._rows[: len(every)], torch_dtype=self._torch_dtype, pinned=self._pinned)
         others = {position: self._as_tensor(value) for position, value in self._others.items()}
         return _default_collate([others.get(position, rows[position]) for position in every])
+
+    def _stack(self, rows: Any, values: list[Any]) -> bool:
+        """Copy tensors into the first rows; return False if they are not plain tensors of the same kind."""
+        import torch
+
+        kind = self._stacked_type
+        if any(type(value) is not kind or value.dtype is not rows.dtype for value in values):
+            return False
+        if tuple(values[0].shape) != self._shape:
+            return False
+        try:
+            torch.stack(values, out=rows[: len(values)])
+        except RuntimeError:  # different shapes or devices, or tensors that require grad
+            return False
+        return True
 
     def _as_tensor(self, value: Any) -> Any:
         """A tensor of an array, as ``default_collate`` makes it before it stacks arrays of several dtypes."""
@@ -189,10 +219,10 @@ class _ListNode:
 
 
 class _TupleNode:
-    def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
+    def __init__(self, first: Any, samples: int, lease: BufferLease, stacks: bool) -> None:
         self._make = type(first)._make if is_namedtuple(first) else list
         # default_collate transposes tuples and lists with zip, and returns strings in zip's tuples.
-        self._children = [_node(item, samples, lease, texts=tuple) for item in first]
+        self._children = [_node(item, samples, lease, stacks, texts=tuple) for item in first]
         # Lists of a subclass: the batch is of the same class, with the first sample's attributes.
         self._models: dict[int, list[Any]] = {}
 
@@ -215,8 +245,8 @@ class _TupleNode:
 
 
 class _DictNode:
-    def __init__(self, first: Mapping[Any, Any], samples: int, lease: BufferLease) -> None:
-        self._children = {name: _node(item, samples, lease) for name, item in first.items()}
+    def __init__(self, first: Mapping[Any, Any], samples: int, lease: BufferLease, stacks: bool) -> None:
+        self._children = {name: _node(item, samples, lease, stacks) for name, item in first.items()}
         # Mappings of other classes: as for lists.
         self._models: dict[int, Mapping[Any, Any]] = {}
 
@@ -244,13 +274,15 @@ class _DictNode:
 _Node: TypeAlias = _ArrayNode | _ListNode | _TupleNode | _DictNode
 
 
-def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[Any]], Any] = list) -> _Node:
+def _node(
+    first: Any, samples: int, lease: BufferLease, stacks: bool, texts: Callable[[list[Any]], Any] = list
+) -> _Node:
     if isinstance(first, Mapping):
-        return _DictNode(first, samples, lease)
+        return _DictNode(first, samples, lease, stacks)
     if isinstance(first, tuple | list):
-        return _TupleNode(first, samples, lease)
+        return _TupleNode(first, samples, lease, stacks)
     if as_array(first)[0] is not None:
-        return _ArrayNode(first, samples, lease)
+        return _ArrayNode(first, samples, lease, stacks)
     return _ListNode(samples, lease, texts)
 
 

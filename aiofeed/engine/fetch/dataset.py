@@ -12,11 +12,12 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import misfit_error
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.generators import DrawDetector, seed_generators
 from aiofeed.engine.fetch.source import seed_of
 from aiofeed.engine.fetch.user_errors import sample_error
+from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import AbandonedError
 from aiofeed.sources.dataset import FromDataset, takes_groups
@@ -46,6 +47,10 @@ class DatasetFetcher(Fetcher):
         self._detector = DrawDetector(source.dataset)
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
         self.limit_s = sum(limit or 0.0 for limit in limits) or None
+
+    def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
+        """A builder that may keep items until the batch is complete, as a ``DataLoader`` does."""
+        return DefaultCollateBuilder(samples, lease, stacks=True)
 
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
         """The whole batch for a single thread, as ``__getitems__`` expects; otherwise by the time that items take."""
