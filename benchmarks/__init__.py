@@ -21,5 +21,6 @@ MODULES = (
     "process_engine",
     "shared_feed",
     "resident",
+    "datasets",
     "cache",
 )

@@ -50,7 +50,7 @@ class DatasetFetcher(Fetcher):
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder that may keep items until the batch is complete, as a ``DataLoader`` does."""
-        return DefaultCollateBuilder(samples, lease, stacks=True)
+        return DefaultCollateBuilder(samples, lease, may_keep=True)
 
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
         """The whole batch for a single thread, as ``__getitems__`` expects; otherwise by the time that items take."""
