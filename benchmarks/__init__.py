@@ -22,5 +22,6 @@ MODULES = (
     "process_engine",
     "shared_feed",
     "resident",
+    "datasets",
     "cache",
 )

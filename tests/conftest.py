@@ -85,8 +85,9 @@ def join_threads(threads: Iterable[threading.Thread], grace_s: float = THREAD_GR
 
 
 def feed_threads() -> set[threading.Thread]:
-    """The running threads of aiofeed."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
+    """The running threads of aiofeed that end with a feeder; the thread of a dataset ends with that."""
+    running = {thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
+    return {thread for thread in running if thread.name != "aiofeed-decode-dataset"}
 
 
 def open_descriptors() -> dict[int, str]:

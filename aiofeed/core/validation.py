@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -62,20 +63,32 @@ def check_seed(value: object) -> int:
 
 def explain_arguments(
     ways: Mapping[str, str | Callable[[Any], str]] = MappingProxyType({}),
+    *,
+    positions: Sequence[str] = (),
+    hint: str = "",
 ) -> Callable[[CallableT], CallableT]:
     """Decorate a class or function so that an argument that it does not have is an error that names the alternative.
 
     Args:
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
             For other arguments, the ``TypeError`` names the most similar one that exists.
+        positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
+        hint: What else to do about positional arguments.
     """
 
     def decorate(target: CallableT) -> CallableT:
         function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-        known = set(inspect.signature(function).parameters) - {"self"}
+        parameters = inspect.signature(function).parameters
+        known = set(parameters) - {"self"}
+        positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values())
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
+            if positions and len(args) > positional:
+                named = zip(positions[positional - 1 :], args[positional:], strict=False)
+                wanted = ", ".join(["...", *[f"{name}={reprlib.repr(value)}" for name, value in named]])
+                name = target.__name__
+                raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
             if unknown := next((name for name in arguments if name not in known), None):
                 value, way = arguments[unknown], ways.get(unknown)
                 message = f"{target.__name__} has no argument {unknown!r}"

@@ -17,13 +17,13 @@ import numpy as np
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
-from aiofeed.core.validation import check_bool, is_async_function
+from aiofeed.core.validation import check_bool, check_positive_int, is_async_function
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.runtime import machine
 from aiofeed.sampling.schedule import Shuffle, fingerprint
-from aiofeed.sources.dataset import FromDataset, check_subset, is_iterable_dataset, is_map_dataset
-from aiofeed.sources.tensors import Tensors
+from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.decoder_codec import SampleCodec
@@ -36,26 +36,36 @@ def _threads_instead(workers: object) -> str:
     if workers == 0:
         return "leave it out; reading and decoding run in threads"
     return (
-        f"reading and decoding run in threads, limited by Limits(decode_threads=...); "
-        f'engine="process:{workers}" uses that many worker processes; '
+        f"aiofeed.DataLoader takes it. For a Feeder, reading and decoding run in threads, limited by "
+        f'Limits(decode_threads=...); engine="process:{workers}" uses that many worker processes; '
         f"pass a thread-safe Dataset as FromDataset(dataset, threads={workers})"
     )
 
 
+_NO_WORKERS = "there are no worker processes"
 DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     "num_workers": _threads_instead,
-    "pin_memory": "memory is pinned if device= is an accelerator",
+    "pin_memory": "memory is pinned if device= is an accelerator; aiofeed.DataLoader takes pin_memory=",
     "pin_memory_device": "pass device=",
     "prefetch_factor": lambda n: "leave it out" if n is None else f"pass limits=Limits(prefetch_batches={n})",
     "persistent_workers": "threads live as long as the feeder",
-    "worker_init_fn": "there are no worker processes; the decoder's `rng` gives each sample its own random numbers",
-    "multiprocessing_context": "there are no worker processes",
-    "batch_sampler": "pass sampler= and batch_size=",
+    "worker_init_fn": (
+        f"aiofeed.DataLoader takes it. For a Feeder, {_NO_WORKERS}: FromDataset(dataset, setup=function) calls "
+        f"function(dataset) in each thread that will call the dataset; the decoder's `rng` gives each sample its own "
+        f"random numbers"
+    ),
+    "multiprocessing_context": f"{_NO_WORKERS}; aiofeed.DataLoader takes it",
+    "batch_sampler": "aiofeed.DataLoader takes it. For a Feeder, pass sampler= and batch_size=",
     "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
-    "generator": "pass seed=",
+    "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
     "dataset": "it is the first argument",
 }
 """What to do instead of passing an argument of ``DataLoader`` to ``Feeder``."""
+DATALOADER_POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+)
+DATALOADER_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +116,18 @@ def complete_config(
     return config
 
 
+def with_resident_tensors(config: FeederConfig) -> FeederConfig:
+    """Return a configuration that permutes the tensors of a ``TensorDataset`` in host memory, as for ``Tensors``.
+
+    For a device they are streamed, because they may not fit there.
+    """
+    excluded = (config.collate_fn, config.backend, config.cache, config.engines or None)
+    if not isinstance(config.source, FromDataset) or any(option is not None for option in excluded):
+        return config
+    tensors = tensors_of(config.source.dataset)
+    return config if tensors is None else replace(config, source=tensors)
+
+
 def with_static_outputs(config: FeederConfig) -> FeederConfig:
     """Return the configuration with new static outputs; their tensors are created with the first batch."""
     from aiofeed.devices.copier import StaticOutput
@@ -147,7 +169,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
         )
     if is_map_dataset(source):
-        check_subset(source)
+        check_parts(source)
         return FromDataset(source)
     if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
         raise TypeError(
@@ -230,11 +252,22 @@ def an_engine(value: object) -> int:
     return int(number) if colon else 1
 
 
+def a_batch_size(value: object) -> int:
+    """Return ``value`` if it is a valid ``batch_size``."""
+    if value is None:
+        raise TypeError(
+            "batch_size must be an int, got None: a Feeder makes the batches. aiofeed.DataLoader(dataset, "
+            "batch_size=None) gives single items; aiofeed.prefetch(batches, device=...) takes batches that you made"
+        )
+    return check_positive_int("batch_size", value)
+
+
 def a_shuffle(value: object) -> Shuffle:
     """Return ``value`` if it is a valid ``shuffle``."""
     if value is True or value is False or value == "keyed":
         return value
-    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}")
+    hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
+    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}{hint}")
 
 
 def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:

@@ -22,7 +22,10 @@ from aiofeed.core.validation import (
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.config import (
     DATALOADER_ARGUMENTS,
+    DATALOADER_HINT,
+    DATALOADER_POSITIONS,
     FeederConfig,
+    a_batch_size,
     a_shuffle,
     adopt_decoder,
     adopt_source,
@@ -30,6 +33,7 @@ from aiofeed.feeder.config import (
     complete_config,
     fingerprint_of,
     limits_for,
+    with_resident_tensors,
     with_static_outputs,
 )
 from aiofeed.feeder.iterator import FeedIterator
@@ -92,7 +96,7 @@ else:
 
 
 @public
-@explain_arguments(DATALOADER_ARGUMENTS)
+@explain_arguments(DATALOADER_ARGUMENTS, positions=DATALOADER_POSITIONS, hint=DATALOADER_HINT)
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
@@ -107,7 +111,8 @@ class Feeder(Generic[BatchT]):
         shuffle: ``True`` shuffles each epoch as ``torch.randperm`` with seed ``seed + epoch``. "keyed" uses a
             pseudo-random permutation that is computed per position and stores no list.
         sampler: An iterable of indices, listed once per epoch and not sharded again. Excludes ``shuffle``.
-        seed: Seeds shuffling and each sample's random generator.
+        seed: Seeds shuffling and each sample's random generator. ``torch.manual_seed`` has no effect on either: pass
+            another seed for another order.
         drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank.
         pad: Make all ranks equally long by repeating the head of the epoch's list (with ``drop_last`` by cutting).
             With ``False`` each sample comes once, and ranks may differ by one batch.
@@ -225,7 +230,7 @@ class Feeder(Generic[BatchT]):
     ) -> None:
         self._source = adopt_source(source)
         self._length = len(self._source)
-        batch_size = check_positive_int("batch_size", batch_size)
+        batch_size = a_batch_size(batch_size)
         order = Schedule(
             length=self._length,
             batch_size=batch_size,
@@ -253,6 +258,8 @@ class Feeder(Generic[BatchT]):
         config = complete_config(
             config, cache=cache, static_batches=static_batches, drop_last=drop_last, sampled=sampler is not None
         )
+        if not isinstance(source, FromDataset):
+            config = with_resident_tensors(config)
         self._device = device
         self._checkpoint = Checkpoint()
         self._failures = FailureLog(config.policy)

@@ -66,6 +66,7 @@ class StreamingPipeline(LoopProducer):
             policy=config.policy,
             cache=config.cache,
         )
+        loop_thread.decode_pool.host = self._fetcher.thread
         self._new_builder = builder_factory(self._fetcher, config.collate_fn, staged=config.backend is not None)
         # Go on from the tuning results of the previous pipeline. Worker processes are new and tune themselves. A fork
         # may have copied the parent's tuner in the middle of a step.
@@ -181,15 +182,16 @@ def _new_workers(config: FeederConfig) -> WorkerPool | None:
 
     check_not_starting()
     limits, source = config.limits, config.source
+    # Each process has its own copy of a Dataset.
+    copies = config.engines if isinstance(source, FromDataset) else 1
     worker_config = WorkerConfig(
         source=source,
         decode=config.decode,
         collate_fn=config.collate_fn,
         length=config.length,
         engines=config.engines,
-        read_concurrency=limits.read_concurrency,
-        # Each process has its own copy of a Dataset.
-        decode_threads=limits.decode_threads * (config.engines if isinstance(source, FromDataset) else 1),
+        read_concurrency=limits.read_concurrency * copies,
+        decode_threads=limits.decode_threads * copies,
         keep=limits.prefetch_batches + 1,
         in_order=config.in_order,
         policy=config.policy,

@@ -23,7 +23,7 @@ from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.schedule import BatchRanges
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import refuse_nested_iteration
+from aiofeed.sources.dataset_slots import enter_iteration
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class FeederSession(Generic[BatchT]):
 
     def _begin(self) -> FeedIterator[BatchT]:
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
-            refuse_nested_iteration(self.config.source)
+            enter_iteration(self.config.source)
         completed = self._finish_complete_epoch()
         if not completed:
             self._close_iterator("a newer iterator of the same feeder was started")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from aiofeed.runtime.threads import DaemonThread
 
@@ -52,6 +52,46 @@ class _Job(Future[Any]):
         return False
 
 
+class HostedRun:
+    """The run of a pool in a thread that exists before and after it.
+
+    Args:
+        run: Runs the pool in the calling thread until it stops.
+        queue: The thread calls functions that are put here between two jobs.
+        lost: Gives the pool another thread, because a function from ``queue`` does not return.
+    """
+
+    def __init__(self, run: Callable[[], None], queue: SimpleQueue[Any], lost: Callable[[], None]) -> None:
+        self.queue = queue
+        self.lost = lost
+        self.ident: int | None = None
+        self._run: Callable[[], None] | None = run
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Run the pool in the calling thread until it stops."""
+        self.ident = threading.get_ident()
+        run, self._run = self._run, None
+        assert run is not None
+        try:
+            run()
+        finally:
+            del run
+            self._ended.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the end of the run; return whether it has ended."""
+        return self._ended.wait(timeout_s)
+
+
+class ThreadHost(Protocol):
+    """A thread that can be the thread of a pool."""
+
+    def host(self, run: HostedRun) -> bool:
+        """Run a pool until it stops; return False if the thread is that of another pool."""
+        ...
+
+
 class ThreadPool(ThreadPoolExecutor):
     """An executor of daemon threads that are started on demand.
 
@@ -65,15 +105,18 @@ class ThreadPool(ThreadPoolExecutor):
 
     Attributes:
         running: Number of jobs that run or are about to; abandoned ones do not count.
+        host: A thread to use as the first one, if it is free.
     """
+
+    host: ThreadHost | None = None
 
     def __init__(self, name: str, max_threads: int, max_running: int | None = None) -> None:
         self.name = name
         self.max_threads = max_threads
         self.max_running = max_threads if max_running is None else max_running
-        self._ready: SimpleQueue[_Work | None] = SimpleQueue()
+        self._ready: SimpleQueue[_Work | Callable[[], None] | None] = SimpleQueue()
         self._backlog: deque[_Work] = deque()
-        self._own_threads: list[DaemonThread] = []
+        self._own_threads: list[DaemonThread | HostedRun] = []
         self._lock = threading.Lock()
         self.running = 0
         self._active: set[_Job] = set()
@@ -159,8 +202,11 @@ class ThreadPool(ThreadPoolExecutor):
         Raises:
             RuntimeError: The system refuses a thread and no job is running.
         """
-        thread = DaemonThread(self._run, f"aiofeed-{self.name}-{len(self._own_threads)}")
         try:
+            if not self._own_threads and (run := self._hosted()) is not None:
+                self._own_threads.append(run)
+                return True
+            thread = DaemonThread(self._run, f"aiofeed-{self.name}-{len(self._own_threads)}")
             thread.start()
         except RuntimeError:
             if not self.running:
@@ -169,9 +215,37 @@ class ThreadPool(ThreadPoolExecutor):
         self._own_threads.append(thread)
         return True
 
+    def _hosted(self) -> HostedRun | None:
+        """A run of this pool in the host's thread; ``None`` if there is no host or it is not free."""
+        if self.host is None:
+            return None
+        run = HostedRun(self._run, self._ready, self._lost)
+        return run if self.host.host(run) else None
+
+    def _lost(self) -> None:
+        with self._lock:
+            if not self._stopped:
+                self._start_thread()
+
+    def _hand_over(self, work: _Work | None) -> bool:
+        """Continue in the host's thread, if it has become free; return whether the calling thread is to end."""
+        if isinstance(self._own_threads[0], HostedRun):
+            return False
+        with self._lock:
+            if self._stopped or len(self._own_threads) > 1 or (run := self._hosted()) is None:
+                return False
+            self._own_threads[0] = run
+            if work is not None:
+                self._ready.put(work)
+        return True
+
     def _run(self) -> None:
-        work: _Work | None = None
+        work: _Work | Callable[[], None] | None = None
         while (work := work or self._ready.get()) is not None:
+            if not isinstance(work, tuple):
+                work()  # for the host
+                work = None
+                continue
             future, fn, args, kwargs = work
             if future.set_running_or_notify_cancel():
                 future.ident = threading.get_ident()
@@ -188,6 +262,8 @@ class ThreadPool(ThreadPoolExecutor):
             else:
                 work = self._done(future, 0.0, 0.0)
             del future, fn, args, kwargs
+            if self.host is not None and self._hand_over(work):
+                return
 
     def _done(self, job: _Job, wall: float, cpu: float) -> _Work | None:
         """Count a job as ended; return the next one, which runs in the same thread so that no other is woken."""
@@ -214,7 +290,8 @@ class ThreadPool(ThreadPoolExecutor):
             self._backlog.clear()
         try:
             while (work := self._ready.get_nowait()) is not None:
-                cancelled.append(work[0])
+                if isinstance(work, tuple):
+                    cancelled.append(work[0])
         except Empty:
             pass
         for future in cancelled:
@@ -227,7 +304,7 @@ class ThreadPool(ThreadPoolExecutor):
         deadline = time.monotonic() + timeout_s
         with self._lock:
             abandoned = {job.ident for job in self._abandoned}
-        joined = [thread for thread in self._own_threads if thread.thread.ident not in abandoned]
+        joined = [thread for thread in self._own_threads if thread.ident not in abandoned]
         return all(thread.join(max(0.0, deadline - time.monotonic())) for thread in joined)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -108,6 +108,11 @@ class DaemonThread:
             self._ended.set()
 
     @property
+    def ident(self) -> int | None:
+        """The thread's identifier; ``None`` before it runs."""
+        return self.thread.ident
+
+    @property
     def current(self) -> bool:
         """Whether this is the calling thread."""
         return threading.current_thread() is self.thread

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from aiofeed.core.errors import add_note
 from aiofeed.core.types import Source, public
-from aiofeed.core.validation import check_positive_int, explain_arguments
+from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -29,20 +31,32 @@ class MapDataset(Protocol[ItemT_co]):
 class FromDataset:
     """A map-style ``Dataset``; uses ``__getitems__`` if the dataset has it.
 
-    A ``Dataset`` is usually written for worker processes, each with its own copy, so by default one thread calls it.
+    A ``Dataset`` is usually written for worker processes, each with its own copy, so by default one thread calls it:
+    the same one for as long as the dataset exists. Parts of a dataset share its thread: what ``Subset``,
+    ``ConcatDataset`` or another object with an attribute ``dataset`` or ``datasets`` leads to counts as the dataset.
 
     Args:
         dataset: Any object with ``__getitem__`` and ``__len__``.
         threads: The maximum number of concurrent calls, shared by all feeders and iterators over the dataset. A call in
             progress counts after ``break``, too, until it exceeds its time limit.
+        setup: Called as ``setup(dataset)`` once in each thread that will call the dataset, before its first call. With
+            ``engine="process"`` that is a thread of the worker process. It replaces ``worker_init_fn``.
         fingerprint: Identifies the data and settings of the dataset in saved states and in a ``DiskCache``. Default:
             computed from the dataset's attributes.
 
     Raises:
-        TypeError: An ``IterableDataset``, an object without the two methods, or a fingerprint that is no str.
+        TypeError: An ``IterableDataset``, an object without the two methods, a setup that cannot be called, or a
+            fingerprint that is no str.
     """
 
-    def __init__(self, dataset: MapDataset[Any], threads: int = 1, *, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset[Any],
+        threads: int = 1,
+        *,
+        setup: Callable[[Any], object] | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
         if is_iterable_dataset(dataset):
             raise TypeError(
                 f"{type(dataset).__name__} is an IterableDataset: without an index it has no order, shards or state. "
@@ -55,6 +69,15 @@ class FromDataset:
         if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
             raise TypeError(f"FromDataset(fingerprint=...) must be a non-empty str, got {fingerprint!r}")
         self._fingerprint = fingerprint
+        self._setup = check_callable("FromDataset(setup=...)", setup)
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out which threads have called ``setup``: the copy's dataset is another one."""
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=threading.local())
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -70,6 +93,16 @@ class FromDataset:
     def key(self, index: int, /) -> str:
         """The type's name and the index, because a Dataset has no names for samples."""
         return f"{type(self.dataset).__name__}[{index}]"
+
+    def set_up(self) -> None:
+        """Call the ``setup`` hook if the calling thread has not done so."""
+        if self._setup is not None and not hasattr(self._local, "ready"):
+            try:
+                self._setup(self.dataset)
+            except BaseException as error:  # the user's function may raise anything
+                add_note(error, "in FromDataset(setup=...)")
+                raise
+            self._local.ready = True
 
     def items(self, indices: Sequence[int]) -> list[Any]:
         """The samples, from one call if the dataset has ``__getitems__``."""
@@ -94,15 +127,28 @@ def is_map_dataset(value: object) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not hasattr(value, "read")
 
 
-def check_subset(dataset: Any) -> None:
-    """Raise ``TypeError`` for torch's ``Subset`` of a source, which has no items."""
+def takes_groups(dataset: Any) -> bool:
+    """Whether a dataset makes several items in one call; the ``__getitems__`` of ``Subset`` may just call its whole."""
     data = sys.modules.get("torch.utils.data")
-    # A subclass with its own __getitem__ may read the source in its own way.
-    if data is None or not isinstance(dataset, data.Subset) or type(dataset).__getitem__ is not data.Subset.__getitem__:
+    while data is not None and type(dataset) is data.Subset:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+def check_parts(dataset: Any) -> None:
+    """Raise ``TypeError`` for torch's ``Subset`` or ``ConcatDataset`` of sources, which have no items."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None:
         return
-    whole = dataset.dataset
-    if isinstance(whole, Source) and not hasattr(whole, "__getitem__"):
-        raise TypeError(
-            f"a {type(dataset).__name__} needs items, which {type(whole).__name__} does not have: for a part of it "
-            f"pass sampler=indices, or aiofeed.Files(paths, targets) of the part"
-        )
+    # A subclass with its own __getitem__ may read a source in its own way.
+    kind = type(dataset)
+    if isinstance(dataset, data.Subset) and kind.__getitem__ is data.Subset.__getitem__:
+        parts, way = [dataset.dataset], "for a part of it pass sampler=indices, or aiofeed.Files(paths, targets)"
+    elif isinstance(dataset, data.ConcatDataset) and kind.__getitem__ is data.ConcatDataset.__getitem__:
+        parts, way = dataset.datasets, "pass one source, e.g. aiofeed.Files(paths + more_paths, targets)"
+    else:
+        return
+    for part in parts:
+        if isinstance(part, Source) and not hasattr(part, "__getitem__"):
+            raise TypeError(f"a {kind.__name__} needs items, which {type(part).__name__} does not have: {way}")
+        check_parts(part)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +41,9 @@ class Tensors:
             or not contiguous.
     """
 
+    rows: NDArray[np.int64] | None = None
+    """The rows that are samples; ``None``: all."""
+
     def __init__(self, *tensors: torch.Tensor | NDArray[Any], alias: bool = False) -> None:
         if not tensors:
             raise TypeError("Tensors needs at least one tensor or array: Tensors(x, y)")
@@ -53,7 +58,7 @@ class Tensors:
 
     def __len__(self) -> int:
         """The number of samples."""
-        return len(self.tensors[0])
+        return len(self.tensors[0] if self.rows is None else self.rows)
 
     def __repr__(self) -> str:
         found = ", ".join(f"{_name(tensor)} {list(tensor.shape)}" for tensor in self.tensors)
@@ -72,6 +77,42 @@ class Tensors:
             for number in range(count):
                 digest.update(_row(tensor, number * len(tensor) // count))
         return digest.hexdigest()[:32]
+
+
+def tensors_of(dataset: Any) -> Tensors | None:
+    """The data of a ``TensorDataset`` in host memory or of a ``Subset`` of one; ``None`` for any other dataset.
+
+    Its samples must be exactly the rows of dense, contiguous tensors, so that batches do not differ.
+    """
+    data, rows = sys.modules.get("torch.utils.data"), None
+    if data is None:
+        return None
+    while type(dataset) is data.Subset:
+        length = len(dataset.dataset)
+        try:
+            picked = np.fromiter(map(operator.index, dataset.indices), np.int64, len(dataset.indices))
+        except (TypeError, OverflowError):
+            return None
+        if picked.size and (picked.min() < -length or picked.max() >= length):
+            return None
+        picked %= max(length, 1)
+        dataset, rows = dataset.dataset, picked if rows is None else picked[rows]
+    if type(dataset) is not data.TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        return None
+    found = Tensors(*dataset.tensors)
+    found.rows = rows
+    return found
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return (
+        type(tensor) is torch.Tensor
+        and (tensor.device.type, tensor.layout) == ("cpu", torch.strided)
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+    )
 
 
 def _check(tensor: Any, what: str, alias: bool) -> None:

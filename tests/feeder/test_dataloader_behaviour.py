@@ -29,7 +29,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from aiofeed import CollateError, Feeder, FromDataset, Limits, ReadError
+from aiofeed import CollateError, Feeder, Files, FromDataset, Limits, ReadError
 
 DATA = torch.arange(100 * 2 * 3, dtype=torch.float32).reshape(100, 2, 3)
 LABELS = torch.arange(100) % 7
@@ -240,16 +240,17 @@ def test_torch_samplers(make: MakeFeeder, kind: str, own_generator: bool) -> Non
     ("options", "error", "message"),
     [
         ({"sampler": range(3), "shuffle": True}, ValueError, "sampler= decides the order"),
-        ({"batch_sampler": [[0, 1]]}, TypeError, "batch_sampler.*sampler= and batch_size="),
-        ({"batch_size": None}, TypeError, "batch_size must be an int, got None"),
-        ({"num_workers": 2}, TypeError, r"num_workers.*FromDataset\(dataset, threads=2\)"),
+        ({"batch_sampler": [[0, 1]]}, TypeError, r"batch_sampler.*aiofeed\.DataLoader.*sampler= and batch_size="),
+        ({"batch_size": None}, TypeError, r"got None: .*aiofeed\.DataLoader\(dataset, batch_size=None\)"),
+        ({"shuffle": None}, TypeError, r"got None: pass False; aiofeed\.DataLoader"),
+        ({"num_workers": 2}, TypeError, r"aiofeed\.DataLoader takes it.*FromDataset\(dataset, threads=2\)"),
         ({"timeout": 3}, TypeError, "timeout"),
-        ({"worker_init_fn": print}, TypeError, "no worker processes"),
+        ({"worker_init_fn": print}, TypeError, r"aiofeed\.DataLoader takes it.*FromDataset\(dataset, setup=function\)"),
         ({"multiprocessing_context": "spawn"}, TypeError, "no worker processes"),
         ({"persistent_workers": True}, TypeError, "as long as the feeder"),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
-        ({"generator": torch.Generator()}, TypeError, "seed="),
-        ({"pin_memory": True}, TypeError, "memory is pinned if"),
+        ({"generator": torch.Generator()}, TypeError, r"aiofeed\.DataLoader takes it.*seed="),
+        ({"pin_memory": True}, TypeError, r"memory is pinned if.*aiofeed\.DataLoader"),
     ],
 )
 def test_unknown_arguments_name_the_alternative(
@@ -258,6 +259,21 @@ def test_unknown_arguments_name_the_alternative(
     """The error for an argument of DataLoader names the alternative."""
     with pytest.raises(error, match=message):
         make(PAIRS, **{"batch_size": 2, **options})
+
+
+def test_positional_arguments_are_named() -> None:
+    """The error shows the call with names, and the class that takes DataLoader's order."""
+    message = r"Feeder\(..., batch_size=32, shuffle=True\); aiofeed\.DataLoader takes them by position"
+    with pytest.raises(TypeError, match=message):
+        Feeder(PAIRS, 32, True)  # type: ignore[call-overload]
+
+
+def test_a_concatenation_of_sources_is_refused() -> None:
+    """Sources have no items; the error names the way out, for nested ones too."""
+    source: Any = Files(["a", "b"])
+    for dataset in (ConcatDataset([source, source]), ConcatDataset([PAIRS, Subset(source, [0])])):
+        with pytest.raises(TypeError, match=r"needs items, which Files does not have: .*aiofeed\.Files"):
+            Feeder(dataset, batch_size=2)
 
 
 # --- DistributedSampler -----------------------------------------------------------------------------------------------
@@ -478,7 +494,7 @@ def test_threads_end_with_a_dropped_iterator(make: MakeFeeder) -> None:
     """When an iterator is dropped in mid-epoch, its threads end without close()."""
     names = ("aiofeed-engine", "aiofeed-decode")
     before = {thread for thread in threading.enumerate() if thread.name.startswith(names)}
-    iterator = iter(make(PAIRS, batch_size=2))
+    iterator = iter(make(FromDataset(Items(range(100)), threads=2), batch_size=2))
     for _ in range(10):
         next(iterator)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith(names)} - before

@@ -16,7 +16,7 @@ import pytest
 from aiofeed import FailurePolicy, Feeder, FeedError, FromDataset, Limits
 from aiofeed.runtime.time_limits import JobControl
 from aiofeed.sources import dataset_slots
-from aiofeed.sources.dataset_slots import DatasetSlot
+from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
 from tests.support.waiting import until
 
 BOUND_S = 20.0
@@ -265,19 +265,19 @@ def test_a_waiting_iterator_can_be_closed() -> None:
 
 def test_calls_wait_in_order_of_arrival() -> None:
     """A thread that leaves and comes back at once does not overtake one that waits."""
-    source = FromDataset(Items(), threads=1)
+    calls = DatasetCalls(FromDataset(Items(), threads=1))
     control = JobControl(threading.Event())
     order: list[str] = []
 
     def second() -> None:
-        with DatasetSlot(source, 1, control):
+        with DatasetSlot(calls, 1, control):
             order.append("second")
 
     thread = threading.Thread(target=second)
-    with DatasetSlot(source, 0, control):
+    with DatasetSlot(calls, 0, control):
         thread.start()
         until(lambda: len(dataset_slots._waiting) == 1)
-    with DatasetSlot(source, 2, control):
+    with DatasetSlot(calls, 2, control):
         order.append("first again")
     thread.join()
     assert order == ["second", "first again"]

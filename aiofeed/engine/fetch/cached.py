@@ -71,6 +71,7 @@ class CachedFetcher(Fetcher):
         self._codec = codec
         self._store = store
         self.limit_s = inner.limit_s
+        self.thread = inner.thread
         self.target = inner.target
         # Whether the last chunk was all cached.
         self._warm = False

@@ -20,12 +20,16 @@ from aiofeed.core.formatting import format_error
 from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, total_nbytes
 from aiofeed.core.types import Collate, HostTensor, Row
 from aiofeed.runtime.buffers import BufferLease, array
-from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, stage
+from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_tensor, stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ItemT = TypeVar("ItemT")
+
+# Samples with tensors of up to this size are collated by torch at the end: 64 pairs of an image of 3 KB and a number
+# take 60 us, and 300 us if each is copied as it arrives. That pays for larger ones, because several threads copy.
+TOGETHER_BYTES = 16 * 1024
 
 Positions: TypeAlias = Sequence[int] | None
 """Positions of the samples that make up the batch, in order; ``None``: all."""
@@ -64,36 +68,77 @@ class DefaultCollateBuilder(BatchBuilder):
     """Builder of a batch by the rules of torch's ``default_collate``.
 
     A tuple becomes a list, numbers become tensors, strings stay a list.
+
+    Args:
+        samples: Number of samples.
+        lease: The memory of the batch.
+        may_keep: Whether samples do not change after ``put``, so that torch can collate small ones together.
     """
 
-    def __init__(self, samples: int, lease: BufferLease) -> None:
+    def __init__(self, samples: int, lease: BufferLease, *, may_keep: bool = False) -> None:
         self._samples = samples
         self._lease = lease
+        self._may_keep = may_keep
+        # One of both, from the first sample on.
         self._root: _Node | None = None
+        self._kept: list[Any] | None = None
+        self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def put(self, position: int, sample: Any) -> None:
-        """Copy a sample's arrays into their rows, and store its other parts."""
+        """Copy a sample's arrays into their rows, and store its other parts; or keep a small sample."""
+        if self._kept is not None:
+            self._kept[position] = sample
+            return
         root = self._root
         if root is None:
             with self._lock:
-                if self._root is None:
-                    self._root = _node(sample, self._samples, self._lease)
+                if self._kept is None and self._root is None:
+                    if self._may_keep and _has_small_tensor(sample):
+                        self._kept = [None] * self._samples
+                    else:
+                        self._root = _node(sample, self._samples, self._lease)
                 root = self._root
-        root.put(position, sample)
+        if root is not None:
+            root.put(position, sample)
+        else:
+            self.put(position, sample)
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        assert self._root is not None, "a builder without samples"
+        kept, self._kept = self._kept, None
         try:
+            if kept is not None:
+                return self._collate(pick(kept, positions))
+            assert self._root is not None, "a builder without samples"
             return self._root.finish(positions)
         except _MisfitError as misfit:
             named = [keys[positions[position] if positions else position] for position in misfit.positions]
             raise CollateError(misfit.explain(named)) from misfit.__cause__
 
+    def _collate(self, samples: list[Any]) -> Any:
+        from torch.utils.data import default_collate
+
+        try:
+            batch = default_collate(samples)
+        except Exception:  # noqa: BLE001 - of any kind; one by one, the error gets a name
+            self._root = _node(samples[0], len(samples), self._lease)
+            for position, sample in enumerate(samples):
+                self._root.put(position, sample)
+            return self._root.finish(None)
+        self._kept_bytes = total_nbytes(batch)
+        return stage(batch, self._lease)[0] if self.encode is not None or self._lease.pinned else batch
+
     @property
     def nbytes(self) -> int:
         """Bytes of the batch's memory."""
-        return self._root.nbytes if self._root is not None else 0
+        return self._kept_bytes if self._root is None else self._root.nbytes
+
+
+def _has_small_tensor(sample: Any) -> bool:
+    """Whether a sample, or a part of one that is a tuple, list or dict, is a plain tensor, and all of it is small."""
+    parts = sample if type(sample) in (tuple, list) else sample.values() if type(sample) is dict else (sample,)
+    plain = any(is_tensor(part) and as_array(part)[0] is not None for part in parts)
+    return plain and total_nbytes(sample) <= TOGETHER_BYTES
 
 
 class _MisfitError(Exception):

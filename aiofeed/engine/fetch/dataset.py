@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiofeed.core.errors import FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
+from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import misfit_error
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
+from aiofeed.engine.fetch.generators import DrawDetector, seed_generators
+from aiofeed.engine.fetch.source import seed_of
 from aiofeed.engine.fetch.user_errors import sample_error
+from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.time_limits import AbandonedError
-from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import DatasetSlot
+from aiofeed.sources.dataset import FromDataset, takes_groups
+from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
+
+ItemT = TypeVar("ItemT")
 
 
 class DatasetFetcher(Fetcher):
-    """Fetches samples from a map-style ``Dataset``."""
+    """Fetches samples from a map-style ``Dataset``.
 
-    def __init__(self, source: FromDataset, policy: FailurePolicy | None = None) -> None:
+    Args:
+        source: The dataset and the number of threads that may call it.
+        policy: Retries, time limits, and whether the first failure ends a chunk.
+        own_process: Whether this process does nothing else, so that each sample may seed the global generators. A call
+            of ``__getitems__`` gets the seed of its first sample.
+    """
+
+    def __init__(self, source: FromDataset, policy: FailurePolicy | None = None, *, own_process: bool = False) -> None:
         super().__init__(policy or FailurePolicy())
         self._source = source
-        self.takes_groups = hasattr(source.dataset, "__getitems__")
+        self._calls = DatasetCalls(source)
+        self.thread = self._calls.thread
+        self.takes_groups = takes_groups(source.dataset)
+        # Threads that call it at the same time would share the generators.
+        self._seeds = own_process and source.threads == 1
+        self._detector = DrawDetector(source.dataset)
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
         self.limit_s = sum(limit or 0.0 for limit in limits) or None
+
+    def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
+        """A builder that may keep items until the batch is complete, as a ``DataLoader`` does."""
+        return DefaultCollateBuilder(samples, lease, may_keep=True)
 
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
         """The whole batch for a single thread, as ``__getitems__`` expects; otherwise by the time that items take."""
@@ -51,13 +73,19 @@ class DatasetFetcher(Fetcher):
         """Call ``place`` for each position and value of a chunk, after requesting the items that are ``UNREAD``."""
         requested = chunk.unread()
         outcome, retries = chunk.outcome, chunk.outcome.retries
-        with DatasetSlot(self._source, chunk.plan.indices[requested[0]], chunk.control) as slot:
+        reached, seconds = 0, 0.0
+
+        def work() -> None:
+            nonlocal reached, seconds
             started = time.perf_counter()
             if self._request_all(chunk, requested):
                 reached = chunk.decode_each(place)
             else:
                 reached = chunk.decode_each(self._request_one(chunk, place, slot))
-        seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - started
+
+        with self._calls.slot(chunk.plan.indices[requested[0]], chunk.control) as slot:
+            slot.call(work)
         outcome.decode_s += seconds
         if reached and outcome.retries == retries:
             self._sizer.observe(seconds, reached)
@@ -69,22 +97,30 @@ class DatasetFetcher(Fetcher):
         """
         if not self.takes_groups or chunk.control.deadline is not None:
             return False
+        request = partial(self._source.items, [chunk.plan.indices[position] for position in positions])
         try:
-            items = iter(self._source.items([chunk.plan.indices[position] for position in positions]))
+            items = iter(self._called(request, chunk.plan, positions[0]))
         except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; one by one, the error gets a name
             return False
         chunk.values = [next(items) if value is UNREAD else value for value in chunk.values]
         return True
 
+    def _called(self, request: Callable[[], ItemT], plan: BatchPlan, position: int) -> ItemT:
+        """The result of a request, for which the global generators are seeded or watched."""
+        if self._seeds:
+            seed_generators(seed_of(plan, position))
+        return request() if self._seeds or self._detector.done else self._detector.watch(request)
+
     def _request_one(self, chunk: Chunk, place: Place, slot: DatasetSlot) -> Place:
         """A function that requests one item and places it."""
         indices, dataset, policy = chunk.plan.indices, self._source.dataset, self.policy
         deadline, stop = chunk.control.deadline, chunk.control.stop
+        seeds, detector = self._seeds, self._detector
 
         def request_again(position: int) -> Any:
             if deadline is not None:
                 deadline.begin(position)
-            return dataset[indices[position]]
+            return self._called(lambda: dataset[indices[position]], chunk.plan, position)
 
         def request(position: int, value: Any) -> None:
             if value is UNREAD:
@@ -92,7 +128,10 @@ class DatasetFetcher(Fetcher):
                 try:
                     if deadline is not None:
                         deadline.begin(position)
-                    value = dataset[index]
+                    if seeds or not detector.done:
+                        value = self._called(lambda: dataset[index], chunk.plan, position)
+                    else:
+                        value = dataset[index]
                 except Exception as error:
                     if deadline is not None:
                         deadline.pause()

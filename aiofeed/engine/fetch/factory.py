@@ -29,15 +29,16 @@ def new_fetcher(
     length: int,
     policy: FailurePolicy,
     cache: SampleStore | None,
+    own_process: bool = False,
 ) -> Fetcher:
-    """The fetcher of a feeder with these arguments.
+    """The fetcher of a feeder with these arguments; ``own_process`` if it is in a worker process.
 
     Raises:
         CacheError: The cache cannot be used.
     """
     inner: SourceFetcher | DatasetFetcher
     if isinstance(source, FromDataset):
-        inner = DatasetFetcher(source, policy)
+        inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
         assert decode is not None
         in_place = collate_fn is None and decodes_in_place(decode)

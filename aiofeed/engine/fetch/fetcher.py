@@ -17,7 +17,7 @@ from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
 from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.runtime.time_limits import AbandonedError, JobControl
 
 # Decode time per executor job. A chunk costs the loop a task, two executor calls and three wake-ups, little beside
@@ -143,6 +143,8 @@ class Fetcher(ABC):
 
     limit_s: float | None = None
     """Most seconds that ``decode`` may spend on one sample."""
+    thread: ThreadHost | None = None
+    """The thread to decode in, if samples have one."""
     target: Callable[[int], Any] | None = None
     """Returns a sample's target, if samples have targets."""
 

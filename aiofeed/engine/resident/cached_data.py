@@ -29,6 +29,7 @@ class CachedData:
     """
 
     alias = False
+    rows = None
 
     def __init__(self, store: ResidentStore, axes: tuple[int, ...] | None, *, targets: bool) -> None:
         self.samples = store.cached_samples

@@ -46,6 +46,11 @@ class Rows(Protocol):
         """Whether a batch of consecutive rows may be a view of the data."""
         ...
 
+    @property
+    def rows(self) -> NDArray[np.int64] | None:
+        """The row of each sample; ``None``: sample ``i`` is row ``i``. Data on a device have no such list."""
+        ...
+
 
 Window: TypeAlias = "Callable[[int, int], list[torch.Tensor]]"
 """Returns rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
@@ -118,6 +123,7 @@ class HostWindows:
         self._dtypes = dtypes if any(dtypes) else None
         self._torch_rows = list(map(_torch_rows, self._data))
         self._alias = source.alias
+        self._rows = source.rows
         self._memory = HostBufferPool(keep=HOST_WINDOWS * len(self._data))
         batch_bytes = batch_size * row_bytes(source)
         self.max_batches = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
@@ -135,13 +141,15 @@ class HostWindows:
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range."""
         indices = batch_range.indices
-        if batch_range.run:
+        if self._rows is not None:
+            indices = self._rows[indices]
+        elif batch_range.run:
             start, end = int(indices[0]), int(indices[-1]) + 1
             rows = [data[start:end] for data in self._data]
             if not self._alias:
                 rows = [self._copy(each) for each in rows]
-        else:
-            rows = [self._gather(*columns, indices) for columns in zip(self._data, self._torch_rows, strict=True)]
+            return batch_range, partial(_host_batch, self._torch, rows, self._dtypes)
+        rows = [self._gather(*columns, indices) for columns in zip(self._data, self._torch_rows, strict=True)]
         return batch_range, partial(_host_batch, self._torch, rows, self._dtypes)
 
     def _copy(self, rows: NDArray[Any]) -> NDArray[Any]:

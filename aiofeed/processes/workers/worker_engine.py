@@ -114,7 +114,9 @@ class WorkerEngine(Engine):
             length=worker_config.length,
             policy=worker_config.policy,
             cache=worker_config.cache,
+            own_process=True,
         )
+        executor.host = fetcher.thread
         slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=dump_batch)
         self.permits = PermittedBuffer(None if worker_config.in_order else send)
         limits = ResolvedLimits(

@@ -1,0 +1,104 @@
+"""Is a Feeder over a torch Dataset as fast as a DataLoader without workers?
+
+Shuffled epochs after the first, no step, batches of 64 and of 16. 20,000 rows of 64 floats with labels, in a
+``TensorDataset`` and in a part of one from ``random_split``, and 4,000 items like those of torchvision's MNIST: a
+Pillow image of 28 x 28, converted to a float tensor and normalised. In this case both call the dataset in one thread.
+
+Targets: as fast as ``DataLoader`` for rows, and at least 0.95 of it for items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.harness import Contender, Measure, Settings, interleave
+from benchmarks.single_epochs import single_epochs
+
+if TYPE_CHECKING:
+    import torch
+
+TITLE = "Datasets in one thread, shuffled"
+
+KINDS = {"TensorDataset": (20_000, 1.0), "part of a TensorDataset": (20_000, 1.0), "images of 28 x 28": (4_000, 0.95)}
+
+
+def run(settings: Settings) -> list[Figure]:
+    figures = []
+    for kind, (samples, bound) in KINDS.items():
+        for batch_size in (64, 16):
+            options = {"kind": kind, "samples": settings.size(samples, 320), "batch_size": batch_size}
+            contenders = [
+                Contender("Feeder", aiofeed_feeder, options, ("torch", "aiofeed:Feeder")),
+                Contender("DataLoader", data_loader, options, ("torch.utils.data",)),
+            ]
+            rounds = interleave(contenders, settings)
+            wall = {label: column(found, "wall_s", 1e3) for label, found in rounds.items()}
+            name = f"{kind}, batch {batch_size}"
+            speed = per(wall["DataLoader"], wall["Feeder"])
+            figures.append(Figure(f"{name}: speed / DataLoader, no workers", speed, target=at_least(bound)))
+            figures += [Figure(f"{name}, epoch: {label}", values, "ms") for label, values in wall.items()]
+    return figures
+
+
+class Digits:
+    """Items like those of torchvision's ``MNIST`` with ``ToTensor`` and ``Normalize``, which do the same calls."""
+
+    def __init__(self, samples: int) -> None:
+        self.data = np.random.default_rng(0).integers(0, 256, (samples, 28, 28), dtype=np.uint8)
+        self.targets = np.arange(samples) % 10
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        import torch
+        from PIL import Image
+
+        image = Image.fromarray(self.data[index])
+        pixels = torch.from_numpy(np.array(image, np.uint8, copy=True)).view(28, 28, 1)
+        tensor = pixels.permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+        mean, std = torch.as_tensor([0.1307]).view(-1, 1, 1), torch.as_tensor([0.3081]).view(-1, 1, 1)
+        return tensor.clone().sub_(mean).div_(std), int(self.targets[index])
+
+
+def dataset(kind: str, samples: int) -> Any:
+    import torch
+    from torch.utils.data import TensorDataset, random_split
+
+    if kind == "images of 28 x 28":
+        return Digits(samples)
+    whole = TensorDataset(torch.randn(samples, 64), torch.arange(samples) % 10)
+    return whole if kind == "TensorDataset" else random_split(whole, [0.8, 0.2])[0]
+
+
+@contextmanager
+def aiofeed_feeder(kind: str, samples: int, batch_size: int) -> Iterator[Measure]:
+    import aiofeed
+
+    feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(dataset(kind, samples), batch_size=batch_size, shuffle=True)
+    with feeder:
+        one_epoch = single_epochs(feeder)
+
+        def epoch() -> Mapping[str, float]:
+            return {"items": sum(len(labels) for _, labels in one_epoch())}
+
+        epoch()
+        yield epoch
+
+
+@contextmanager
+def data_loader(kind: str, samples: int, batch_size: int) -> Iterator[Measure]:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(dataset(kind, samples), batch_size, shuffle=True)
+
+    def epoch() -> Mapping[str, float]:
+        return {"items": sum(len(labels) for _, labels in loader)}
+
+    epoch()
+    yield epoch
