@@ -272,14 +272,22 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == []
 
 
-ALLOWED = {"spawn.py": {"pickle"}, "handle.py": {"subprocess"}}
-"""A worker process is started with the user's own objects, which its parent pickles into an unnamed file."""
+ALLOWED = {
+    "processes/workers/spawn.py": {"pickle"},
+    "processes/workers/handle.py": {"subprocess"},
+    "processes/pickling.py": {"pickle"},
+    "processes/loader_workers/iterators.py": {"pickle"},
+    "processes/loader_workers/worker.py": {"pickle"},
+    "processes/loader_workers/workers.py": {"pickle"},
+}
+"""A worker process and its parent exchange the user's own objects, by unnamed files and sockets that only they have."""
 
 
 def test_no_module_unpickles_or_evaluates() -> None:
-    """No module names pickle, marshal, subprocess, eval, exec or torch.load, except to start worker processes."""
+    """No module names pickle, marshal, subprocess, eval, exec or torch.load, except for the user's own worker processes."""
     names = {"pickle", "cPickle", "marshal", "shelve", "dill", "subprocess", "eval", "exec", "system", "popen"}
-    for path in sorted(Path(aiofeed.__file__).parent.rglob("*.py")):
+    package = Path(aiofeed.__file__).parent
+    for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 used = {alias.name.split(".")[0] for alias in node.names}
@@ -293,5 +301,5 @@ def test_no_module_unpickles_or_evaluates() -> None:
                     assert node.value.id not in ("torch", "np", "numpy"), f"{path}:{node.lineno}"
             else:
                 continue
-            used -= ALLOWED.get(path.name, set()) if path.parent.name == "workers" else set()
+            used -= ALLOWED.get(path.relative_to(package).as_posix(), set())
             assert not used & names, f"{path}:{node.lineno} names {used & names}"

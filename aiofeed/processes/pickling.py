@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -139,6 +139,11 @@ def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, l
         # Tensors that share memory still do: a storage that is sent as a whole is not sent in parts, too.
 
 
+def unpickle(data: bytes, buffers: Iterable[Any]) -> Any:
+    """Rebuild a value that ``dump_batch`` pickled. Only for values of the user's own worker processes."""
+    return pickle.loads(data, buffers=buffers)
+
+
 def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any, list[NDArray[np.uint8]]]:
     """Rebuild a batch; its tensors and arrays of 64 KiB and more lie in the ring.
 
@@ -157,7 +162,7 @@ def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any,
             mapping: Any = ring.memory(segment).base
             owners[segment] = np.frombuffer(mapping, np.uint8)
         buffers.append(owners[segment][offset : offset + nbytes])
-    return pickle.loads(data, buffers=buffers), list(owners.values())
+    return unpickle(data, buffers), list(owners.values())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

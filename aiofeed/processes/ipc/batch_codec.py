@@ -6,11 +6,10 @@ Values of other types are pickled between a feeder and its own worker processes,
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -165,25 +164,28 @@ def _encode_array(
 
 # --- decoding ---
 
+Unpickle: TypeAlias = Callable[[bytes, Iterable[Any]], Any]
+"""Rebuilds a value from its pickle and the memory of its buffers; see ``processes/pickling.py``."""
 
-def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any], *, trusted: bool = False) -> Any:
+
+def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any], *, unpickle: Unpickle | None = None) -> Any:
     """Rebuild a batch; ``make_array`` gives the leaf of each array.
 
     Raises:
-        ProtocolError: The description is invalid, or has a pickle and its sender is not ``trusted``.
+        ProtocolError: The description is invalid, or has a pickle without ``unpickle``, for a trusted sender.
     """
     if isinstance(node, ArrayNode):
         return make_array(node)
     if isinstance(node, PickledNode):
-        if not trusted:
+        if unpickle is None:
             raise ProtocolError("a pickled value")
-        return pickle.loads(node.data, buffers=map(make_array, node.buffers))
+        return unpickle(node.data, map(make_array, node.buffers))
     if isinstance(node, BytesNode):
         return node.data if node.kind == "bytes" else _decode_text(node.data)
     if not isinstance(node, ContainerNode):
         return node
     items = [
-        decode_batch(item, make_array, trusted=trusted) if isinstance(item, Struct) else item for item in node.items
+        decode_batch(item, make_array, unpickle=unpickle) if isinstance(item, Struct) else item for item in node.items
     ]
     if node.kind == "list":
         return items
@@ -199,11 +201,11 @@ def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any], *, trusted:
 
 
 def decode_and_wrap(
-    node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any], *, trusted: bool = False
+    node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any], *, unpickle: Unpickle | None = None
 ) -> tuple[Any, float]:
     """``wrap`` of the decoded batch, and how long that took in seconds. For any thread."""
     started = time.perf_counter()
-    batch = wrap(decode_batch(node, make_array, trusted=trusted))
+    batch = wrap(decode_batch(node, make_array, unpickle=unpickle))
     return batch, time.perf_counter() - started
 
 
@@ -255,9 +257,9 @@ def leaf_in_slot(view: NDArray[Any], node: ArrayNode) -> Any:
     return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
 
 
-def batch_in_ring(ring: Ring, batch: Node, *, trusted: bool = False) -> Any:
+def batch_in_ring(ring: Ring, batch: Node, *, unpickle: Unpickle | None = None) -> Any:
     """The batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
-    return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node), trusted=trusted)
+    return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node), unpickle=unpickle)
 
 
 def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:

@@ -18,6 +18,7 @@ from aiofeed.processes.ipc.batch_codec import batch_in_ring, decode_and_wrap
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, RingLease
+from aiofeed.processes.pickling import unpickle
 from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished, StartDecoding
@@ -142,12 +143,12 @@ class MultiprocessEngine(Engine):
         try:
             if ring.pinned:
                 batch.lease = RingLease(asyncio.get_running_loop(), free)
-                batch.result = batch_in_ring(ring, reply.batch, trusted=True)
+                batch.result = batch_in_ring(ring, reply.batch, unpickle=unpickle)
                 return None
             batch.lease = self._memory.lease()
             borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)
             leaf = partial(borrowed.leaf, batch.lease)
-            take_out = partial(decode_and_wrap, reply.batch, leaf, self._wrap, trusted=True)
+            take_out = partial(decode_and_wrap, reply.batch, leaf, self._wrap, unpickle=unpickle)
             if borrowed.copied_bytes(reply.batch) <= INLINE_BYTES:
                 batch.result, seconds = take_out()
             else:
