@@ -20,6 +20,9 @@ from PIL import Image, features
 import aiofeed
 from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError
 from aiofeed.decoders.pillow import FORMATS
+from aiofeed.processes.ipc.batch_codec import decode_batch
+from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.schema import ContainerNode, PickledNode
 from aiofeed.sources.file_io import _open_below
 from tests.support.paths import ROOT
 
@@ -284,7 +287,7 @@ ALLOWED = {
 
 
 def test_no_module_unpickles_or_evaluates() -> None:
-    """No module names pickle, marshal, subprocess, eval, exec or torch.load, except for the user's own worker processes."""
+    """No module names pickle, marshal, subprocess, eval, exec or torch.load, except for the user's own processes."""
     names = {"pickle", "cPickle", "marshal", "shelve", "dill", "subprocess", "eval", "exec", "system", "popen"}
     package = Path(aiofeed.__file__).parent
     for path in sorted(package.rglob("*.py")):
@@ -303,3 +306,10 @@ def test_no_module_unpickles_or_evaluates() -> None:
                 continue
             used -= ALLOWED.get(path.relative_to(package).as_posix(), set())
             assert not used & names, f"{path}:{node.lineno} names {used & names}"
+
+
+def test_a_pickled_value_of_another_process_is_refused() -> None:
+    """A batch that a server sends is decoded without unpickling; its own worker processes may send pickles."""
+    node = PickledNode(b"cbuiltins\nexec\n(S'raise SystemExit'\ntR.", [])
+    with pytest.raises(ProtocolError, match="pickled"):
+        decode_batch(ContainerNode("list", [1, node]), lambda array: array)
