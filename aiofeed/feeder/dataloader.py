@@ -23,6 +23,7 @@ from aiofeed.core.types import Transform, public
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
+from aiofeed.processes.loader_workers.fetching import dataset_state
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime.queue import ReadyBatch
@@ -165,6 +166,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _begin(self) -> Any:
         loaded = self._take_loaded()
         if loaded is None or loaded.start is None:
+            stateful = _stateful_sampler(self)
+            if loaded is not None and loaded.sampler is not None and stateful is not None:
+                stateful.load_state_dict(loaded.sampler)
             self._start = _EpochStart.of(self)
             iterator = self._new_iterator(LoaderPosition() if loaded is None else loaded.position)
         else:
@@ -216,17 +220,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if self._loaded is not None and self._loaded_progress is None:
             return self._loaded.packed
-        epoch, progress = None, self._progress
+        epoch, progress, stateful = None, self._progress, _stateful_sampler(self)
         if progress is not None and self._start is not None and not self._is_complete(progress):
             epoch = {**self._start.pack(), **asdict(progress.position())}
             epoch["workers"] = [_pack_worker(state) for state in epoch["workers"]]
-        between = progress.worker_states() if progress is not None and self.persistent_workers else []
+        between = progress.states_between() if progress is not None and self.persistent_workers else []
+        in_process = not self.num_workers and self._dataset_kind == _DatasetKind.Map
         return {
             "version": _VERSION,
             "num_workers": self.num_workers,
             "batches": self._batches(),
             "generators": rng.pack_random_state(rng.random_state()),
             "generator": None if self.generator is None else rng.pack_generator(self.generator.get_state()),
+            "sampler": None if stateful is None else stateful.state_dict(),
+            "dataset": dataset_state(None, self.dataset) if in_process else None,
             "workers": [_pack_worker(state) for state in between],
             "epoch": epoch,
         }
@@ -248,6 +255,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ]
         if differences:
             raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
+        if self.generator is not None:
+            loaded.check_generator(self.generator)
         self._loaded, self._loaded_progress = loaded, None
         rng.set_random_state(loaded.generators)
         if loaded.generator is not None and self.generator is not None:
@@ -328,6 +337,7 @@ class _LoaderState:
     batches: int | None
     generators: tuple[Any, ...]
     generator: torch.Tensor | None
+    sampler: Any
     position: LoaderPosition
     start: _EpochStart | None
 
@@ -338,7 +348,7 @@ class _LoaderState:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {_VERSION}")
             epoch, start = state["epoch"], None
             workers = [_unpack_worker(each) for each in state["workers"]]
-            position = LoaderPosition(workers=workers, restarted=bool(workers))
+            position = LoaderPosition(workers=workers, dataset=state["dataset"], restarted=bool(workers))
             if epoch is not None:
                 start = _EpochStart(
                     rng.unpack_random_state(epoch["start_generators"]),
@@ -360,6 +370,7 @@ class _LoaderState:
                 state["batches"],
                 rng.unpack_random_state(state["generators"]),
                 None if state["generator"] is None else rng.unpack_generator(state["generator"]),
+                state["sampler"],
                 position,
                 start,
             )
@@ -367,6 +378,15 @@ class _LoaderState:
             raise StateError(
                 f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
+
+    def check_generator(self, generator: torch.Generator) -> None:
+        """Raise ``StateError`` if the generator cannot have one of its states."""
+        try:
+            for state in (self.generator, None if self.start is None else self.start.generator):
+                if state is not None:
+                    torch.Generator(generator.device).set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise StateError(f"the state of the generator is damaged: {error}") from error
 
 
 def _natural(value: Any) -> int:

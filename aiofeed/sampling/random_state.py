@@ -55,13 +55,23 @@ def unpack_random_state(packed: Any) -> tuple[Any, ...]:
     """Return the state that ``pack_random_state`` has packed; ``StateError`` if it is damaged."""
     try:
         (version, words, gauss), (name, keys, *rest), generator = packed
-        return (
+        state = (
             (version, tuple(_from_text(words, np.uint32).tolist()), gauss),
             (name, _from_text(keys, np.uint32), *rest),
             unpack_generator(generator),
         )
-    except (TypeError, ValueError) as error:
+        _check(state)
+        return state
+    except Exception as error:  # the generators raise errors of many types
         raise StateError(f"the state of the random generators is damaged: {error}") from error
+
+
+def _check(state: tuple[Any, ...]) -> None:
+    import torch
+
+    random.Random().setstate(state[0])
+    np.random.RandomState().set_state(state[1])
+    torch.Generator().set_state(state[2])
 
 
 def pack_generator(state: torch.Tensor) -> str:

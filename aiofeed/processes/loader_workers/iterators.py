@@ -40,7 +40,8 @@ class LoaderPosition:
         later: Numbers of further batches that were returned, if they need not be in order.
         returned: Number of batches that were returned.
         ended: For each worker the number of the batch at which its iterable dataset ended; -1 if it has not.
-        workers: For each worker the state after its last batch, generators and dataset; ``None`` if it has none.
+        workers: For each worker the state after its last batch, generators and dataset; ``None`` if it has none. Of an
+            iterable dataset that saves no state, the one at the start of the epoch, which is then read again.
         dataset: State of the dataset without workers, if it has one.
         restarted: Whether the epoch begins with the workers of the one before. Their seed is not drawn again.
     """
@@ -64,6 +65,7 @@ class Progress:
         *,
         states: Sequence[bytes | None] = (),
         dataset: Callable[[], Any] | None = None,
+        iterable: bool = False,
     ) -> None:
         self.batches = start.batches
         self.returned = start.returned
@@ -75,7 +77,9 @@ class Progress:
         for number, state in enumerate(start.workers):
             if state is not None:
                 self._states[number] = pickle.dumps(state)
+        self._first_states = list(self._states)
         self._dataset = dataset
+        self._iterable = iterable
 
     def add(self, batch: int, *, in_order: bool, worker: int | None = None, state: bytes | None = None) -> None:
         """A batch of a worker was returned; ``state``: the pickled state after it."""
@@ -90,21 +94,33 @@ class Progress:
             self._later.discard(self.batches)
             self.batches += 1
 
-    def worker_states(self) -> list[Any]:
-        """The state of each worker."""
-        return [None if state is None else pickle.loads(state) for state in self._states]
+    def states_between(self) -> list[Any]:
+        """The state of each worker after the epoch. A new iterator of an iterable dataset begins anew."""
+        states = _loaded(self._states)
+        return [state and (state[0], None) for state in states] if self._iterable else states
 
     def position(self) -> LoaderPosition:
         """The position after the last batch that was returned."""
+        states = _loaded(self._states)
+        if self._iterable and not _saves_state(states):
+            states = _loaded(self._first_states)
         return LoaderPosition(
             self.batches,
             sorted(self._later),
             self.returned,
             [batch if batch < self.batches else -1 for batch in self.ended],
-            self.worker_states(),
+            states,
             None if self._dataset is None else self._dataset(),
             self.restarted,
         )
+
+
+def _loaded(states: Sequence[bytes | None]) -> list[Any]:
+    return [None if state is None else pickle.loads(state) for state in states]
+
+
+def _saves_state(states: Sequence[tuple[Any, Any] | None]) -> bool:
+    return any(state is not None and state[1] is not None for state in states)
 
 
 def _generator_of(loader: Any) -> torch.Generator:
@@ -221,14 +237,13 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
 
     def _begin(self, position: LoaderPosition) -> None:
         # An iterable dataset without a state of its own is read again from the start.
-        replay = _is_iterable(self) and not any(
-            state is not None and state[1] is not None for state in position.workers
-        )
-        self._start = start = LoaderPosition(restarted=position.restarted) if replay else position
+        replay = _is_iterable(self) and not _saves_state(position.workers)
+        start = LoaderPosition(workers=position.workers, restarted=position.restarted) if replay else position
+        self._start = start
         self._num_yielded = start.returned
         # Persistent workers go on from where they were.
         self._states = self._states if position.restarted else [None] * self._num_workers
-        self.progress = Progress(start, self._num_workers, states=self._states)
+        self.progress = Progress(start, self._num_workers, states=self._states, iterable=_is_iterable(self))
         self._exhausted = False
         self._requested_after = -1
         self._more = threading.Event()

@@ -1,0 +1,574 @@
+"""What ``aiofeed.DataLoader`` has beyond torch's: devices, async, routes over a Feeder, failures, clean ends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+
+from aiofeed import DataLoader, HostCache, IteratorClosedError, WorkerDiedError
+from aiofeed.testing import SimulatedDevice
+from tests.support.interrupts import Interrupt
+from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
+from tests.support.waiting import children, until
+
+ROWS = torch.arange(40_000.0).reshape(40, 1000)
+WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+
+
+@pytest.fixture(autouse=True)
+def no_worker_left_running() -> Iterator[None]:
+    """Fail a test after which a worker process still runs."""
+    before = {each.pid for each in children()}
+    yield
+    gc.collect()
+    until(lambda: not [each for each in children() if each.pid not in before])
+
+
+def shared_memory() -> int:
+    """How many mappings of shared memory this process has."""
+    return Path("/proc/self/maps").read_text().count("memfd:aiofeed")
+
+
+# --- device, transform, async ---
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_device_and_transform(options: dict[str, Any]) -> None:
+    """``device=`` copies each batch, and ``transform=`` is called with it there; order and epochs are torch's."""
+    device = SimulatedDevice()
+    devices = []
+
+    def transform(batch: Any) -> Any:
+        devices.append(type(batch[0]).__name__)
+        return [batch[0] + 1]
+
+    loader = DataLoader(TensorDataset(ROWS), 7, device=device, transform=transform, **options)
+    for _ in range(2):
+        batches = [batch.cpu().as_subclass(torch.Tensor) for (batch,) in loader]
+        assert torch.cat(batches).equal(ROWS + 1)
+    assert set(devices) == {"SimulatedTensor"}
+    assert len(loader) == 6
+    plain = DataLoader(TensorDataset(ROWS), 7, transform=lambda batch: batch[0].sum(), **options)
+    assert torch.stack(list(plain)).equal(torch.stack([part.sum() for part in ROWS.split(7)]))
+
+
+@pytest.mark.parametrize("device", [None, SimulatedDevice()])
+@pytest.mark.parametrize("options", WORKERS)
+async def test_async_for(options: dict[str, Any], device: Any) -> None:
+    """``async for`` gives the batches of ``for``, epoch after epoch, also after one that was left."""
+    loader = DataLoader(TensorDataset(ROWS), 7, device=device, **options)
+    for stop in (99, 2, 99):
+        batches: list[Any] = []
+        async for (batch,) in loader:
+            batches.append(batch.cpu().as_subclass(torch.Tensor))
+            if len(batches) == stop:
+                break
+        assert torch.cat(batches).equal(ROWS[: 7 * len(batches)])
+        assert len(batches) == min(stop, 6)
+
+
+async def test_async_for_does_not_block_the_loop() -> None:
+    """While a worker process makes a batch, other tasks run."""
+    gate = torch.multiprocessing.get_context("fork").Event()
+
+    class Gated(Plain):
+        def __getitem__(self, index: int) -> Any:
+            assert gate.wait(60)
+            return index
+
+    async def open_gate() -> None:
+        gate.set()
+
+    task = asyncio.create_task(open_gate())
+    batches = [batch async for batch in DataLoader(Gated(3), num_workers=1)]
+    await task
+    assert torch.cat(batches).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_an_error_on_the_way_to_a_device(options: dict[str, Any]) -> None:
+    """The batches before a sample that fails arrive; its error is raised unchanged."""
+    loader = DataLoader(Random(9, (5,)), 2, collate_fn=without_none, device=SimulatedDevice(), **options)
+    iterator = iter(loader)
+    assert [next(iterator)["index"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="item 5 is bad"):
+        next(iterator)
+    del iterator
+    assert [next(iter(loader))["index"].tolist() for _ in range(2)] == [[0, 1], [0, 1]]
+
+
+# --- routes over a Feeder ---
+
+
+class Failing(Dataset[Any]):
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad = bad
+        self.threads: set[str] = set()
+        self.calls = 0
+        self.samples = [(f"folder/{index}.jpg", 0) for index in range(20)]
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise OSError(f"sample {index} is broken")
+        self.calls += 1
+        self.threads.add(threading.current_thread().name)
+        return torch.tensor(index)
+
+
+def test_on_error_skips_samples() -> None:
+    """``on_error="skip"`` leaves out samples that fail, in this process and in workers; the order is torch's."""
+    seed_all(1)
+    expected = [int(each) for each in torch_data.DataLoader(Failing(), None, shuffle=True) if int(each) not in (3, 7)]
+    for workers in (0, 1):
+        seed_all(1)
+        loader = DataLoader(Failing((3, 7)), 4, shuffle=True, num_workers=workers, on_error="skip")
+        assert torch.cat(list(loader)).tolist() == expected
+
+
+def test_threads() -> None:
+    """``threads=N`` calls the dataset in threads, in torch's order, with torch's draws from the generator."""
+    dataset = Failing()
+    ours = DataLoader(dataset, 3, shuffle=True, threads=2, drop_last=True)
+    theirs = torch_data.DataLoader(Failing(), 3, shuffle=True, drop_last=True)
+    for cls in (ours, theirs):
+        seed_all(6)
+        got = [list(cls), torch.rand(2), list(cls)]
+        if cls is ours:
+            first = got
+    assert same(first, got)
+    assert threading.current_thread().name not in dataset.threads
+
+
+def test_cache() -> None:
+    """``cache=`` calls the dataset once per sample."""
+    dataset = Failing()
+    loader = DataLoader(dataset, 4, shuffle=True, cache=HostCache())
+    for _ in range(3):
+        assert sorted(torch.cat(list(loader)).tolist()) == list(range(20))
+    assert dataset.calls == 20
+
+
+def test_resume_over_a_feeder() -> None:
+    """The routes over a Feeder resume in mid-epoch, too."""
+    seed_all(1)
+    loader = DataLoader(Failing(), 4, shuffle=True, threads=1)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest, after = list(iterator), list(loader)
+    resumed = DataLoader(Failing(), 4, shuffle=True, threads=1)
+    resumed.load_state_dict(state)
+    assert same(list(resumed), rest)
+    assert same(list(resumed), after)
+
+
+def test_what_the_routes_cannot_do() -> None:
+    """An iterable dataset, ``batch_size=None`` and ``batch_sampler=`` are refused, and named."""
+
+    class Stream(IterableDataset[Any]):
+        pass
+
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        (Stream(), {}),
+        (Plain(3), {"batch_size": None}),
+        (Plain(3), {"batch_sampler": [[1]]}),
+    ]
+    for dataset, options in refused:
+        with pytest.raises(ValueError, match="leave them out with an IterableDataset"):
+            DataLoader(dataset, threads=2, **options)
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failures_name_index_and_path(workers: int) -> None:
+    """An error of the dataset names the sample, and the file if the dataset lists files, also through a ``Subset``."""
+    for dataset, text in (
+        (Failing((17,)), "in sample 17 of Failing (folder/17.jpg)"),
+        (Subset(Failing((17,)), [2, 17]), "in sample 1 of Subset (folder/17.jpg)"),
+    ):
+        with pytest.raises(OSError, match="sample 17 is broken") as raised:
+            list(DataLoader(dataset, 4, num_workers=workers))
+        assert text in (str(raised.value) if workers else raised.value.__notes__)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_killed_worker(persistent: bool) -> None:
+    """A worker that was killed ends the iterator with torch's error, which names the signal and the cause."""
+    loader = DataLoader(Plain(200), num_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(iterator.workers.pids[1] if not persistent else loader._iterator.workers.pids[1], signal.SIGKILL)  # type: ignore
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly: .*SIGKILL.*out of memory"):
+        for _ in range(200):
+            next(iterator)
+    with pytest.raises(WorkerDiedError):
+        next(iterator)
+
+
+class Exits(Plain):
+    def __getitem__(self, index: int) -> Any:
+        os._exit(3)
+
+
+def test_a_worker_that_exits() -> None:
+    with pytest.raises(WorkerDiedError, match="exit status 3"):
+        next(iter(DataLoader(Exits(3), num_workers=1)))
+
+
+class Waits(Plain):
+    """Its samples from 4 on never end."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 4:
+            signal.pause()
+        return index
+
+
+def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not end by itself is ended by a signal when the iterator is dropped."""
+    monkeypatch.setattr("aiofeed.processes.loader_workers.workers._END_S", 0.1)
+    iterator = iter(DataLoader(Waits(9), num_workers=1))
+    assert int(next(iterator)) == 0
+    pids = iterator.workers.pids
+    del iterator
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+# --- Ctrl-C, break, exit ---
+
+
+@pytest.mark.parametrize("case", ["end", "break", "error", "unused", "device"])
+def test_nothing_is_left_behind(case: str) -> None:
+    """After an epoch that ended, was left or failed there is no process, descriptor or shared memory of it."""
+    gc.collect()
+    mapped, descriptors = shared_memory(), len(os.listdir("/proc/self/fd"))
+    device = SimulatedDevice() if case == "device" else None
+    loader = DataLoader(Plain(list(torch.zeros(20, 50_000))), 2, num_workers=2, device=device)
+    iterator = iter(loader)
+    if case != "unused":
+        next(iterator)
+    if case == "end":
+        list(iterator)
+    if case == "error":
+        with pytest.raises(ZeroDivisionError):
+            for _ in iterator:
+                _ = 1 / 0
+    if case == "device":
+        list(iterator)
+    del iterator
+    gc.collect()
+    until(lambda: shared_memory() <= mapped)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    assert not [each for each in children() if "pytest" in each.name()]
+
+
+SCRIPT = """
+import os, sys, time, torch
+from torch.utils.data import Dataset
+from aiofeed import DataLoader
+class Slow(Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(20_000)
+if __name__ == "__main__":
+    iterator = iter(DataLoader(Slow(), 2, num_workers=2))
+    next(iterator)
+    print(*iterator.workers.pids, flush=True)
+    for _ in iterator: pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_the_script_ends_the_workers(number: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM and SIGKILL of the script end its workers; Ctrl-C prints one traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # a terminal sends it to all processes
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert errors.count("Traceback") == (number == signal.SIGINT), errors
+    assert errors.count("KeyboardInterrupt") == (number == signal.SIGINT), errors
+
+
+def test_ctrl_c_anywhere_loses_and_repeats_no_batch() -> None:
+    """Ctrl-C at any place in ``next`` may be caught: the batches that follow are the ones that would have."""
+    items = list(torch.arange(12.0).reshape(12, 1).expand(12, 20_000))
+    place = 0
+    while True:
+        iterator = iter(DataLoader(Plain(items), None, num_workers=1, timeout=60))
+        first = next(iterator)
+        caught, got = False, [first]
+        try:
+            with Interrupt(place) as interrupt:
+                got.append(next(iterator))
+        except KeyboardInterrupt:
+            caught = True
+        if not caught and interrupt.left > 0:
+            break
+        try:
+            got.extend(iterator)
+        except (WorkerDiedError, RuntimeError):
+            pass  # an interrupted message ends the connection
+        else:
+            numbers = [int(each[0]) for each in got]
+            assert numbers == list(range(12)), place
+        place += 7
+    assert place > 20
+
+
+def test_fork_in_the_loop_body() -> None:
+    """A child process of the loop body keeps its batch, cannot use the iterator, and disturbs nothing."""
+    iterator = iter(DataLoader(Plain(list(ROWS.repeat(1, 20))), None, num_workers=2))
+    for number, batch in enumerate(iterator):
+        assert float(batch[0]) == ROWS[number, 0]
+        if number % 10 == 3:
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    next(iterator)
+                except IteratorClosedError:
+                    status = 0 if float(batch[0]) == ROWS[number, 0] else 2
+                finally:
+                    os._exit(status)
+            assert os.waitpid(pid, 0)[1] == 0
+    assert number == 39
+
+
+def test_two_threads_on_one_iterator() -> None:
+    """Two threads that call ``next`` get each batch once."""
+    iterator = iter(DataLoader(Plain(list(ROWS.repeat(1, 20))), None, num_workers=2))
+    got: list[list[int]] = [[], []]
+
+    def pull(into: list[int]) -> None:
+        into.extend(int(batch[0]) // 1000 for batch in iterator)
+
+    threads = [threading.Thread(target=pull, args=(each,)) for each in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(got[0] + got[1]) == list(range(40))
+    assert all(each == sorted(each) for each in got)
+
+
+# --- memory ---
+
+
+def test_kept_batches_are_never_overwritten() -> None:
+    """Batches, and views of them, that a script keeps stay as they are while many others pass."""
+    n = 600
+    loader = DataLoader(Numbered(n), None, num_workers=2)
+    kept: dict[int, Any] = {}
+    for number, batch in enumerate(loader):
+        assert bool((batch == number).all())
+        if number % 50 == 0:
+            kept[number] = batch[5:10] if number % 100 else batch.numpy()[7:9]
+        del batch
+    assert len(kept) == 12
+    assert all(bool((view == number).all()) for number, view in kept.items())
+
+
+class Numbered(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((17_000,), float(index))
+
+
+def test_a_list_of_many_batches() -> None:
+    """``list(loader)`` of more batches than a process may map takes few descriptors."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    batches = list(DataLoader(Numbered(700), None, num_workers=1))
+    assert len(os.listdir("/proc/self/fd")) < descriptors + 300
+    assert all(bool((batch == number).all()) for number, batch in enumerate(batches))
+    assert len(batches) == 700
+
+
+def test_large_batches() -> None:
+    """A batch of tens of MB arrives without a copy in the parent, and its memory is used again."""
+
+    class Large(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((6_000_000,), float(index)), b"x" * 3_000_000
+
+    addresses = set()
+    for number, (batch, data) in enumerate(DataLoader(Large(12), None, num_workers=1)):
+        assert bool((batch == number).all())
+        assert len(data) == 3_000_000
+        addresses.add(batch.data_ptr())
+        del batch
+    assert len(addresses) < 8
+
+
+class Keeps(Plain):
+    """Keeps the tensors of its batches, and changes them later."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.batches: list[Any] = []
+
+    def collate(self, batch: Any) -> Any:
+        collated = torch_data.default_collate([torch.full((20_000,), float(each)) for each in batch])
+        for each in self.batches:
+            assert len(each.unique()) == 1
+        self.batches.append(collated)
+        return collated
+
+
+def test_a_collate_fn_that_keeps_its_batches() -> None:
+    """Memory that a worker still refers to is not used for another batch."""
+    dataset = Keeps(12)
+    for number, batch in enumerate(DataLoader(dataset, 1, num_workers=1, collate_fn=dataset.collate)):
+        assert bool((batch == number).all())
+        del batch
+
+
+# --- the loader as an object ---
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_pickle_and_copy(options: dict[str, Any]) -> None:
+    """A loader is pickled and copied before, during and after an epoch, and begins anew."""
+    loader: DataLoader[Any] = DataLoader(Plain(8), 2, transform=abs, **options)
+    expected = list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    for other in (pickle.loads(pickle.dumps(loader)), copy.copy(loader), copy.deepcopy(loader)):
+        assert type(other) is DataLoader
+        assert same(list(other), expected)
+        assert other.transform is abs
+        del other
+    assert same(list(iterator), expected[1:])
+
+
+def test_isinstance_and_signature() -> None:
+    """It is torch's class with torch's parameters, in torch's order, and our own behind them."""
+    loader = DataLoader(Plain(3))
+    assert isinstance(loader, torch_data.DataLoader)
+    assert issubclass(DataLoader, torch_data.DataLoader)
+    assert isinstance(DataLoader[int](Plain(3)), DataLoader)
+    ours = list(inspect.signature(DataLoader).parameters.values())
+    theirs = list(inspect.signature(torch_data.DataLoader).parameters.values())
+    for parameter in theirs:
+        (mine,) = [each for each in ours if each.name == parameter.name]
+        assert (mine.kind, mine.default) == (parameter.kind, parameter.default), parameter.name
+    positional = [each.name for each in theirs if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert [each.name for each in ours[: len(positional)]] == positional
+
+
+def test_positional_arguments() -> None:
+    loader = DataLoader(Plain(10), 4, False, None, None, 1, list, False, True, 30, None, "fork", None)
+    assert list(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_attributes_of_torch() -> None:
+    """All public attributes of torch's loader have the same values."""
+    for options in ({}, {"batch_size": 3, "shuffle": True, "num_workers": 2, "timeout": 3, "drop_last": True}):
+        ours, theirs = DataLoader(Plain(9), **options), torch_data.DataLoader(Plain(9), **options)  # type: ignore
+        for name, value in vars(theirs).items():
+            mine = getattr(ours, name)
+            assert type(mine) is type(value)
+            if isinstance(value, int | float | str | None):
+                assert mine == value, name
+
+
+def test_attributes_that_scripts_set() -> None:
+    """``collate_fn``, ``num_workers``, ``generator`` and ``worker_init_fn`` count from the next epoch on."""
+    loader = DataLoader(Plain(6), 3)
+    loader.collate_fn = sum  # type: ignore[assignment]
+    assert list(loader) == [3, 12]
+    loader.num_workers, loader.prefetch_factor = 1, 2
+    loader.worker_init_fn = lambda worker: None
+    assert list(loader) == [3, 12]
+    loader.sampler_epoch = 3  # type: ignore[attr-defined]
+
+
+def test_re_creation_from_its_own_attributes() -> None:
+    """Lightning creates a loader anew from its attributes, with another sampler."""
+    loader = DataLoader(Plain(10), 2, num_workers=1, persistent_workers=True, transform=abs, device=None)
+    list(loader)
+    attributes = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    names = set(inspect.signature(type(loader).__init__).parameters) - {"self"}
+    arguments = {name: value for name, value in attributes.items() if name in names}
+    arguments["multiprocessing_context"] = loader.multiprocessing_context
+    arguments.update(sampler=DistributedSampler(Plain(10), 2, 1, shuffle=False), shuffle=False, batch_sampler=None)
+    other = type(loader)(**arguments)
+    assert torch.cat(list(other)).tolist() == [1, 3, 5, 7, 9]
+    assert other.transform is abs
+
+
+def test_a_loop_of_epochs_and_validation() -> None:
+    """Two loaders with persistent workers, one of which is left early, alternate as in a training script."""
+
+    def script(cls: Any) -> list[Any]:
+        seed_all(1)
+        train = cls(Random(9), 2, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=without_none)
+        validation = cls(Random(4), 2, num_workers=1, persistent_workers=True, collate_fn=without_none)
+        got = []
+        for _ in range(3):
+            for number, batch in enumerate(train):
+                got.append(batch)
+                if number == 2:
+                    break
+            got.extend(validation)
+        return got
+
+    assert same(script(DataLoader), script(torch_data.DataLoader))
+
+
+async def _first(batches: AsyncIterator[Any]) -> Any:
+    async for batch in batches:
+        return batch
+    return None
+
+
+async def test_a_cancelled_task_closes_the_epoch() -> None:
+    """A task that is cancelled while it waits for a batch leaves no process."""
+    loader = DataLoader(Waits(9), num_workers=1, worker_init_fn=None)
+
+    async def consume() -> None:
+        async for _ in loader:
+            pass
+
+    task = asyncio.create_task(consume())
+    await asyncio.to_thread(until, lambda: children())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    gc.collect()
+    for each in children():
+        each.kill()
