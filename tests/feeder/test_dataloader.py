@@ -22,7 +22,7 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
-from aiofeed import DataLoader, HostCache, IteratorClosedError, WorkerDiedError
+from aiofeed import DataLoader, FailurePolicy, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
@@ -141,7 +141,8 @@ def test_on_error_skips_samples() -> None:
     expected = [int(each) for each in torch_data.DataLoader(Failing(), None, shuffle=True) if int(each) not in (3, 7)]
     for workers in (0, 1):
         seed_all(1)
-        loader = DataLoader(Failing((3, 7)), 4, shuffle=True, num_workers=workers, on_error="skip")
+        policy = FailurePolicy("skip", max_failures=2)
+        loader = DataLoader(Failing((3, 7)), 4, shuffle=True, num_workers=workers, on_error=policy)
         assert torch.cat(list(loader)).tolist() == expected
 
 
@@ -186,7 +187,8 @@ def test_what_the_routes_cannot_do() -> None:
     """An iterable dataset, ``batch_size=None`` and ``batch_sampler=`` are refused, and named."""
 
     class Stream(IterableDataset[Any]):
-        pass
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
 
     refused: list[tuple[Any, dict[str, Any]]] = [
         (Stream(), {}),
@@ -273,7 +275,8 @@ def test_nothing_is_left_behind(case: str) -> None:
         list(iterator)
     if case == "error":
         with pytest.raises(ZeroDivisionError):
-            for _ in iterator:
+            for batch in iterator:
+                del batch
                 _ = 1 / 0
     if case == "device":
         list(iterator)

@@ -10,6 +10,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from aiofeed.core.errors import StateError, add_note
 
 _FETCH_FILE = _MapDatasetFetcher.fetch.__code__.co_filename
+_SUBSET_FILE = Subset.__getitem__.__code__.co_filename
 
 
 def fetch(fetcher: Any, index: Any) -> Any:
@@ -22,22 +23,25 @@ def fetch(fetcher: Any, index: Any) -> Any:
     except StopIteration:
         raise
     except Exception as error:
-        failed = _failed_index(error, fetcher)
+        failed = _failed_sample(error, fetcher)
         if failed is not None:
-            add_note(error, f"in {_name(fetcher.dataset, failed)}")
+            add_note(error, f"in {_name(*failed)}")
         raise
 
 
-def _failed_index(error: Exception, fetcher: Any) -> Any:
-    """The index that torch's fetcher passed to the dataset, from its frame; ``None`` if another part failed."""
+def _failed_sample(error: Exception, fetcher: Any) -> tuple[Any, Any] | None:
+    """The dataset and the index that torch's code passed to it, from its frame; ``None`` if another part failed."""
     if not isinstance(fetcher, _MapDatasetFetcher):
         return None
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         frame, called = trace.tb_frame, trace.tb_next.tb_frame
-        if frame.f_code.co_filename == _FETCH_FILE and called.f_code.co_name == "__getitem__":
+        if called.f_code.co_name == "__getitem__":
             variables = frame.f_locals
-            return variables.get("idx", variables.get("possibly_batched_index"))
+            if frame.f_code.co_filename == _FETCH_FILE:
+                return fetcher.dataset, variables.get("idx", variables.get("possibly_batched_index"))
+            if frame.f_code.co_filename == _SUBSET_FILE and "idx" in variables:
+                return variables.get("self"), variables["idx"]
         trace = trace.tb_next
     return None
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -231,8 +232,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         while resumed < self._num_workers:
             # Batches of an epoch that was left are received and dropped.
             number, answer = self._receive_one()
-            if answer.kind == "batch":
-                self.workers.load(number, answer)
+            self._drop(number, answer)
             resumed += answer.kind == "resumed"
 
     def _begin(self, position: LoaderPosition) -> None:
@@ -249,6 +249,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         self._more = threading.Event()
         # Numbers of the next batch to request and to return; of those between, the worker and the answer.
         self._sent = self._next = 0
+        self._indices: deque[Any] = deque()
         self._worker_of: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}
         self._active = [True] * self._num_workers
@@ -289,13 +290,15 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
                 self._loads[freed] -= 1
             number = None
             try:
-                index: Any = self._next_index()  # type: ignore[no-untyped-call]
-                number = self._next_worker()
+                # One call to C code: Ctrl-C loses no index.
+                if not self._indices:
+                    self._indices.extend(itertools.islice(self._sampler_iter, 1))
+                if self._indices:
+                    number = self._next_worker()
                 if number is not None:
-                    self._give(number, self._sent, index)
+                    self._give(number, self._sent, self._indices[0])
                     self._sent += 1
-            except StopIteration:
-                pass
+                    self._indices.popleft()
             finally:
                 self._exhausted = number is None
                 self._more.set()
@@ -333,7 +336,11 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             for batch, answer in self._answers.items():
                 if batch == self._next or (not self._in_order and answer.kind in ("batch", "error")):
                     return self._worker_of[batch], answer
-            _, answer = self._receive_one()
+            number, answer = self._receive_one()
+            if answer.batch not in self._worker_of:
+                # Ctrl-C interrupted `request`, which has sent it twice.
+                self._drop(number, answer)
+                continue
             self._answers[answer.batch] = answer
             if answer.kind == "end" and not self._in_order:
                 self._end(answer.batch)
@@ -400,6 +407,10 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         if self.unwanted():
             raise IteratorClosedError("this iterator was closed")
         return _OWNER_POLL_S
+
+    def _drop(self, number: int, answer: Answer) -> None:
+        if answer.kind == "batch":
+            self.workers.load(number, answer)
 
     def load(self, number: int, answer: Answer) -> Any:
         """Return the batch of an answer, or raise the worker's exception as torch does."""

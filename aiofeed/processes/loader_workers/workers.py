@@ -122,6 +122,7 @@ class LoaderWorkers:
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker. Never blocks."""
+        self._check_process()
         self._workers[number].channel.send(pickle.dumps(message))
 
     def releases(self, number: int) -> Release | None:
@@ -137,8 +138,7 @@ class LoaderWorkers:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._pid != os.getpid():
-                raise IteratorClosedError("this iterator belongs to the parent process; call iter() in the child")
+            self._check_process()
             for number, worker in enumerate(self._workers):
                 if worker.channel.messages:
                     return number, self._open(worker)
@@ -148,6 +148,10 @@ class LoaderWorkers:
             if left <= 0:
                 raise TimeoutError
             wait([worker.channel for worker in self._workers], left)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise IteratorClosedError("this iterator belongs to the parent process; call iter() in the child")
 
     def _open(self, worker: _LoaderProcess) -> Answer:
         payload, descriptors = worker.channel.messages.popleft()
