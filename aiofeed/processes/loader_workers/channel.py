@@ -66,38 +66,46 @@ class Channel:
 
     def _flush(self) -> None:
         with self._sending:
-            while self._unsent:
-                data, descriptors = self._unsent[0]
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-                try:
-                    sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
-                except BlockingIOError:
-                    return
-                except OSError:  # the peer reads no more
-                    sent = len(data)
-                close_all(descriptors)
-                if sent < len(data):
-                    self._unsent[0] = data[sent:], ()
-                else:
-                    self._unsent.popleft()
+            try:
+                while self._unsent:
+                    data, descriptors = self._unsent[0]
+                    rights = array.array("i", descriptors)
+                    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+                    try:
+                        sent = self._sock.sendmsg([data], control, NO_SIGPIPE)
+                    except BlockingIOError:
+                        return
+                    except OSError:  # the peer reads no more
+                        sent = len(data)
+                    close_all(descriptors)
+                    if sent < len(data):
+                        self._unsent[0] = data[sent:], ()
+                    else:
+                        self._unsent.popleft()
+            except BaseException:  # Ctrl-C: how much was sent is unknown
+                self.close()
+                raise
 
     def _receive(self) -> None:
         try:
             data = receive(self._sock, _READ_BYTES, self._descriptors)
+            if not data:
+                self.ended = True
+            for payload, count in self._framer.feed(data):
+                self.messages.append((payload, [self._descriptors.popleft() for _ in range(count)]))
         except BlockingIOError:
             return
         except ConnectionResetError:
-            data = b""
-        if not data:
             self.ended = True
-        for payload, count in self._framer.feed(data):
-            self.messages.append((payload, [self._descriptors.popleft() for _ in range(count)]))
+        except BaseException:  # Ctrl-C: a part of the stream may be lost
+            self.close()
+            raise
 
 
 def wait(channels: Sequence[Channel], timeout_s: float) -> None:
     """Wait until a channel has received something or has ended; send what is unsent meanwhile.
 
-    A signal handler may raise out of it; no message is lost then.
+    A signal handler may raise out of it: while it waits without effect, else the channel is closed.
     """
     poll = select.poll()
     found: dict[int, Channel] = {}

@@ -83,7 +83,9 @@ class Progress:
         self._iterable = iterable
 
     def add(self, batch: int, *, in_order: bool, worker: int | None = None, state: bytes | None = None) -> None:
-        """A batch of a worker was returned; ``state``: the pickled state after it."""
+        """A batch of a worker was returned; ``state``: the pickled state after it. Once per batch."""
+        if batch < self.batches or batch in self._later:
+            return
         self.returned += 1
         if worker is not None:
             self._states[worker] = state
@@ -279,8 +281,8 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             except Exception:
                 self.take(answer)
                 raise
-            self.take(answer)
             self.returned(number, answer)
+            self.take(answer)
             return data
 
     def request(self, freed: int | None = None) -> None:
@@ -342,6 +344,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
                 self._drop(number, answer)
                 continue
             self._answers[answer.batch] = answer
+            self.workers.confirm()
             if answer.kind == "end" and not self._in_order:
                 self._end(answer.batch)
         if not self.progress.finished:
@@ -409,6 +412,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         return _OWNER_POLL_S
 
     def _drop(self, number: int, answer: Answer) -> None:
+        self.workers.confirm()
         if answer.kind == "batch":
             self.workers.load(number, answer)
 

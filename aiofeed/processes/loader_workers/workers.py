@@ -81,6 +81,7 @@ class LoaderWorkers:
         self._pid = os.getpid()
         self._context = context
         self.forked = context.get_start_method() == "fork"
+        self._opened: tuple[int, Answer] | None = None
         for number in range(start.num_workers):
             try:
                 self._workers.append(_LoaderProcess(context, start, number))
@@ -130,7 +131,7 @@ class LoaderWorkers:
         return self._workers[number].releases()
 
     def receive(self, timeout_s: float) -> tuple[int, Answer]:
-        """Return the next message, and the number of the worker that sent it.
+        """Return the next message, and the number of the worker that sent it; the same one until ``confirm``.
 
         Raises:
             TimeoutError: None arrived within ``timeout_s``.
@@ -139,29 +140,41 @@ class LoaderWorkers:
         deadline = time.monotonic() + timeout_s
         while True:
             self._check_process()
+            if self._opened is not None:
+                return self._opened
             for number, worker in enumerate(self._workers):
                 if worker.channel.messages:
-                    return number, self._open(worker)
+                    self._open(number, worker)
+                    break
                 if worker.channel.ended:
                     raise _died(worker)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            wait([worker.channel for worker in self._workers], left)
+            else:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                wait([worker.channel for worker in self._workers], left)
+
+    def confirm(self) -> None:
+        """The caller has stored the message."""
+        self._opened = None
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise IteratorClosedError("this iterator belongs to the parent process; call iter() in the child")
 
-    def _open(self, worker: _LoaderProcess) -> Answer:
-        payload, descriptors = worker.channel.messages.popleft()
+    def _open(self, number: int, worker: _LoaderProcess) -> None:
         try:
-            answer: Answer = pickle.loads(payload)
-            if answer.segments or answer.retired:
-                worker.ring.map_segments(answer.segments, descriptors, answer.retired)
-        finally:
-            close_all(descriptors)
-        return answer
+            payload, descriptors = worker.channel.messages.popleft()
+            try:
+                answer: Answer = pickle.loads(payload)
+                if answer.segments or answer.retired:
+                    worker.ring.map_segments(answer.segments, descriptors, answer.retired)
+            finally:
+                close_all(descriptors)
+            self._opened = number, answer
+        except BaseException:  # Ctrl-C: the message is lost
+            worker.channel.close()
+            raise
 
     def load(self, number: int, answer: Answer) -> Any:
         """Return the batch of an answer. Its slot is free for the worker again when nothing refers to its memory."""

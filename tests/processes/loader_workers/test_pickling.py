@@ -1,0 +1,157 @@
+"""Batches in shared memory: which bytes go where, and when a slot is written again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from aiofeed.processes.ipc.ring import Ring, Slot, SlotPool
+from aiofeed.processes.ipc.tracking import DropTracker
+from aiofeed.processes.loader_workers.pickling import SlotStorage, dump_batch, load_batch
+from tests.support.loader_parts import same
+
+
+class Both:
+    """Both ends of a connection in one process."""
+
+    def __init__(self) -> None:
+        self.pool = SlotPool(4, "", single_reader=True)
+        self.ring = Ring()
+        self.known: set[int] = set()
+        self.dropped: DropTracker[tuple[Slot, list[object]]] = DropTracker()
+
+    def send(self, batch: Any, slot: Slot | None = None, *, shared: bool = True) -> Any:
+        slot = slot or self.pool.lease()
+        data, extents = dump_batch(batch, slot, shared=shared)
+        segments, descriptors, retired = self.pool.introduce(slot.segments, self.known)
+        self.ring.map_segments(segments, descriptors, retired)
+        result, owners = load_batch(data, extents, self.ring)
+        left: list[object] = [None] * len(owners)
+        for owner in owners:
+            self.dropped.watch(owner, (slot, left))
+        self.extents = extents
+        return result
+
+    def release(self) -> int:
+        """Free the slots whose memory was dropped; returns how many."""
+        gc.collect()
+        freed = 0
+        for slot, left in self.dropped.collected():
+            left.pop()
+            if not left:
+                slot.give_back()
+                freed += 1
+        return freed
+
+    def close(self) -> None:
+        self.pool.close()
+        self.ring.close()
+
+
+def test_a_batch_arrives_as_it_was() -> None:
+    both = Both()
+    batch = {"large": torch.randn(300, 300), "small": torch.ones(3), "array": np.random.rand(200, 200), "text": ["a"]}
+    assert same(both.send(batch), batch)
+    both.close()
+
+
+def test_a_slot_is_free_when_the_last_view_is_dropped() -> None:
+    """A view, an array and a storage of a batch each keep its memory; the memory is used again after them."""
+    both = Both()
+    batch = both.send([torch.zeros(50_000), np.zeros(50_000)])
+    address = batch[0].data_ptr()
+    keep = [batch[0][5:9], batch[1][3:], batch[0].untyped_storage()]
+    del batch
+    for _ in range(3):
+        assert both.release() == 0
+        keep.pop()
+    assert both.release() == 1
+    assert both.send([torch.ones(50_000)])[0].data_ptr() == address
+    both.close()
+
+
+def test_a_kept_batch_is_not_overwritten() -> None:
+    """Other batches get other memory while a batch is in use."""
+    both = Both()
+    kept = [both.send(torch.full((30_000,), float(number))) for number in range(5)]
+    for number in range(5, 40):
+        batch = both.send(torch.full((30_000,), float(number)))
+        assert bool((batch == number).all())
+        del batch
+        both.release()
+    assert all(bool((batch == number).all()) for number, batch in enumerate(kept))
+    del kept
+    both.close()
+
+
+def test_small_memory_is_copied() -> None:
+    """Memory below 64 KiB keeps no slot, and below 2 KiB uses none."""
+    both = Both()
+    small = both.send([torch.ones(100), np.ones(100)])
+    assert not both.extents
+    medium = both.send([torch.ones(5_000)])
+    assert len(both.extents) == 1
+    assert both.release() == 0
+    assert len(both.dropped) == 0
+    small[0].add_(1)
+    medium[0].add_(1)
+    assert float(small[0][0]) == float(medium[0][0]) == 2
+    both.close()
+
+
+def test_a_batch_that_is_not_shared() -> None:
+    """With ``shared=False`` all memory is in the pickle, and writable."""
+    both = Both()
+    batch = both.send([torch.zeros(50_000), np.zeros(50_000)], shared=False)
+    assert not both.extents
+    batch[0].add_(1)
+    batch[1] += 1
+    assert float(batch[0].sum()) == batch[1].sum() == 50_000
+    both.close()
+
+
+def test_default_collate_writes_into_the_slot() -> None:
+    """A stacked batch is made in the slot; ``storage()`` shows that the worker still refers to it."""
+    both, storage = Both(), SlotStorage()
+    slot = both.pool.lease()
+    owners = storage.begin(slot)
+    shared = storage.new_shared(4 * 60_000)
+    stacked = torch.stack([torch.ones(30_000), torch.zeros(30_000)], out=torch.empty(0).set_(shared, 0, (2, 30_000)))
+    used = slot.used
+    batch = both.send(stacked, slot)
+    assert slot.used == used
+    assert same(batch, stacked)
+    assert [owner() is None for owner in owners] == [False]
+    del stacked, shared
+    assert [owner() is None for owner in owners] == [True]
+    storage.begin(None)
+    assert storage.new_shared(64).nbytes() == 64
+    del batch
+    both.close()
+
+
+def test_torchs_own_storages_are_restored() -> None:
+    """``installed`` replaces torch's function for its time only."""
+    original = torch.UntypedStorage._new_shared
+    with SlotStorage().installed():
+        assert default_collate([torch.ones(2)] * 2).tolist() == [[1, 1], [1, 1]]
+        assert torch.UntypedStorage._new_shared != original
+    assert torch.UntypedStorage._new_shared == original
+
+
+def test_views_of_a_large_storage() -> None:
+    """A view is sent without the rest of its storage, unless that is sent, too."""
+    both = Both()
+    table = torch.arange(1_000_000.0).reshape(1000, 1000)
+    row = both.send(table[3])
+    assert row.untyped_storage().nbytes() == 4000
+    assert same(row, table[3])
+    row, whole = both.send([table[3], table])
+    whole[3] = 7
+    assert row.tolist() == [7.0] * 1000
+    del row, whole
+    both.close()
