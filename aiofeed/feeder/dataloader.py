@@ -359,11 +359,14 @@ class _LoaderState:
                     _natural(epoch["batches"]),
                     [_natural(batch) for batch in epoch["later"]],
                     _natural(epoch["returned"]),
-                    [int(batch) for batch in epoch["ended"]],
+                    [_natural(batch + 1) - 1 for batch in epoch["ended"]],
                     [_unpack_worker(each) for each in epoch["workers"]],
                     epoch["dataset"],
-                    bool(epoch["restarted"]),
+                    {False: False, True: True}[epoch["restarted"]],
                 )
+            for values in (workers, position.workers, position.ended):
+                if len(values) not in (0, state["num_workers"]):
+                    raise ValueError(f"{len(values)} states of {state['num_workers']} workers")
             return cls(
                 state,
                 _natural(state["num_workers"]),
@@ -374,7 +377,7 @@ class _LoaderState:
                 position,
                 start,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
