@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from aiofeed import DataLoader
 
 
 def same(one: Any, other: Any) -> bool:
@@ -56,6 +59,20 @@ def last_line(error: BaseException) -> str:
     """The type and the last line of an exception: a traceback of a worker process names files before it."""
     lines = [line for line in str(error).splitlines() if not line.startswith("in sample ")]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def both(make: Any) -> tuple[Any, Any]:
+    """What a function of the loader's class does with torch's, and with ours."""
+    return _outcome(make, torch.utils.data.DataLoader), _outcome(make, DataLoader)
+
+
+def _outcome(make: Any, cls: Any) -> Any:
+    seed_all(3)
+    try:
+        return make(cls)
+    except Exception as error:
+        # A traceback would keep torch's iterator alive.
+        return error.with_traceback(None)
 
 
 def seed_all(seed: int) -> None:
