@@ -272,7 +272,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def _next_data(self) -> Any:
         with self._lock:
             number, answer = self.receive()
-            # Ctrl-C may interrupt each of these lines; the next call repeats them for the same batch.
+            # Ctrl-C may interrupt each of these lines before `take`; the next call repeats them for the same batch.
             if self._requested_after != answer.batch:
                 self._requested_after = answer.batch
                 self.request(number)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import default_collate
 
 from aiofeed.processes.ipc.ring import Ring, Slot, SlotPool
-from aiofeed.processes.ipc.tracking import DropTracker
-from aiofeed.processes.loader_workers.pickling import SlotStorage, dump_batch, load_batch
+from aiofeed.processes.pickling import SlotStorage, dump_batch, load_batch
+from aiofeed.runtime.buffers import DropTracker
 from tests.support.loader_parts import same
 
 
