@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -218,16 +218,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return self._loaded.packed
         epoch, progress = None, self._progress
         if progress is not None and self._start is not None and not self._is_complete(progress):
-            epoch = {**self._start.pack(), **asdict(progress.position())}
-            epoch["workers"] = [_pack_worker(state) for state in epoch["workers"]]
+            epoch = {**self._start.packed, **asdict(progress.position())}
         between = progress.worker_states() if progress is not None and self.persistent_workers else []
         return {
             "version": _VERSION,
             "num_workers": self.num_workers,
             "batches": self._batches(),
             "generators": rng.pack_random_state(rng.random_state()),
-            "generator": None if self.generator is None else rng.pack_generator(self.generator.get_state()),
-            "workers": [_pack_worker(state) for state in between],
+            "own_generators": [rng.pack_generator(generator.get_state()) for generator in _own_generators(self)],
+            "workers": between,
             "epoch": epoch,
         }
 
@@ -250,8 +249,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
         self._loaded, self._loaded_progress = loaded, None
         rng.set_random_state(loaded.generators)
-        if loaded.generator is not None and self.generator is not None:
-            self.generator.set_state(loaded.generator)
+        _set_own_generators(self, loaded.own_generators)
 
     def _take_loaded(self) -> _LoaderState | None:
         """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
@@ -284,7 +282,7 @@ class _EpochStart:
     """The states from which the order of an epoch follows."""
 
     generators: tuple[Any, ...]
-    generator: torch.Tensor | None
+    own_generators: list[torch.Tensor]
     sampler: Any
 
     @classmethod
@@ -292,24 +290,40 @@ class _EpochStart:
         stateful = _stateful_sampler(loader)
         return cls(
             rng.random_state(),
-            None if loader.generator is None else loader.generator.get_state(),
+            [generator.get_state() for generator in _own_generators(loader)],
             None if stateful is None else stateful.state_dict(),
         )
 
     def restore(self, loader: DataLoader[Any]) -> None:
         rng.set_random_state(self.generators)
-        if self.generator is not None and loader.generator is not None:
-            loader.generator.set_state(self.generator)
+        _set_own_generators(loader, self.own_generators)
         stateful = _stateful_sampler(loader)
         if self.sampler is not None and stateful is not None:
             stateful.load_state_dict(self.sampler)
 
-    def pack(self) -> dict[str, Any]:
+    @cached_property
+    def packed(self) -> dict[str, Any]:
+        """The states as plain values."""
         return {
             "start_generators": rng.pack_random_state(self.generators),
-            "start_generator": None if self.generator is None else rng.pack_generator(self.generator),
+            "start_own_generators": [rng.pack_generator(state) for state in self.own_generators],
             "start_sampler": self.sampler,
         }
+
+
+def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators of the loader and of its samplers, which may be nested, each once."""
+    holders: list[Any] = [loader]
+    for holder in holders:
+        inner = [getattr(holder, name, None) for name in ("batch_sampler", "sampler")]
+        holders += [each for each in inner if each is not None and not any(each is other for other in holders)]
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
+
+
+def _set_own_generators(loader: DataLoader[Any], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(_own_generators(loader), states, strict=False):
+        generator.set_state(state)
 
 
 def _stateful_sampler(loader: DataLoader[Any]) -> Any:
@@ -327,7 +341,7 @@ class _LoaderState:
     num_workers: int
     batches: int | None
     generators: tuple[Any, ...]
-    generator: torch.Tensor | None
+    own_generators: list[torch.Tensor]
     position: LoaderPosition
     start: _EpochStart | None
 
@@ -337,12 +351,12 @@ class _LoaderState:
             if state["version"] != _VERSION:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {_VERSION}")
             epoch, start = state["epoch"], None
-            workers = [_unpack_worker(each) for each in state["workers"]]
+            workers = [_checked_worker(each) for each in state["workers"]]
             position = LoaderPosition(workers=workers, restarted=bool(workers))
             if epoch is not None:
                 start = _EpochStart(
                     rng.unpack_random_state(epoch["start_generators"]),
-                    None if epoch["start_generator"] is None else rng.unpack_generator(epoch["start_generator"]),
+                    [rng.unpack_generator(each) for each in epoch["start_own_generators"]],
                     epoch["start_sampler"],
                 )
                 position = LoaderPosition(
@@ -350,7 +364,7 @@ class _LoaderState:
                     [_natural(batch) for batch in epoch["later"]],
                     _natural(epoch["returned"]),
                     [int(batch) for batch in epoch["ended"]],
-                    [_unpack_worker(each) for each in epoch["workers"]],
+                    [_checked_worker(each) for each in epoch["workers"]],
                     epoch["dataset"],
                     bool(epoch["restarted"]),
                 )
@@ -359,7 +373,7 @@ class _LoaderState:
                 _natural(state["num_workers"]),
                 state["batches"],
                 rng.unpack_random_state(state["generators"]),
-                None if state["generator"] is None else rng.unpack_generator(state["generator"]),
+                [rng.unpack_generator(each) for each in state["own_generators"]],
                 position,
                 start,
             )
@@ -375,12 +389,11 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _pack_worker(state: tuple[Any, Any] | None) -> list[Any] | None:
-    return None if state is None else [rng.pack_random_state(state[0]), state[1]]
-
-
-def _unpack_worker(packed: list[Any] | None) -> tuple[Any, Any] | None:
-    return None if packed is None else (rng.unpack_random_state(packed[0]), packed[1])
+def _checked_worker(state: list[Any] | None) -> list[Any] | None:
+    if state is not None:
+        random_generators, _ = state
+        rng.unpack_random_state(random_generators)
+    return state
 
 
 # --- batches of worker processes, received in a thread ---

@@ -40,7 +40,7 @@ class LoaderPosition:
         later: Numbers of further batches that were returned, if they need not be in order.
         returned: Number of batches that were returned.
         ended: For each worker the number of the batch at which its iterable dataset ended; -1 if it has not.
-        workers: For each worker the state after its last batch, generators and dataset; ``None`` if it has none.
+        workers: For each worker the state after its last batch, see ``Restore``; ``None`` if it has none.
         dataset: State of the dataset without workers, if it has one.
         restarted: Whether the epoch begins with the workers of the one before. Their seed is not drawn again.
     """
@@ -49,7 +49,7 @@ class LoaderPosition:
     later: Sequence[int] = ()
     returned: int = 0
     ended: Sequence[int] = ()
-    workers: Sequence[tuple[Any, Any] | None] = ()
+    workers: Sequence[list[Any] | None] = ()
     dataset: Any = None
     restarted: bool = False
 
