@@ -117,3 +117,21 @@ def test_accumulation_ignores_the_end_of_a_feeders_epoch(
         batches: Any = make_feeder() if loader == "feeder" else torch.utils.data.DataLoader(torch.zeros(26, 2), 4)
         model, batches = instance.prepare(torch.nn.Linear(2, 1), batches)
         assert optimizer_steps(batches, instance, model) == [False, True] * 3 + [at_the_end]
+
+
+def test_a_length_per_rank_is_warned_about(
+    accelerator: Callable[..., Any], make_feeder: Callable[..., Feeder[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`len()` of a feeder for one of two ranks warns once that Accelerate calls a prepared scheduler twice per step,
+    and names the way out; without ranks or without an accelerator it does not."""
+    with caplog.at_level("WARNING", logger="aiofeed"):
+        len(make_feeder(shard=(0, 2)))
+        accelerator()
+        len(make_feeder())
+        assert not caplog.records
+        feeder = make_feeder(shard=(0, 2))
+        assert len(feeder) == len(feeder) == 4
+    [record] = caplog.records
+    assert "2 times per step" in record.message
+    assert "step_scheduler_with_optimizer=False" in record.message
+    assert "aiofeed.DataLoader" in record.message

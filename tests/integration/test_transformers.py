@@ -1,10 +1,10 @@
-"""Hugging Face Trainer: `accelerate.data_loader.DataLoader = aiofeed.DataLoader` changes the loader and nothing else."""
+"""Hugging Face Trainer: `accelerate.data_loader.DataLoader = aiofeed.DataLoader` replaces the loader, nothing else."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
