@@ -180,6 +180,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _new_iterator(self, position: LoaderPosition) -> Any:
         if self._feeder_epochs is not None:
+            if self._feeder_epochs.collate_fn is not self.collate_fn:
+                self._feeder_epochs = _FeederEpochs(self)
             return self._feeder_epochs.begin(self, position)
         if not self.num_workers:
             return InProcessIterator(self, position)
@@ -482,6 +484,7 @@ class _FeederEpochs:
                 "with an IterableDataset, batch_size=None or batch_sampler="
             )
         workers = loader.num_workers if loader.threads is None else 0
+        self.collate_fn = loader.collate_fn
         self._indices: list[int] = []
         self._feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
