@@ -77,6 +77,9 @@ def accelerated(new_loader: type[DataLoader[Any]]) -> Run:
             synchronized.append(accelerator.sync_gradients)
     metrics = torch.cat([accelerator.gather_for_metrics(batch) for batch in validation])
     assert type(loader.base_dataloader) is new_loader
+    if new_loader is aiofeed.DataLoader:
+        with torch.random.fork_rng():
+            check_resume(accelerator)
     return {
         "batches": batches,
         "rates": rates,
@@ -84,6 +87,20 @@ def accelerated(new_loader: type[DataLoader[Any]]) -> Run:
         "metrics": metrics,
         "feeder rates": accelerated_feeder(),
     }
+
+
+def check_resume(accelerator: Any) -> None:
+    """The state of a rank restores the second epoch in a new loader of that rank."""
+    loader, again = (
+        accelerator.prepare(aiofeed.DataLoader(Samples(), 4, shuffle=True, num_workers=2)) for _ in range(2)
+    )
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    again.load_state_dict(state)
+    assert all(torch.equal(one, other) for one, other in zip(again, rest, strict=True))
 
 
 def accelerated_feeder() -> list[float]:
