@@ -140,3 +140,24 @@ def test_resume_is_exact(lightning: Any, workers: dict[str, Any], tmp_path: Path
         rest = train(tmp_path / "rest", tmp_path / run / f"step={step}.ckpt")
         assert same(rest.batches, whole.batches[step:]), f"after step {step}"
         assert torch.equal(rest.linear.weight, whole.linear.weight)
+
+
+@WORKERS
+def test_fabric_resumes_exactly(lightning: Any, workers: dict[str, Any], tmp_path: Path) -> None:
+    """`Fabric.save` and `Fabric.load` take a loader like a model: a new one continues with the next batch."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+
+    def new_loader(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return fabric.setup_dataloaders(aiofeed.DataLoader(Samples(), 4, shuffle=True, **workers))
+
+    loader = new_loader(1)
+    batches: list[torch.Tensor] = []
+    for _ in range(EPOCHS):
+        for batch in loader:
+            batches.append(batch.clone())
+            if len(batches) == 9:
+                fabric.save(tmp_path / "last.ckpt", {"loader": loader})
+    again = new_loader(99)
+    fabric.load(tmp_path / "last.ckpt", {"loader": again})
+    assert same(list(again), batches[9:])
