@@ -114,11 +114,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.engine = engine
         self.threads = threads
         self.limits = limits
+        # Public attributes are arguments: Lightning and Ignite pass them to `__init__` to make a loader again.
         self._bridge: Prefetch[Any] | None = None
         if device is not None or transform is not None:
             self._bridge = self._new_bridge()
         # Workers of a complete epoch, for the next one.
-        self.spare_workers: list[LoaderWorkers] = []
+        self._spare_workers: list[LoaderWorkers] = []
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
         self._pull: weakref.ref[_WorkerPull] | None = None
@@ -276,7 +277,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
         epoch = dict.fromkeys(("_iterator", "_pull", "_progress", "_start", "_loaded_progress"))
-        return {**self.__dict__, **epoch, "spare_workers": []}
+        return {**self.__dict__, **epoch, "_spare_workers": []}
 
 
 @dataclass(frozen=True)

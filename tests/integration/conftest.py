@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -57,15 +55,6 @@ def make_feeder() -> Iterator[Callable[..., Feeder[torch.Tensor]]]:
             return feeders.enter_context(Feeder(Numbers(samples), decode=augment, **arguments))
 
         yield make
-
-
-@pytest.fixture(autouse=True)
-def workers_joined(nothing_left_behind: None) -> Iterator[None]:
-    """Join worker processes after the test: `multiprocessing` keeps the pipes of a process until then."""
-    yield
-    gc.collect()
-    for process in multiprocessing.active_children():
-        process.join(10)
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self._most_batches,
         )
         context = loader.multiprocessing_context or torch.multiprocessing
-        self._spare: list[LoaderWorkers] = loader.spare_workers
+        self._spare: list[LoaderWorkers] = loader._spare_workers
         if self._spare and self._spare[0].renew(context, start):
             self.workers = self._spare.pop()
             self._wait_for_resumed()

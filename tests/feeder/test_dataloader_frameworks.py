@@ -1,7 +1,8 @@
-"""``aiofeed.DataLoader`` resumes exactly, whichever object holds the random generator of the order."""
+"""What frameworks rely on in ``aiofeed.DataLoader``: its attributes, and the generators of nested samplers."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -57,3 +58,18 @@ def test_resume_restores_the_generator(place: str) -> None:
     resumed.load_state_dict(state)
     assert numbers(resumed) == rest
     assert numbers(resumed) == third
+
+
+def test_a_feeder_names_the_state_of_a_data_loader() -> None:
+    """A feeder that gets the state of an `aiofeed.DataLoader` says so."""
+    with (
+        aiofeed.Feeder(NUMBERS, batch_size=4) as feeder,
+        pytest.raises(aiofeed.StateError, match=r"the state of an aiofeed\.DataLoader"),
+    ):
+        feeder.load_state_dict(new_loader("loader").state_dict())
+
+
+def test_public_attributes_are_arguments() -> None:
+    """Each public attribute is an argument of `__init__`, so a framework can make the loader again from them."""
+    attributes = {name for name in vars(new_loader("loader")) if not name.startswith("_")}
+    assert attributes <= inspect.signature(aiofeed.DataLoader).parameters.keys()
