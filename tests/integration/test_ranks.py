@@ -62,18 +62,13 @@ def test_accelerate(torchrun: TorchRun, tmp_path: Path) -> None:
         assert rank["feeder rates"] == pytest.approx([0.75, 0.5, 0.25, 0])
 
 
-def test_lightning(torchrun: TorchRun, tmp_path: Path) -> None:
-    """Lightning makes `aiofeed.DataLoader` again with a sampler of its own; `predict` returns each sample once."""
+def test_lightning_and_fabric(torchrun: TorchRun, tmp_path: Path) -> None:
+    """Lightning and Fabric make `aiofeed.DataLoader` again with a sampler of their own; `predict` returns each sample
+    once."""
     pytest.importorskip("lightning")
     ranks = train(torchrun, tmp_path, "lightning")
     assert set(numbers(ranks[0]["batches"][:4]) + numbers(ranks[1]["batches"][:4])) == set(range(SAMPLES))
     assert sorted(numbers(ranks[0]["predictions"]) + numbers(ranks[1]["predictions"])) == list(range(SAMPLES))
-
-
-def test_fabric(torchrun: TorchRun, tmp_path: Path) -> None:
-    """Fabric makes `aiofeed.DataLoader` again with a sampler of its own."""
-    pytest.importorskip("lightning")
-    ranks = train(torchrun, tmp_path, "fabric")
     for epoch in range(EPOCHS):
-        seen = [numbers(rank["batches"][4 * epoch : 4 * epoch + 4]) for rank in ranks]
+        seen = [numbers(rank["fabric"][4 * epoch : 4 * epoch + 4]) for rank in ranks]
         assert set(seen[0] + seen[1]) == set(range(SAMPLES))

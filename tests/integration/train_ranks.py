@@ -152,10 +152,10 @@ def lit(new_loader: type[DataLoader[Any]]) -> Run:
     assert type(trainer.train_dataloader) is new_loader
     predictions: Any = trainer.predict(module, new_loader(Samples(), 4))
     assert type(trainer.predict_dataloaders) is new_loader
-    return {"batches": module.batches, "predictions": predictions}
+    return {"batches": module.batches, "predictions": predictions, "fabric": fabric(new_loader)}
 
 
-def fabric(new_loader: type[DataLoader[Any]]) -> Run:
+def fabric(new_loader: type[DataLoader[Any]]) -> list[torch.Tensor]:
     """Fabric: `setup_dataloaders` makes the loader again, with a DistributedSampler."""
     from lightning.fabric import Fabric
 
@@ -163,14 +163,13 @@ def fabric(new_loader: type[DataLoader[Any]]) -> Run:
     instance.launch()
     loader: Any = instance.setup_dataloaders(new_loader(Samples(), 4, shuffle=True, num_workers=2))
     assert type(loader._dataloader) is new_loader
-    return {"batches": [batch for _ in range(EPOCHS) for batch in loader]}
+    return [batch for _ in range(EPOCHS) for batch in loader]
 
 
 FRAMEWORKS: dict[str, Callable[[type[DataLoader[Any]]], Run]] = {
     "torchrun": plain,
     "accelerate": accelerated,
     "lightning": lit,
-    "fabric": fabric,
 }
 
 
