@@ -1,4 +1,4 @@
-"""A plain training loop with Hugging Face Accelerate: it prepares model and optimizer; the feeder needs no change.
+"""A plain training loop with Hugging Face Accelerate: stops in mid-epoch and resumes; no sample is seen twice.
 
 python examples/accelerate_loop.py
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 
+import accelerate.data_loader
 import torch
 from accelerate import Accelerator
 from torch.utils.data import TensorDataset
 
 import aiofeed
+
+# `prepare` makes each loader in `accelerate.data_loader`. From here on it is aiofeed's.
+accelerate.data_loader.DataLoader = aiofeed.DataLoader  # type: ignore[attr-defined]
 
 EPOCHS = 2
 
@@ -21,31 +25,25 @@ def train(folder: str, steps: int | None = None, resume: bool = False) -> list[i
     """Train to the end, or for ``steps`` and save; returns the samples seen."""
     accelerator = Accelerator(cpu=True)
     x = torch.arange(100.0).unsqueeze(1)
-    # On an accelerator add device=accelerator.device. Each process gets its shard of the samples.
-    feeder: aiofeed.Feeder[list[torch.Tensor]] = aiofeed.Feeder(
-        TensorDataset(x, 2 * x), batch_size=8, shuffle=True, seed=0
-    )
+    loader = aiofeed.DataLoader(TensorDataset(x, 2 * x), batch_size=8, shuffle=True, num_workers=2)
     model = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.register_for_checkpointing(feeder)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    accelerator.register_for_checkpointing(loader)
     if resume:
         accelerator.load_state(folder)
 
     seen: list[int] = []
-    step = 0
-    with feeder:
-        for epoch in feeder.epochs(EPOCHS):
-            for inputs, targets in feeder:
-                loss = torch.nn.functional.mse_loss(model(inputs / 100), targets / 100)
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                optimizer.step()
-                seen += inputs.flatten().int().tolist()
-                step += 1
-                if step == steps:
-                    accelerator.save_state(folder)
-                    print(f"saved in epoch {epoch}, after {len(seen)} samples")
-                    return seen
+    for epoch in range(EPOCHS):  # after `load_state`, the first epoch is the rest of the one that was left
+        for step, (inputs, targets) in enumerate(loader, 1):
+            loss = torch.nn.functional.mse_loss(model(inputs / 100), targets / 100)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            seen += inputs.flatten().int().tolist()
+            if step == steps:
+                accelerator.save_state(folder)
+                print(f"saved in epoch {epoch}, after {len(seen)} samples")
+                return seen
     print(f"trained to the end: loss {loss.item():.4f}")
     return seen
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a feeder: stops in mid-epoch and resumes from the checkpoint; no sample is seen twice.
+"""Lightning's Trainer with aiofeed: stops in mid-epoch and resumes from the checkpoint; no sample is seen twice.
 
 python examples/lightning_resume.py
 """
@@ -37,9 +37,9 @@ class Line(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def new_feeder() -> aiofeed.Feeder[list[torch.Tensor]]:
+def new_loader() -> aiofeed.DataLoader[Any]:
     x = torch.arange(100.0).unsqueeze(1)
-    return aiofeed.Feeder(TensorDataset(x, 2 * x), batch_size=8, shuffle=True, seed=0)
+    return aiofeed.DataLoader(TensorDataset(x, 2 * x), batch_size=8, shuffle=True, num_workers=2)
 
 
 def new_trainer(folder: Path, **options: Any) -> lightning.Trainer:
@@ -52,17 +52,14 @@ def main() -> None:
     parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
-        with new_feeder() as feeder:
-            first = Line()
-            new_trainer(Path(folder), max_steps=5, **quiet).fit(first, train_dataloaders=feeder)
-            print(f"stopped after step 5 of {len(feeder)}: {len(first.seen)} samples seen")
-        # As in a new process: a new model, trainer and feeder.
-        with new_feeder() as feeder:
-            second = Line()
-            checkpoint = Path(folder) / "step=5.ckpt"
-            new_trainer(Path(folder), max_epochs=EPOCHS, **quiet).fit(
-                second, train_dataloaders=feeder, ckpt_path=checkpoint
-            )
+        first, loader = Line(), new_loader()
+        new_trainer(Path(folder), max_steps=5, **quiet).fit(first, loader)
+        print(f"stopped after step 5 of {len(loader)}: {len(first.seen)} samples seen")
+        # As in a new process: a new model, trainer and loader.
+        second = Line()
+        new_trainer(Path(folder), max_epochs=EPOCHS, **quiet).fit(
+            second, new_loader(), ckpt_path=Path(folder) / "step=5.ckpt"
+        )
     rest = 100 - len(first.seen)
     once = sorted(first.seen + second.seen[:rest]) == list(range(100))
     print(f"resumed: {rest} more samples in epoch 0, {len(second.seen) - rest} in epoch 1")

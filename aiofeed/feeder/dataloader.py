@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -115,11 +115,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.engine = engine
         self.threads = threads
         self.limits = limits
+        # Public attributes are arguments: Lightning and Ignite pass them to `__init__` to make a loader again.
         self._bridge: Prefetch[Any] | None = None
         if device is not None or transform is not None:
             self._bridge = self._new_bridge()
         # Workers of a complete epoch, for the next one.
-        self.spare_workers: list[LoaderWorkers] = []
+        self._spare_workers: list[LoaderWorkers] = []
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
         self._pull: weakref.ref[_WorkerPull] | None = None
@@ -184,6 +185,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _new_iterator(self, position: LoaderPosition) -> Any:
         if self._feeder_epochs is not None:
+            if self._feeder_epochs.collate_fn is not self.collate_fn:
+                self._feeder_epochs = _FeederEpochs(self)
             return self._feeder_epochs.begin(self, position)
         if not self.num_workers:
             return InProcessIterator(self, position)
@@ -222,8 +225,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return self._loaded.packed
         epoch, progress, stateful = None, self._progress, _stateful_sampler(self)
         if progress is not None and self._start is not None and not self._is_complete(progress):
-            epoch = {**self._start.pack(), **asdict(progress.position())}
-            epoch["workers"] = [_pack_worker(state) for state in epoch["workers"]]
+            epoch = {**self._start.packed, **asdict(progress.position())}
         between = progress.states_between() if progress is not None and self.persistent_workers else []
         in_process = not self.num_workers and self._dataset_kind == _DatasetKind.Map
         return {
@@ -231,10 +233,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "num_workers": self.num_workers,
             "batches": self._batches(),
             "generators": rng.pack_random_state(rng.random_state()),
-            "generator": None if self.generator is None else rng.pack_generator(self.generator.get_state()),
+            "own_generators": [rng.pack_generator(generator.get_state()) for generator in _own_generators(self)],
             "sampler": None if stateful is None else stateful.state_dict(),
             "dataset": dataset_state(None, self.dataset) if in_process else None,
-            "workers": [_pack_worker(state) for state in between],
+            "workers": between,
             "epoch": epoch,
         }
 
@@ -255,12 +257,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ]
         if differences:
             raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
-        if self.generator is not None:
-            loaded.check_generator(self.generator)
+        _check_generators(self, loaded)
         self._loaded, self._loaded_progress = loaded, None
         rng.set_random_state(loaded.generators)
-        if loaded.generator is not None and self.generator is not None:
-            self.generator.set_state(loaded.generator)
+        _set_own_generators(self, loaded.own_generators)
 
     def _take_loaded(self) -> _LoaderState | None:
         """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
@@ -285,7 +285,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
         epoch = dict.fromkeys(("_iterator", "_pull", "_progress", "_start", "_loaded_progress"))
-        return {**self.__dict__, **epoch, "spare_workers": []}
+        return {**self.__dict__, **epoch, "_spare_workers": []}
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class _EpochStart:
     """The states from which the order of an epoch follows."""
 
     generators: tuple[Any, ...]
-    generator: torch.Tensor | None
+    own_generators: list[torch.Tensor]
     sampler: Any
 
     @classmethod
@@ -301,24 +301,40 @@ class _EpochStart:
         stateful = _stateful_sampler(loader)
         return cls(
             rng.random_state(),
-            None if loader.generator is None else loader.generator.get_state(),
+            [generator.get_state() for generator in _own_generators(loader)],
             None if stateful is None else stateful.state_dict(),
         )
 
     def restore(self, loader: DataLoader[Any]) -> None:
         rng.set_random_state(self.generators)
-        if self.generator is not None and loader.generator is not None:
-            loader.generator.set_state(self.generator)
+        _set_own_generators(loader, self.own_generators)
         stateful = _stateful_sampler(loader)
         if self.sampler is not None and stateful is not None:
             stateful.load_state_dict(self.sampler)
 
-    def pack(self) -> dict[str, Any]:
+    @cached_property
+    def packed(self) -> dict[str, Any]:
+        """The states as plain values."""
         return {
             "start_generators": rng.pack_random_state(self.generators),
-            "start_generator": None if self.generator is None else rng.pack_generator(self.generator),
+            "start_own_generators": [rng.pack_generator(state) for state in self.own_generators],
             "start_sampler": self.sampler,
         }
+
+
+def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators of the loader and of its samplers, which may be nested, each once."""
+    holders: list[Any] = [loader]
+    for holder in holders:
+        inner = [getattr(holder, name, None) for name in ("batch_sampler", "sampler")]
+        holders += [each for each in inner if each is not None and not any(each is other for other in holders)]
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
+
+
+def _set_own_generators(loader: DataLoader[Any], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(_own_generators(loader), states, strict=False):
+        generator.set_state(state)
 
 
 def _stateful_sampler(loader: DataLoader[Any]) -> Any:
@@ -336,7 +352,7 @@ class _LoaderState:
     num_workers: int
     batches: int | None
     generators: tuple[Any, ...]
-    generator: torch.Tensor | None
+    own_generators: list[torch.Tensor]
     sampler: Any
     position: LoaderPosition
     start: _EpochStart | None
@@ -347,12 +363,12 @@ class _LoaderState:
             if state["version"] != _VERSION:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {_VERSION}")
             epoch, start = state["epoch"], None
-            workers = [_unpack_worker(each) for each in state["workers"]]
+            workers = [_checked_worker(each) for each in state["workers"]]
             position = LoaderPosition(workers=workers, dataset=state["dataset"], restarted=bool(workers))
             if epoch is not None:
                 start = _EpochStart(
                     rng.unpack_random_state(epoch["start_generators"]),
-                    None if epoch["start_generator"] is None else rng.unpack_generator(epoch["start_generator"]),
+                    [rng.unpack_generator(each) for each in epoch["start_own_generators"]],
                     epoch["start_sampler"],
                 )
                 position = LoaderPosition(
@@ -360,7 +376,7 @@ class _LoaderState:
                     [_natural(batch) for batch in epoch["later"]],
                     _natural(epoch["returned"]),
                     [_natural(batch + 1) - 1 for batch in epoch["ended"]],
-                    [_unpack_worker(each) for each in epoch["workers"]],
+                    [_checked_worker(each) for each in epoch["workers"]],
                     epoch["dataset"],
                     {False: False, True: True}[epoch["restarted"]],
                 )
@@ -372,7 +388,7 @@ class _LoaderState:
                 _natural(state["num_workers"]),
                 state["batches"],
                 rng.unpack_random_state(state["generators"]),
-                None if state["generator"] is None else rng.unpack_generator(state["generator"]),
+                [rng.unpack_generator(each) for each in state["own_generators"]],
                 state["sampler"],
                 position,
                 start,
@@ -382,14 +398,15 @@ class _LoaderState:
                 f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
 
-    def check_generator(self, generator: torch.Generator) -> None:
-        """Raise ``StateError`` if the generator cannot have one of its states."""
-        try:
-            for state in (self.generator, None if self.start is None else self.start.generator):
-                if state is not None:
-                    torch.Generator(generator.device).set_state(state)
-        except (RuntimeError, TypeError) as error:
-            raise StateError(f"the state of the generator is damaged: {error}") from error
+
+def _check_generators(loader: DataLoader[Any], state: _LoaderState) -> None:
+    """Raise ``StateError`` if the generators of the loader cannot have the states."""
+    for states in (state.own_generators, [] if state.start is None else state.start.own_generators):
+        for generator, each in zip(_own_generators(loader), states, strict=False):
+            try:
+                torch.Generator(generator.device).set_state(each)
+            except (RuntimeError, TypeError) as error:
+                raise StateError(f"the state of a generator is damaged: {error}") from error
 
 
 def _natural(value: Any) -> int:
@@ -398,12 +415,11 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _pack_worker(state: tuple[Any, Any] | None) -> list[Any] | None:
-    return None if state is None else [rng.pack_random_state(state[0]), state[1]]
-
-
-def _unpack_worker(packed: list[Any] | None) -> tuple[Any, Any] | None:
-    return None if packed is None else (rng.unpack_random_state(packed[0]), packed[1])
+def _checked_worker(state: list[Any] | None) -> list[Any] | None:
+    if state is not None:
+        random_generators, _ = state
+        rng.unpack_random_state(random_generators)
+    return state
 
 
 # --- batches of worker processes, received in a thread ---
@@ -492,6 +508,7 @@ class _FeederEpochs:
                 "with an IterableDataset, batch_size=None or batch_sampler="
             )
         workers = loader.num_workers if loader.threads is None else 0
+        self.collate_fn = loader.collate_fn
         self._indices: list[int] = []
         self._feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]

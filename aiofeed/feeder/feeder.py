@@ -300,7 +300,7 @@ class Feeder(Generic[BatchT]):
 
     def __len__(self) -> int:
         """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it."""
-        return self._order.schedule().batches()
+        return self._order.batches_of_rank()
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""

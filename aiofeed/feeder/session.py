@@ -138,7 +138,10 @@ class FeederSession(Generic[BatchT]):
             enter_iteration(self.config.source)
         completed = self._finish_complete_epoch()
         if not completed:
-            self._close_iterator("a newer iterator of the same feeder was started")
+            self._close_iterator(
+                "a newer iterator of the same feeder was started: a feeder has one iterator at a time; for two, as for "
+                "training and validation, create two feeders or use aiofeed.DataLoader"
+            )
         schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
         start, sampled = first.position, first.sampled is not None
         stats, stream = None, self._stream

@@ -48,6 +48,7 @@ class FeedOrder:
         self._epoch_used = True
         self._suggested = False
         self._warned = False
+        self._warned_of_scheduler = False
 
     def describe(self) -> str:
         """The order in the words of ``Feeder``'s arguments."""
@@ -66,6 +67,22 @@ class FeedOrder:
         if length is None:
             length = self._base.length if self._sampler is None else len(self._sampler)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])
+
+    def batches_of_rank(self) -> int:
+        """The number of batches per epoch of this rank. Under Accelerate, which expects all ranks', warns once."""
+        schedule = self.schedule()
+        accelerate = sys.modules.get("accelerate.state")
+        if schedule.world_size > 1 and not self._warned_of_scheduler and accelerate and accelerate.is_initialized():
+            self._warned_of_scheduler = True
+            log.warning(
+                "len(feeder) is %d, the number of batches of one rank of %d. Accelerate calls a scheduler that was "
+                "passed to prepare() %d times per step, because it expects a length over all ranks: for a schedule of "
+                "len(feeder) steps create Accelerator(step_scheduler_with_optimizer=False), or use aiofeed.DataLoader",
+                schedule.batches(),
+                schedule.world_size,
+                schedule.world_size,
+            )
+        return schedule.batches()
 
     def plan_epoch(self, position: Position) -> tuple[Schedule, EpochStart]:
         """The order and start of the epoch at ``position``, or of the next one if none of it is left."""

@@ -61,6 +61,8 @@ class SavedState:
         """
         if not isinstance(state, Mapping):
             raise StateError(f"a feeder's state is a dict, got {type(state).__name__}")
+        if "own_generators" in state:
+            raise StateError("this is the state of an aiofeed.DataLoader; a Feeder saves and loads states of its own")
         if "version" not in state:
             raise StateError(f"the dict is no state of a feeder: it has the keys {sorted(map(str, state))}")
         if state["version"] != VERSION:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pytest
+import torch.utils.data
 
 import aiofeed
 from tests.support.paths import ROOT
@@ -27,7 +28,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-NEEDS = {"docs/training-frameworks.md": ("accelerate", "lightning")}
+NEEDS = {"docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers")}
 """Packages that a document imports and aiofeed does not need."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "python no-run": False}
@@ -103,7 +104,7 @@ def document(path: Path) -> Any:
 
 @pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS])
-def test_document_runs(path: Path) -> None:
+def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a document runs as it stands, in order, in one namespace that is empty at first.
 
     ``python no-run`` blocks are compiled.
@@ -112,6 +113,8 @@ def test_document_runs(path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pytest.importorskip(package)
+            if package == "accelerate":  # the document replaces it
+                monkeypatch.setattr("accelerate.data_loader.DataLoader", torch.utils.data.DataLoader)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
         run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), namespace)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -290,7 +291,7 @@ def test_shared_tensors_are_one_copy() -> None:
             assert float(share) == pytest.approx(float(mapped) / 3, rel=0.05)
 
 
-# --- lightning_resume, accelerate_loop, torchrun_ddp, checkpoint_dcp --------------------------------------------------
+# --- training frameworks ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.integration
@@ -311,6 +312,34 @@ def test_accelerate_loop_sees_each_sample_once() -> None:
     assert "saved in epoch 0, after 40 samples" in output
     assert "trained to the end" in output
     assert "epoch 0, each sample once: True" in output
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("package", "example"),
+    [
+        ("transformers", "transformers_trainer.py"),
+        ("lightning", "fabric_loop.py"),
+        ("ignite", "ignite_engine.py"),
+    ],
+)
+def test_framework_example_sees_each_sample_once(package: str, example: str) -> None:
+    """The training stops after 40 of 100 samples, resumes, and sees each sample of the epoch once."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    output = run(example)
+    assert "after 40 samples" in output
+    assert "epoch 0, each sample once: True" in output
+
+
+@pytest.mark.integration
+def test_timm_mixup_turns_mixup_off() -> None:
+    """`create_loader` makes aiofeed's loader; mixup is off in the last epoch."""
+    if find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    output = run("timm_mixup.py")
+    assert "made an aiofeed.DataLoader" in output
+    assert re.findall(r"mixup (\w+)$", output, re.MULTILINE) == ["True", "True", "False"]
 
 
 @pytest.mark.integration

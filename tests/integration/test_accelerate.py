@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiofeed import Feeder
+from aiofeed import DataLoader, Feeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,3 +117,97 @@ def test_accumulation_ignores_the_end_of_a_feeders_epoch(
         batches: Any = make_feeder() if loader == "feeder" else torch.utils.data.DataLoader(torch.zeros(26, 2), 4)
         model, batches = instance.prepare(torch.nn.Linear(2, 1), batches)
         assert optimizer_steps(batches, instance, model) == [False, True] * 3 + [at_the_end]
+
+
+def test_a_length_per_rank_is_warned_about(
+    accelerator: Callable[..., Any], make_feeder: Callable[..., Feeder[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`len()` of a feeder for one of two ranks warns once that Accelerate calls a prepared scheduler twice per step,
+    and names the way out; without ranks or without an accelerator it does not."""
+    with caplog.at_level("WARNING", logger="aiofeed"):
+        len(make_feeder(shard=(0, 2)))
+        accelerator()
+        len(make_feeder())
+        assert not caplog.records
+        feeder = make_feeder(shard=(0, 2))
+        assert len(feeder) == len(feeder) == 4
+    [record] = caplog.records
+    assert "2 times per step" in record.message
+    assert "step_scheduler_with_optimizer=False" in record.message
+    assert "aiofeed.DataLoader" in record.message
+
+
+# --- aiofeed.DataLoader -----------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Sample i is [i, a random number]."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
+
+
+def prepared(accelerator: Any, new_loader: Any = DataLoader, workers: int = 0) -> Any:
+    """Return a loader that `prepare` has made from a new one; its order follows from the global generator."""
+    torch.manual_seed(1)
+    return accelerator.prepare(new_loader(Samples(), 4, shuffle=True, num_workers=workers))
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prepare_takes_a_data_loader(
+    accelerator: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """`prepare` makes torch's loader from an `aiofeed.DataLoader`, and aiofeed's from any loader once
+    `accelerate.data_loader.DataLoader` is aiofeed's. The batches are the same, `skip_first_batches` included."""
+
+    def epochs(loader: Any) -> list[torch.Tensor]:
+        skipping = accelerate.skip_first_batches(loader, 3)
+        assert type(skipping.base_dataloader) is type(loader.base_dataloader)
+        return [*loader, *skipping]
+
+    instance = accelerator()
+    accelerate = pytest.importorskip("accelerate")
+    expected = epochs(prepared(instance, torch.utils.data.DataLoader, workers))
+    assert len(expected) == 7 + 4
+    loader = prepared(instance, DataLoader, workers)
+    assert type(loader.base_dataloader) is torch.utils.data.DataLoader
+    assert same(epochs(loader), expected)
+    monkeypatch.setattr("accelerate.data_loader.DataLoader", DataLoader)
+    for new_loader in (torch.utils.data.DataLoader, DataLoader):
+        loader = prepared(instance, new_loader, workers)
+        assert type(loader.base_dataloader) is DataLoader
+        assert same(epochs(loader), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [1, 7, 10])
+def test_a_prepared_loader_resumes_exactly(
+    accelerator: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int, step: int
+) -> None:
+    """After `save_state` and `load_state` in new objects, a registered loader continues with the next batch, although
+    Accelerate reads one batch ahead."""
+    monkeypatch.setattr("accelerate.data_loader.DataLoader", DataLoader)
+
+    instance = accelerator()
+    loader = prepared(instance, workers=workers)
+    instance.register_for_checkpointing(loader)
+    whole: list[torch.Tensor] = []
+    for _ in range(EPOCHS):
+        for batch in loader:
+            whole.append(batch.clone())
+            if len(whole) == step:
+                instance.save_state(str(tmp_path))
+
+    instance = accelerator()
+    loader = prepared(instance, workers=workers)
+    instance.register_for_checkpointing(loader)
+    instance.load_state(str(tmp_path))
+    rest = [batch for _ in range(EPOCHS - step // 7) for batch in loader]
+    assert same(rest, whole[step:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiofeed import Feeder, StateError
+from aiofeed import Feeder, IteratorClosedError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,3 +174,18 @@ def test_checkpoint_of_other_data_is_refused(lit: Lit, make_feeder: Callable[...
     lit.trainer(tmp_path).fit(lit.Module(save_after=(3,), folder=tmp_path), train_dataloaders=make_feeder())
     with pytest.raises(StateError, match="length: 26 in the state, 27 here"):
         lit.trainer(tmp_path).fit(lit.Module(), train_dataloaders=make_feeder(27), ckpt_path=tmp_path / "3.ckpt")
+
+
+def test_one_feeder_for_training_and_validation_is_refused(
+    lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path
+) -> None:
+    """A validation inside the epoch starts a second iterator of the same feeder; the error names the way out."""
+
+    class Validated(lit.Module):  # type: ignore[misc,name-defined]
+        def validation_step(self, batch: torch.Tensor, _: int) -> None:
+            pass
+
+    feeder = make_feeder()
+    trainer = lit.trainer(tmp_path, val_check_interval=0.5, num_sanity_val_steps=0)
+    with pytest.raises(IteratorClosedError, match=r"create two feeders or use aiofeed\.DataLoader"):
+        trainer.fit(Validated(), train_dataloaders=feeder, val_dataloaders=feeder)

@@ -41,7 +41,7 @@ class LoaderPosition:
         later: Numbers of further batches that were returned, if they need not be in order.
         returned: Number of batches that were returned.
         ended: For each worker the number of the batch at which its iterable dataset ended; -1 if it has not.
-        workers: For each worker the state after its last batch, generators and dataset; ``None`` if it has none. Of an
+        workers: For each worker the state after its last batch, see ``Restore``; ``None`` if it has none. Of an
             iterable dataset that saves no state, the one at the start of the epoch, which is then read again.
         dataset: State of the dataset without workers, if it has one.
         restarted: Whether the epoch begins with the workers of the one before. Their seed is not drawn again.
@@ -51,7 +51,7 @@ class LoaderPosition:
     later: Sequence[int] = ()
     returned: int = 0
     ended: Sequence[int] = ()
-    workers: Sequence[tuple[Any, Any] | None] = ()
+    workers: Sequence[list[Any] | None] = ()
     dataset: Any = None
     restarted: bool = False
 
@@ -100,7 +100,7 @@ class Progress:
     def states_between(self) -> list[Any]:
         """The state of each worker after the epoch. A new iterator of an iterable dataset begins anew."""
         states = _loaded(self._states)
-        return [state and (state[0], None) for state in states] if self._iterable else states
+        return [state and [state[0], None] for state in states] if self._iterable else states
 
     def position(self) -> LoaderPosition:
         """The position after the last batch that was returned."""
@@ -122,7 +122,7 @@ def _loaded(states: Sequence[bytes | None]) -> list[Any]:
     return [None if state is None else pickle.loads(state) for state in states]
 
 
-def _saves_state(states: Sequence[tuple[Any, Any] | None]) -> bool:
+def _saves_state(states: Sequence[list[Any] | None]) -> bool:
     return any(state is not None and state[1] is not None for state in states)
 
 
@@ -210,7 +210,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self._most_batches,
         )
         context = loader.multiprocessing_context or torch.multiprocessing
-        self._spare: list[LoaderWorkers] = loader.spare_workers
+        self._spare: list[LoaderWorkers] = loader._spare_workers
         if self._spare and self._spare[0].renew(context, start):
             self.workers = self._spare.pop()
             self._wait_for_resumed()

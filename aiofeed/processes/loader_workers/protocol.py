@@ -49,9 +49,9 @@ class Resume:
 
 @dataclass(frozen=True)
 class Restore:
-    """Continue from a state: that of the random generators, and of the dataset if it has one."""
+    """Continue from a state: that of the random generators, packed, and of the dataset if it has one."""
 
-    state: tuple[Any, Any]
+    state: list[Any]
 
 
 # --- to the parent ---

@@ -30,7 +30,13 @@ from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.protocol import Answer, Fetch, Release, Restore, Resume
 from aiofeed.processes.pickling import SlotStorage, dump_batch
-from aiofeed.sampling.random_state import random_state, same_random_state, set_random_state
+from aiofeed.sampling.random_state import (
+    pack_random_state,
+    random_state,
+    same_random_state,
+    set_random_state,
+    unpack_random_state,
+)
 
 # Batches of all workers in shared memory that the user keeps; later ones are sent through the channel. A mapping costs
 # a descriptor, of which a process may have 1024 on many systems.
@@ -192,7 +198,7 @@ class _LoaderWorker:
         random_generators, dataset = task.state
         if dataset is not None and restore_dataset(self._fetcher, self._dataset, dataset):
             self._new_fetcher()
-        set_random_state(random_generators)
+        set_random_state(unpack_random_state(random_generators))
 
     def _fetch(self, task: Fetch) -> None:
         if task.releases is not None:
@@ -239,7 +245,7 @@ class _LoaderWorker:
         if dataset is None and self._generators is not None and same_random_state(generators, self._generators):
             return None
         self._generators = generators
-        return pickle.dumps((generators, dataset))
+        return pickle.dumps([pack_random_state(generators), dataset])
 
     def _send(self, answer: Answer, descriptors: list[int] | tuple[()] = ()) -> None:
         self._channel.send(pickle.dumps(answer), descriptors)
