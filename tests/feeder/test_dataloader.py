@@ -37,8 +37,8 @@ def no_worker_left_running() -> Iterator[None]:
     """Fail a test after which a worker process still runs."""
     before = {each.pid for each in children()}
     yield
-    gc.collect()
-    until(lambda: not [each for each in children() if each.pid not in before])
+    # Collect repeatedly: the traceback of an error refers to the iterator, and a thread that ends to the error.
+    until(lambda: gc.collect() >= 0 and not [each for each in children() if each.pid not in before])
 
 
 def shared_memory() -> int:
