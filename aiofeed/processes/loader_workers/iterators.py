@@ -292,9 +292,10 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
                 self._loads[freed] -= 1
             number = None
             try:
-                # One call to C code: Ctrl-C loses no index.
+                # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts a sampler of
+                # Lightning.
                 if not self._indices:
-                    self._indices.extend(itertools.islice(self._sampler_iter, 1))
+                    self._indices.extend(itertools.starmap(self._sampler_iter.__next__, [()]))
                 if self._indices:
                     number = self._next_worker()
                 if number is not None:
