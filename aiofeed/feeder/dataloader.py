@@ -193,7 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.check_worker_number_rationality()
         if not self.persistent_workers:
             return WorkerIterator(self, position)
-        if self._iterator is None:
+        if self._iterator is None or self._iterator.workers.ended:  # type: ignore[attr-defined]
             self._iterator = WorkerIterator(self, position)
         else:
             if self._pull is not None and (pull := self._pull()) is not None:

@@ -139,6 +139,15 @@ def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, l
         # Tensors that share memory still do: a storage that is sent as a whole is not sent in parts, too.
 
 
+def move_batch(extents: Sequence[Extent], slot: Slot, target: Slot) -> list[Extent]:
+    """Copy the buffers of a batch from its slot to another one; return where they lie there."""
+    memory = {segment.number: segment.memory for segment in slot.segments}
+    buffers = _Buffers(target, smallest=0)
+    for segment, offset, nbytes in extents:
+        buffers.place(pickle.PickleBuffer(memory[segment][offset : offset + nbytes]))
+    return buffers.extents
+
+
 def unpickle(data: bytes, buffers: Iterable[Any]) -> Any:
     """Rebuild a value that ``dump_batch`` pickled. Only for values of the user's own worker processes."""
     return pickle.loads(data, buffers=buffers)

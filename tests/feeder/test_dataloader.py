@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -227,6 +228,7 @@ def test_a_killed_worker(persistent: bool) -> None:
             next(iterator)
     with pytest.raises(WorkerDiedError):
         next(iterator)
+    assert len(list(loader)) == 200  # with new workers
 
 
 class Exits(Plain):
@@ -447,16 +449,58 @@ class Keeps(Plain):
         collated = torch_data.default_collate([torch.full((20_000,), float(each)) for each in batch])
         for each in self.batches:
             assert len(each.unique()) == 1
+            each += 100
         self.batches.append(collated)
         return collated
 
 
 def test_a_collate_fn_that_keeps_its_batches() -> None:
-    """Memory that a worker still refers to is not used for another batch."""
+    """Memory that a worker still refers to is not used for another batch, and its changes do not reach the parent."""
     dataset = Keeps(12)
+    kept = []
     for number, batch in enumerate(DataLoader(dataset, 1, num_workers=1, collate_fn=dataset.collate)):
         assert bool((batch == number).all())
+        if number % 2:
+            kept.append(batch)
         del batch
+    assert [batch.unique().tolist() for batch in kept] == [[number] for number in range(1, 12, 2)]
+
+
+class SlowFirst(Numbered):
+    """Sample 0 is ready after sample 3 was requested, so that another worker sends sample 1 before it."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.requested = torch.multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            self.requested.set()
+        if index == 0:
+            self.requested.wait()
+            self.requested.clear()
+        return super().__getitem__(index)
+
+
+def test_batches_of_epochs_that_were_left_are_freed() -> None:
+    """Epochs that end by ``break`` use the same shared memory again and again, with persistent workers."""
+    loader = DataLoader(SlowFirst(4), None, num_workers=2, persistent_workers=True)
+    mappings = []
+    for _ in range(12):
+        next(iter(loader))
+        mappings.append(shared_memory())
+    assert max(mappings[6:]) <= max(mappings[:6])
+
+
+def test_more_batches_are_kept_than_descriptors_are_left() -> None:
+    """Batches that a script keeps use at most a quarter of the file descriptors that the process may open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1]))
+    try:
+        kept = list(DataLoader(Numbered(200), None, num_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(bool((batch == number).all()) for number, batch in enumerate(kept))
 
 
 # --- the loader as an object ---

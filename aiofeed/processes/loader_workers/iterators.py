@@ -223,6 +223,10 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def restart(self, loader: Any, position: LoaderPosition) -> None:
         """Start the next epoch with the same workers."""
         super()._reset(loader)
+        for batch, answer in list(self._answers.items()):
+            if answer.kind == "batch":
+                self.workers.load(self._worker_of[batch], answer)  # and drop it, which frees its slot
+            del self._answers[batch]
         self.unwanted = None
         for number in range(self._num_workers):
             self.workers.send(number, Resume(self._shared_seed))

@@ -104,9 +104,7 @@ class LoaderWorkers:
         A fork copies the whole state of its parent, which cannot be sent. Other new processes get the dataset by
         pickle, and then start in seconds, because they import torch.
         """
-        if context is not self._context or start.num_workers != len(self._workers) or self.forked:
-            return False
-        if any(worker.channel.ended for worker in self._workers):
+        if context is not self._context or start.num_workers != len(self._workers) or self.forked or self.ended:
             return False
         try:
             data = bytes(ForkingPickler.dumps(start))
@@ -115,6 +113,11 @@ class LoaderWorkers:
         for number in range(start.num_workers):
             self.send(number, Resume(start.shared_seed, data))
         return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether a worker has closed its connection, or Ctrl-C has interrupted a message."""
+        return any(worker.channel.ended for worker in self._workers)
 
     @property
     def pids(self) -> list[int]:
