@@ -25,6 +25,7 @@ from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
 from aiofeed.processes.loader_workers.fetching import dataset_state
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
+from aiofeed.processes.loader_workers.protocol import Answer
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.threads import JOIN_S
@@ -202,17 +203,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._iterator.restart(self, position)  # type: ignore[attr-defined]
         return self._iterator
 
-    def _pulled(self, iterator: WorkerIterator) -> FeedIterator[Any]:
-        received: deque[Any] = deque()
+    def _pulled(self, iterator: WorkerIterator) -> _PulledIterator:
         bridge = self._bridge or self._new_bridge()
         pins = iterator._pin_memory_device if iterator._pin_memory and self.device is None else None
 
-        def new_pull(batches: object, *arguments: Any, **options: Any) -> _WorkerPull:
-            pull = _WorkerPull(iterator, _received(iterator, received, pins), *arguments, **options)
-            self._pull = weakref.ref(pull)
-            return pull
+        def start(received: _Received) -> FeedIterator[Any]:
+            def new_pull(batches: object, *arguments: Any, **options: Any) -> _WorkerPull:
+                pull = _WorkerPull(iterator, received.batches(pins), *arguments, **options)
+                self._pull = weakref.ref(pull)
+                return pull
 
-        return bridge.start(new_pull, partial(_PulledObserver, iterator, received))
+            return bridge.start(new_pull, partial(_PulledObserver, received))
+
+        return _PulledIterator(_Received(iterator), start)
 
     # --- state ---
 
@@ -433,35 +436,94 @@ class _WorkerPull(ThreadPull):
         iterator.unwanted = self._unwanted
 
 
-def _received(iterator: WorkerIterator, received: deque[Any], pin_to: str | None) -> Iterator[Any]:
-    """Yield the batches, pinned for a kind of device; append the worker and the answer of each to ``received``."""
-    while True:
-        try:
-            number, answer = iterator.receive()
-        except StopIteration:
-            return
-        batch = iterator.load(number, answer)
-        iterator.take(answer)
-        received.append((number, answer))
-        yield batch if pin_to is None else pin(batch, pin_to)
-        del batch
+class _Received:
+    """The batches of a ``WorkerIterator`` that were received and not handed out yet."""
+
+    def __init__(self, iterator: WorkerIterator) -> None:
+        self.iterator = iterator
+        self._progress = iterator.progress
+        self._answers: deque[tuple[int, Answer]] = deque()
+        self._failed: int | None = None
+
+    def batches(self, pin_to: str | None) -> Iterator[Any]:
+        """Yield the batches, pinned for a kind of device, up to the first error of the dataset."""
+        iterator = self.iterator
+        while True:
+            try:
+                number, answer = iterator.receive()
+            except StopIteration:
+                return
+            try:
+                batch = iterator.load(number, answer)
+            except Exception:
+                iterator.take(answer)
+                self._failed = number
+                raise
+            iterator.take(answer)
+            self._answers.append((number, answer))
+            yield batch if pin_to is None else pin(batch, pin_to)
+            del batch
+
+    def handing_out(self) -> None:
+        """The consumer gets the next batch. Requests a further one, as torch's iterator does."""
+        number, answer = self._answers.popleft()
+        self.iterator.returned(number, answer)
+        self.iterator.request(number)
+
+    def continues(self) -> bool:
+        """Return whether ``batches`` may be called again after an error, as torch's iterator continues after one."""
+        failed, self._failed = self._failed, None
+        if failed is None or self._answers or self.iterator.progress is not self._progress:
+            return False
+        self.iterator.request(failed)
+        return True
 
 
 class _PulledObserver(EpochObserver):
-    """Requests a further batch for each that is handed out, in the consumer's thread, as torch's iterator does."""
+    """Calls ``handing_out`` for each batch, in the consumer's thread."""
 
-    def __init__(self, iterator: WorkerIterator, received: deque[Any], delivery: Delivery) -> None:
+    def __init__(self, received: _Received, delivery: Delivery) -> None:
         super().__init__(delivery)
-        self._iterator = iterator
         self._received = received
         self._next = 0
 
     def handing_out(self, item: ReadyBatch) -> None:
         if item.number == self._next:
             self._next += 1
-            worker, answer = self._received.popleft()
-            self._iterator.returned(worker, answer)
-            self._iterator.request(worker)
+            self._received.handing_out()
+
+
+class _PulledIterator:
+    """Batches of worker processes that a thread receives ahead; after an error of the dataset another thread does."""
+
+    def __init__(self, received: _Received, start: Callable[[_Received], FeedIterator[Any]]) -> None:
+        self._received = received
+        self._start = start
+        self._feed = start(received)
+
+    def __iter__(self) -> _PulledIterator:
+        return self
+
+    def __aiter__(self) -> _PulledIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._feed)
+        except StopIteration:
+            if not self._received.continues():
+                raise
+        self._feed = self._start(self._received)
+        return next(self._feed)
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self._feed)
+        except StopAsyncIteration:
+            if not self._received.continues():
+                raise
+        self._feed = self._start(self._received)
+        return await anext(self._feed)
 
 
 # --- batches of the caller's thread ---

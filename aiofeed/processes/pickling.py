@@ -141,7 +141,7 @@ def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, l
 
 def move_batch(extents: Sequence[Extent], slot: Slot, target: Slot) -> list[Extent]:
     """Copy the buffers of a batch from its slot to another one; return where they lie there."""
-    memory = {segment.number: segment.memory for segment in slot.segments}
+    memory: dict[int, Any] = {segment.number: segment.memory for segment in slot.segments}
     buffers = _Buffers(target, smallest=0)
     for segment, offset, nbytes in extents:
         buffers.place(pickle.PickleBuffer(memory[segment][offset : offset + nbytes]))

@@ -216,6 +216,27 @@ def test_failures_name_index_and_path(workers: int) -> None:
         assert text in (str(raised.value) if workers else raised.value.__notes__)
 
 
+def outcomes(iterator: Any) -> list[Any]:
+    """The batches of an epoch, with ``None`` for each error."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except OSError:
+            found.append(None)
+
+
+@pytest.mark.parametrize("failing", [(3,), (0, 1), (6, 7)])
+def test_the_next_batch_after_an_error(failing: tuple[int, ...]) -> None:
+    """``next`` after an error of the dataset returns the next batch, also if a thread receives the batches ahead."""
+    for persistent in (False, True):
+        loader = DataLoader(Failing(failing), None, num_workers=2, persistent_workers=persistent, transform=abs)
+        for _ in range(2):
+            assert outcomes(iter(loader)) == [None if each in failing else each for each in range(len(loader))]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_killed_worker(persistent: bool) -> None:
     """A worker that was killed ends the iterator with torch's error, which names the signal and the cause."""

@@ -187,7 +187,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         super().__init__(loader)
         if before is not None:
             _generator_of(loader).set_state(before)
-        assert loader.prefetch_factor > 0
+        assert loader.prefetch_factor > 0, "prefetch_factor must be greater than 0"
         self._in_order = loader.in_order
         self._most_batches: int = loader.prefetch_factor * self._num_workers
         self.unwanted: Callable[[], bool] | None = None

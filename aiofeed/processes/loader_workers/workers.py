@@ -232,4 +232,6 @@ def _died(worker: _LoaderProcess) -> WorkerDiedError:
             text += "; the machine or its container may have run out of memory"
     elif status is not None:
         text += f" with exit status {status}"
+        if status == 0:
+            text += "; if Ctrl-C has interrupted this iterator, call iter() again"
     return WorkerDiedError(text, status)
