@@ -571,11 +571,12 @@ class _FeederEpochs:
             )
         workers = loader.num_workers if loader.threads is None else 0
         self.collate_fn = loader.collate_fn
+        # Those of the coming epoch.
         self._indices: list[int] = []
         self._feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
             batch_size=cast("int", loader.batch_size),
-            sampler=_Indices(self._indices),
+            sampler=self._indices,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             device=loader.device,
             transform=loader.transform,
@@ -593,16 +594,6 @@ class _FeederEpochs:
         batches: list[list[int]] = list(loader._index_sampler)
         self._indices[:] = itertools.chain.from_iterable(batches[position.batches :])
         return _FeederEpoch(iter(self._feeder), Progress(position))
-
-
-class _Indices:
-    """A sampler with the indices of the coming epoch."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
 
 
 class _FeederEpoch:

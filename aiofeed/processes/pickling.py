@@ -41,10 +41,14 @@ class SlotStorage:
         self._slot: Slot | None = None
         self._owners: list[weakref.ref[Any]] = []
 
-    def begin(self, slot: Slot | None) -> list[weakref.ref[Any]]:
-        """Create the next storages in a slot, if there is one; return the list of weak references to their memory."""
+    def begin(self, slot: Slot | None) -> None:
+        """Create the next storages in a slot, if there is one."""
         self._slot, self._owners = slot, []
-        return self._owners
+
+    @property
+    def in_use(self) -> bool:
+        """Whether something refers to a storage that was created since ``begin``."""
+        return any(owner() is not None for owner in self._owners)
 
     def new_shared(self, nbytes: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         """A storage in the slot; on other devices than the CPU, torch's own."""

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -429,6 +429,3 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def returned(self, number: int, answer: Answer) -> None:
         """The user gets the batch of an answer."""
         self.progress.add(answer.batch, in_order=self._in_order, worker=number, state=answer.state)
-
-
-LoaderIterator: TypeAlias = InProcessIterator | WorkerIterator

@@ -13,7 +13,6 @@ import pickle
 import random
 import signal
 import socket
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -205,11 +204,12 @@ class _LoaderWorker:
             self._release(task.releases)
         if self._ended:
             return
+        if self._init_error is not None:
+            self._send(Answer("error", task.batch, self._init_error))
+            return
         slot = self._pool.lease()
-        shared = len(self._in_use) < self._most_slots
-        storages = self._storage.begin(slot if shared else None)
         try:
-            self._fetch_into(task, slot, storages, shared=shared)
+            self._fetch_into(task, slot)
         except Exception as error:  # noqa: BLE001 - the parent raises it
             slot.give_back(reusable=False)
             if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
@@ -218,11 +218,9 @@ class _LoaderWorker:
             else:
                 self._send(Answer("error", task.batch, self._wrapped_error()))
 
-    def _fetch_into(self, task: Fetch, slot: Slot, storages: list[weakref.ref[Any]], *, shared: bool) -> None:
-        if self._init_error is not None:
-            slot.give_back()
-            self._send(Answer("error", task.batch, self._init_error))
-            return
+    def _fetch_into(self, task: Fetch, slot: Slot) -> None:
+        shared = len(self._in_use) < self._most_slots
+        self._storage.begin(slot if shared else None)
         batch = fetch(self._fetcher, task.index)
         try:
             data, extents = dump_batch(batch, slot, shared=shared)
@@ -232,15 +230,15 @@ class _LoaderWorker:
                 f"{type(error).__name__}: {error}"
             ) from error
         del batch
-        if any(storage() is not None for storage in storages):
+        if self._storage.in_use:
             # The dataset or `collate_fn` has kept a tensor of the batch, and may change it later.
             slot, kept = self._pool.lease(), slot
             extents = move_batch(extents, kept, slot)
             kept.give_back(reusable=False)
+        state = self._new_state()
         segments, descriptors, retired = self._pool.introduce(slot.segments, self._mapped)
         serial = next(self._serials)
         self._in_use[serial] = slot
-        state = self._new_state()
         self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state), descriptors)
 
     def _new_state(self) -> bytes | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
+
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.ring import Ring
@@ -185,10 +187,10 @@ class LoaderWorkers:
         batch, owners = load_batch(answer.content, answer.extents, worker.ring)
         if worker.loaded is not None and worker.loaded.slot == answer.slot:
             worker.tracker.forget(worker.loaded)  # an earlier call was interrupted
-        # A batch without memory in its slot is dropped at once.
-        kept: list[Any] = [*owners] or [_Nothing()]
-        worker.loaded = borrowed = _Borrowed(answer.slot, len(kept), forks())
-        for owner in kept:
+        # The slot of a batch without memory in it is free at once, when the empty array is dropped.
+        owners = owners or [np.empty(0, np.uint8)]
+        worker.loaded = borrowed = _Borrowed(answer.slot, len(owners), forks())
+        for owner in owners:
             worker.tracker.watch(owner, borrowed)
         return batch
 
@@ -216,10 +218,6 @@ class _Borrowed:
     slot: int
     owners: int
     forks: int
-
-
-class _Nothing:
-    """Stands for the memory of a batch that has none in its slot."""
 
 
 def _died(worker: _LoaderProcess) -> WorkerDiedError:
