@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.utils.data
 from torch.utils.data import BatchSampler, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory as pin
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind
 
 from aiofeed.core.errors import StateError
@@ -117,14 +117,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.threads = threads
         self.limits = limits
         # Public attributes are arguments: Lightning and Ignite pass them to `__init__` to make a loader again.
-        self._bridge: Prefetch[Any] | None = None
-        if device is not None or transform is not None:
-            self._bridge = self._new_bridge()
+        self._bridge: Prefetch[Any] = Prefetch(
+            (),
+            device,
+            transform,
+            (limits or Limits()).prefetch_batches or PREFETCH_BATCHES,
+            (limits or Limits()).device_batches or DEVICE_BATCHES,
+        )
         # Workers of a complete epoch, for the next one.
         self._spare_workers: list[LoaderWorkers] = []
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
-        self._pull: weakref.ref[_WorkerPull] | None = None
+        self._pull: weakref.ref[ThreadPull] | None = None
         self._start: _EpochStart | None = None
         self._loaded: _LoaderState | None = None
         self._loaded_progress: Progress | None = None
@@ -132,38 +136,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if on_error != "raise" or cache is not None or engine is not None or threads is not None:
             self._feeder_epochs = _FeederEpochs(self)
 
-    def _new_bridge(self) -> Prefetch[Any]:
-        limits = self.limits or Limits()
-        return Prefetch(
-            (),
-            self.device,
-            self.transform,
-            limits.prefetch_batches or PREFETCH_BATCHES,
-            limits.device_batches or DEVICE_BATCHES,
-        )
-
     # --- iteration ---
 
     def __iter__(self) -> Any:
         """Start an epoch."""
-        iterator = self._begin()
-        if self._feeder_epochs is not None:
-            return iterator
-        if isinstance(iterator, WorkerIterator):
-            pins = iterator._pin_memory and self.device is None
-            if self._bridge is None and not pins:
-                return iterator
-            return self._pulled(iterator)
-        return iterator if self._bridge is None else _CopyingIterator(iterator, self._bridge)
+        return self._iterate(ahead=self.device is not None or self.transform is not None)
 
     def __aiter__(self) -> Any:
         """Start an epoch for ``async for``. Without workers the dataset runs in the caller's thread."""
+        return self._iterate(ahead=True)
+
+    def _iterate(self, *, ahead: bool) -> Any:
         iterator = self._begin()
-        if self._feeder_epochs is not None:
-            return iterator
         if isinstance(iterator, WorkerIterator):
-            return self._pulled(iterator)
-        return _CopyingIterator(iterator, self._bridge or self._new_bridge())
+            pins = iterator._pin_memory and self.device is None
+            return self._pulled(iterator, pins=pins) if ahead or pins else iterator
+        if isinstance(iterator, InProcessIterator) and ahead:
+            return _CopyingIterator(iterator, self._bridge)
+        return iterator
 
     def _begin(self) -> Any:
         loaded = self._take_loaded()
@@ -203,17 +193,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._iterator.restart(self, position)  # type: ignore[attr-defined]
         return self._iterator
 
-    def _pulled(self, iterator: WorkerIterator) -> _PulledIterator:
-        bridge = self._bridge or self._new_bridge()
-        pins = iterator._pin_memory_device if iterator._pin_memory and self.device is None else None
-
+    def _pulled(self, iterator: WorkerIterator, *, pins: bool) -> _PulledIterator:
         def start(received: _Received) -> FeedIterator[Any]:
-            def new_pull(batches: object, *arguments: Any, **options: Any) -> _WorkerPull:
-                pull = _WorkerPull(iterator, received.batches(pins), *arguments, **options)
+            def new_pull(batches: object, *arguments: Any, **options: Any) -> ThreadPull:
+                pull = ThreadPull(received.batches(pins=pins), *arguments, **options)
+                iterator.unwanted = pull._unwanted
                 self._pull = weakref.ref(pull)
                 return pull
 
-            return bridge.start(new_pull, partial(_PulledObserver, received))
+            return self._bridge.start(new_pull, partial(_PulledObserver, received))
 
         return _PulledIterator(_Received(iterator), start)
 
@@ -428,14 +416,6 @@ def _checked_worker(state: list[Any] | None) -> list[Any] | None:
 # --- batches of worker processes, received in a thread ---
 
 
-class _WorkerPull(ThreadPull):
-    """Receives the batches of a ``WorkerIterator`` in a thread of its own."""
-
-    def __init__(self, iterator: WorkerIterator, batches: Iterable[Any], *arguments: Any, **options: Any) -> None:
-        super().__init__(batches, *arguments, **options)
-        iterator.unwanted = self._unwanted
-
-
 class _Received:
     """The batches of a ``WorkerIterator`` that were received and not handed out yet."""
 
@@ -445,8 +425,8 @@ class _Received:
         self._answers: deque[tuple[int, Answer]] = deque()
         self._failed: int | None = None
 
-    def batches(self, pin_to: str | None) -> Iterator[Any]:
-        """Yield the batches, pinned for a kind of device, up to the first error of the dataset."""
+    def batches(self, *, pins: bool) -> Iterator[Any]:
+        """Yield the batches up to the first error of the dataset; ``pins``: in pinned memory."""
         iterator = self.iterator
         while True:
             try:
@@ -461,7 +441,7 @@ class _Received:
                 raise
             iterator.take(answer)
             self._answers.append((number, answer))
-            yield batch if pin_to is None else pin(batch, pin_to)
+            yield pin_memory(batch, iterator._pin_memory_device) if pins else batch
             del batch
 
     def handing_out(self) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aiofeed import DataLoader, FailurePolicy, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
@@ -485,6 +486,25 @@ def test_a_collate_fn_that_keeps_its_batches() -> None:
             kept.append(batch)
         del batch
     assert [batch.unique().tolist() for batch in kept] == [[number] for number in range(1, 12, 2)]
+
+
+@pytest.mark.parametrize("kind", ["cuda", None])
+def test_batches_of_workers_are_pinned(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    """``pin_memory=True`` pins each batch once, for the kind of device that torch's iterator names (some name none)."""
+    original, pinned = _BaseDataLoaderIter.__init__, []
+
+    def with_accelerator(iterator: Any, loader: Any) -> None:
+        original(iterator, loader)
+        iterator._pin_memory, iterator._pin_memory_device = True, kind
+
+    def pin_memory(batch: Any, device: str | None) -> Any:
+        pinned.append((int(batch), device))
+        return batch
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", with_accelerator)
+    monkeypatch.setattr("aiofeed.feeder.dataloader.pin_memory", pin_memory)
+    assert len(list(DataLoader(Plain(6), num_workers=2))) == 6
+    assert pinned == [(number, kind) for number in range(6)]
 
 
 class SlowFirst(Numbered):
