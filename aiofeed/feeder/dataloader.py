@@ -386,7 +386,7 @@ class _LoaderState:
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
-                f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
+                f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -402,7 +402,7 @@ def _check_generators(loader: DataLoader[Any], state: _LoaderState) -> None:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
