@@ -129,7 +129,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
         self._pull: weakref.ref[ThreadPull] | None = None
-        self._start: _EpochStart | None = None
+        self._start: _OrderState | None = None
         self._loaded: _LoaderState | None = None
         self._loaded_progress: Progress | None = None
         self._feeder_epochs: _FeederEpochs | None = None
@@ -158,16 +158,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _begin(self) -> Any:
         loaded = self._take_loaded()
         if loaded is None or loaded.start is None:
-            stateful = _stateful_sampler(self)
-            if loaded is not None and loaded.sampler is not None and stateful is not None:
-                stateful.load_state_dict(loaded.sampler)
-            self._start = _EpochStart.of(self)
+            if loaded is not None:
+                loaded.now.restore_sampler(self)
+            self._start = _OrderState.of(self)
             iterator = self._new_iterator(LoaderPosition() if loaded is None else loaded.position)
         else:
             # The order of the epoch follows from the generators at its start.
             now, self._start = rng.random_state(), loaded.start
             try:
-                loaded.start.restore(self)
+                loaded.start.restore_generators(self)
+                loaded.start.restore_sampler(self)
                 iterator = self._new_iterator(loaded.position)
             finally:
                 rng.set_random_state(now)
@@ -214,18 +214,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if self._loaded is not None and self._loaded_progress is None:
             return self._loaded.packed
-        epoch, progress, stateful = None, self._progress, _stateful_sampler(self)
+        epoch, progress = None, self._progress
         if progress is not None and self._start is not None and not self._is_complete(progress):
-            epoch = {**self._start.packed, **asdict(progress.position())}
+            epoch = {"start": self._start.packed, **asdict(progress.position())}
         between = progress.states_between() if progress is not None and self.persistent_workers else []
         in_process = not self.num_workers and self._dataset_kind == _DatasetKind.Map
         return {
             "version": _VERSION,
             "num_workers": self.num_workers,
             "batches": self._batches(),
-            "generators": rng.pack_random_state(rng.random_state()),
-            "own_generators": [rng.pack_generator(generator.get_state()) for generator in _own_generators(self)],
-            "sampler": None if stateful is None else stateful.state_dict(),
+            **_OrderState.of(self).packed,
             "dataset": dataset_state(None, self.dataset) if in_process else None,
             "workers": between,
             "epoch": epoch,
@@ -248,10 +246,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ]
         if differences:
             raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
-        _check_generators(self, loaded)
+        for order in (loaded.now, loaded.start):
+            if order is not None:
+                order.check(self)
         self._loaded, self._loaded_progress = loaded, None
-        rng.set_random_state(loaded.generators)
-        _set_own_generators(self, loaded.own_generators)
+        loaded.now.restore_generators(self)
 
     def _take_loaded(self) -> _LoaderState | None:
         """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
@@ -280,15 +279,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 @dataclass(frozen=True)
-class _EpochStart:
-    """The states from which the order of an epoch follows."""
+class _OrderState:
+    """The states from which the order of an epoch follows, taken at one time."""
 
     generators: tuple[Any, ...]
     own_generators: list[torch.Tensor]
     sampler: Any
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> _EpochStart:
+    def of(cls, loader: DataLoader[Any]) -> _OrderState:
         stateful = _stateful_sampler(loader)
         return cls(
             rng.random_state(),
@@ -296,21 +295,40 @@ class _EpochStart:
             None if stateful is None else stateful.state_dict(),
         )
 
-    def restore(self, loader: DataLoader[Any]) -> None:
-        rng.set_random_state(self.generators)
-        _set_own_generators(loader, self.own_generators)
-        stateful = _stateful_sampler(loader)
-        if self.sampler is not None and stateful is not None:
-            stateful.load_state_dict(self.sampler)
+    @classmethod
+    def parse(cls, packed: dict[str, Any]) -> _OrderState:
+        return cls(
+            rng.unpack_random_state(packed["generators"]),
+            [rng.unpack_generator(each) for each in packed["own_generators"]],
+            packed["sampler"],
+        )
 
     @cached_property
     def packed(self) -> dict[str, Any]:
         """The states as plain values."""
         return {
-            "start_generators": rng.pack_random_state(self.generators),
-            "start_own_generators": [rng.pack_generator(state) for state in self.own_generators],
-            "start_sampler": self.sampler,
+            "generators": rng.pack_random_state(self.generators),
+            "own_generators": [rng.pack_generator(state) for state in self.own_generators],
+            "sampler": self.sampler,
         }
+
+    def check(self, loader: DataLoader[Any]) -> None:
+        """Raise ``StateError`` if the generators of the loader cannot have the states."""
+        for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
+            try:
+                torch.Generator(generator.device).set_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise StateError(f"the state of a generator is damaged: {error}") from error
+
+    def restore_generators(self, loader: DataLoader[Any]) -> None:
+        rng.set_random_state(self.generators)
+        for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
+            generator.set_state(state)
+
+    def restore_sampler(self, loader: DataLoader[Any]) -> None:
+        stateful = _stateful_sampler(loader)
+        if self.sampler is not None and stateful is not None:
+            stateful.load_state_dict(self.sampler)
 
 
 def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -323,11 +341,6 @@ def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
 
 
-def _set_own_generators(loader: DataLoader[Any], states: list[torch.Tensor]) -> None:
-    for generator, state in zip(_own_generators(loader), states, strict=False):
-        generator.set_state(state)
-
-
 def _stateful_sampler(loader: DataLoader[Any]) -> Any:
     for sampler in (loader.batch_sampler, loader.sampler):
         if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
@@ -337,16 +350,14 @@ def _stateful_sampler(loader: DataLoader[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _LoaderState:
-    """A parsed state; ``start``: that of its epoch, ``None`` if the state is between two epochs."""
+    """A parsed state; ``start``: at the start of its epoch, ``None`` if it was saved between two epochs."""
 
     packed: dict[str, Any]
     num_workers: int
     batches: int | None
-    generators: tuple[Any, ...]
-    own_generators: list[torch.Tensor]
-    sampler: Any
     position: LoaderPosition
-    start: _EpochStart | None
+    now: _OrderState
+    start: _OrderState | None
 
     @classmethod
     def parse(cls, state: dict[str, Any]) -> _LoaderState:
@@ -357,11 +368,7 @@ class _LoaderState:
             workers = [_checked_worker(each) for each in state["workers"]]
             position = LoaderPosition(workers=workers, dataset=state["dataset"], restarted=bool(workers))
             if epoch is not None:
-                start = _EpochStart(
-                    rng.unpack_random_state(epoch["start_generators"]),
-                    [rng.unpack_generator(each) for each in epoch["start_own_generators"]],
-                    epoch["start_sampler"],
-                )
+                start = _OrderState.parse(epoch["start"])
                 position = LoaderPosition(
                     _natural(epoch["batches"]),
                     [_natural(batch) for batch in epoch["later"]],
@@ -378,26 +385,14 @@ class _LoaderState:
                 state,
                 _natural(state["num_workers"]),
                 state["batches"],
-                rng.unpack_random_state(state["generators"]),
-                [rng.unpack_generator(each) for each in state["own_generators"]],
-                state["sampler"],
                 position,
+                _OrderState.parse(state),
                 start,
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
-
-
-def _check_generators(loader: DataLoader[Any], state: _LoaderState) -> None:
-    """Raise ``StateError`` if the generators of the loader cannot have the states."""
-    for states in (state.own_generators, [] if state.start is None else state.start.own_generators):
-        for generator, each in zip(_own_generators(loader), states, strict=False):
-            try:
-                torch.Generator(generator.device).set_state(each)
-            except (RuntimeError, TypeError) as error:
-                raise StateError(f"the state of a generator is damaged: {error}") from error
 
 
 def _natural(value: Any) -> int:
@@ -496,6 +491,9 @@ class _PulledIterator:
         self._feed = self._start(self._received)
         return next(self._feed)
 
+    def __len__(self) -> int:
+        return len(self._received.iterator)
+
     async def __anext__(self) -> Any:
         try:
             return await anext(self._feed)
@@ -529,6 +527,9 @@ class _CopyingIterator:
 
     def __aiter__(self) -> _CopyingIterator:
         return self
+
+    def __len__(self) -> int:
+        return len(self._iterator)
 
     async def __anext__(self) -> Any:
         try:

@@ -217,6 +217,13 @@ def test_failures_name_index_and_path(workers: int) -> None:
         assert text in (str(raised.value) if workers else raised.value.__notes__)
 
 
+@pytest.mark.parametrize("options", WORKERS)
+def test_the_length_of_an_iterator(options: dict[str, Any]) -> None:
+    """An iterator has the length of its loader, as torch's has, also with look-ahead."""
+    for transform in (None, abs):
+        assert len(iter(DataLoader(Plain(8), 2, transform=transform, **options))) == 4
+
+
 def outcomes(iterator: Any) -> list[Any]:
     """The batches of an epoch, with ``None`` for each error."""
     found: list[Any] = []

@@ -423,7 +423,11 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def load(self, number: int, answer: Answer) -> Any:
         """Return the batch of an answer, or raise the worker's exception as torch does."""
         if answer.kind == "error":
-            answer.content.reraise()
+            try:
+                answer.content.reraise()
+            except Exception as error:  # noqa: BLE001 - it is raised again
+                # Torch's frame refers to the error: the cycle would keep the iterator and its workers.
+                raise error.with_traceback(None)
         return self.workers.load(number, answer)
 
     def returned(self, number: int, answer: Answer) -> None:
