@@ -427,7 +427,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
                 answer.content.reraise()
             except Exception as error:  # noqa: BLE001 - it is raised again
                 # Torch's frame refers to the error: the cycle would keep the iterator and its workers.
-                raise error.with_traceback(None)
+                raise error.with_traceback(None)  # noqa: B904 - the same error
         return self.workers.load(number, answer)
 
     def returned(self, number: int, answer: Answer) -> None:
