@@ -133,6 +133,27 @@ def test_batch_sampler(workers: int) -> None:
         assert same(list(loader), [[DATA[list(part)], LABELS[list(part)]] for part in sampler])
 
 
+class OwnIterator:
+    """A batch sampler that is its own iterator and starts again at each ``iter``, like Lightning's."""
+
+    def __iter__(self) -> OwnIterator:
+        self.at = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at == 10:
+            raise StopIteration
+        self.at += 2
+        return [self.at - 2, self.at - 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_is_its_own_iterator(workers: int) -> None:
+    """It is asked for indices, and not restarted."""
+    loader = DataLoader(PAIRS, batch_sampler=OwnIterator(), num_workers=workers)
+    assert same([labels for _, labels in loader], list(LABELS[:10].reshape(5, 2)))
+
+
 class Bulk(Plain):
     """Loads all samples of a batch in one call."""
 
