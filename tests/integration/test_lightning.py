@@ -187,5 +187,5 @@ def test_one_feeder_for_training_and_validation_is_refused(
 
     feeder = make_feeder()
     trainer = lit.trainer(tmp_path, val_check_interval=0.5, num_sanity_val_steps=0)
-    with pytest.raises(IteratorClosedError, match=r"create two feeders or use aiofeed\.DataLoader"):
+    with pytest.raises(IteratorClosedError, match=r"create two feeders, or an aiofeed\.DataLoader"):
         trainer.fit(Validated(), train_dataloaders=feeder, val_dataloaders=feeder)
