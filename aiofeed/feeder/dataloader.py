@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.utils.data
 from torch.utils.data import BatchSampler, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory as pin
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind
 
 from aiofeed.core.errors import StateError
@@ -25,6 +25,7 @@ from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
 from aiofeed.processes.loader_workers.fetching import dataset_state
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
+from aiofeed.processes.loader_workers.protocol import Answer
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.threads import JOIN_S
@@ -116,67 +117,57 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.threads = threads
         self.limits = limits
         # Public attributes are arguments: Lightning and Ignite pass them to `__init__` to make a loader again.
-        self._bridge: Prefetch[Any] | None = None
-        if device is not None or transform is not None:
-            self._bridge = self._new_bridge()
+        self._bridge: Prefetch[Any] = Prefetch(
+            (),
+            device,
+            transform,
+            (limits or Limits()).prefetch_batches or PREFETCH_BATCHES,
+            (limits or Limits()).device_batches or DEVICE_BATCHES,
+        )
         # Workers of a complete epoch, for the next one.
         self._spare_workers: list[LoaderWorkers] = []
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
-        self._pull: weakref.ref[_WorkerPull] | None = None
-        self._start: _EpochStart | None = None
+        self._pull: weakref.ref[ThreadPull] | None = None
+        self._start: _OrderState | None = None
         self._loaded: _LoaderState | None = None
         self._loaded_progress: Progress | None = None
         self._feeder_epochs: _FeederEpochs | None = None
         if on_error != "raise" or cache is not None or engine is not None or threads is not None:
             self._feeder_epochs = _FeederEpochs(self)
 
-    def _new_bridge(self) -> Prefetch[Any]:
-        limits = self.limits or Limits()
-        return Prefetch(
-            (),
-            self.device,
-            self.transform,
-            limits.prefetch_batches or PREFETCH_BATCHES,
-            limits.device_batches or DEVICE_BATCHES,
-        )
-
     # --- iteration ---
 
     def __iter__(self) -> Any:
         """Start an epoch."""
-        iterator = self._begin()
-        if self._feeder_epochs is not None:
-            return iterator
-        if isinstance(iterator, WorkerIterator):
-            pins = iterator._pin_memory and self.device is None
-            if self._bridge is None and not pins:
-                return iterator
-            return self._pulled(iterator)
-        return iterator if self._bridge is None else _CopyingIterator(iterator, self._bridge)
+        return self._iterate(ahead=self.device is not None or self.transform is not None)
 
     def __aiter__(self) -> Any:
         """Start an epoch for ``async for``. Without workers the dataset runs in the caller's thread."""
+        return self._iterate(ahead=True)
+
+    def _iterate(self, *, ahead: bool) -> Any:
         iterator = self._begin()
-        if self._feeder_epochs is not None:
-            return iterator
         if isinstance(iterator, WorkerIterator):
-            return self._pulled(iterator)
-        return _CopyingIterator(iterator, self._bridge or self._new_bridge())
+            pins = iterator._pin_memory and self.device is None
+            return self._pulled(iterator, pins=pins) if ahead or pins else iterator
+        if isinstance(iterator, InProcessIterator) and ahead:
+            return _CopyingIterator(iterator, self._bridge)
+        return iterator
 
     def _begin(self) -> Any:
         loaded = self._take_loaded()
         if loaded is None or loaded.start is None:
-            stateful = _stateful_sampler(self)
-            if loaded is not None and loaded.sampler is not None and stateful is not None:
-                stateful.load_state_dict(loaded.sampler)
-            self._start = _EpochStart.of(self)
+            if loaded is not None:
+                loaded.now.restore_sampler(self)
+            self._start = _OrderState.of(self)
             iterator = self._new_iterator(LoaderPosition() if loaded is None else loaded.position)
         else:
             # The order of the epoch follows from the generators at its start.
             now, self._start = rng.random_state(), loaded.start
             try:
-                loaded.start.restore(self)
+                loaded.start.restore_generators(self)
+                loaded.start.restore_sampler(self)
                 iterator = self._new_iterator(loaded.position)
             finally:
                 rng.set_random_state(now)
@@ -193,7 +184,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.check_worker_number_rationality()
         if not self.persistent_workers:
             return WorkerIterator(self, position)
-        if self._iterator is None:
+        if self._iterator is None or self._iterator.workers.ended:  # type: ignore[attr-defined]
             self._iterator = WorkerIterator(self, position)
         else:
             if self._pull is not None and (pull := self._pull()) is not None:
@@ -202,17 +193,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._iterator.restart(self, position)  # type: ignore[attr-defined]
         return self._iterator
 
-    def _pulled(self, iterator: WorkerIterator) -> FeedIterator[Any]:
-        received: deque[Any] = deque()
-        bridge = self._bridge or self._new_bridge()
-        pins = iterator._pin_memory_device if iterator._pin_memory and self.device is None else None
+    def _pulled(self, iterator: WorkerIterator, *, pins: bool) -> _PulledIterator:
+        def start(received: _Received) -> FeedIterator[Any]:
+            def new_pull(batches: object, *arguments: Any, **options: Any) -> ThreadPull:
+                pull = ThreadPull(received.batches(pins=pins), *arguments, **options)
+                iterator.unwanted = pull._unwanted
+                self._pull = weakref.ref(pull)
+                return pull
 
-        def new_pull(batches: object, *arguments: Any, **options: Any) -> _WorkerPull:
-            pull = _WorkerPull(iterator, _received(iterator, received, pins), *arguments, **options)
-            self._pull = weakref.ref(pull)
-            return pull
+            return self._bridge.start(new_pull, partial(_PulledObserver, received))
 
-        return bridge.start(new_pull, partial(_PulledObserver, iterator, received))
+        return _PulledIterator(_Received(iterator), start)
 
     # --- state ---
 
@@ -223,18 +214,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if self._loaded is not None and self._loaded_progress is None:
             return self._loaded.packed
-        epoch, progress, stateful = None, self._progress, _stateful_sampler(self)
+        epoch, progress = None, self._progress
         if progress is not None and self._start is not None and not self._is_complete(progress):
-            epoch = {**self._start.packed, **asdict(progress.position())}
+            epoch = {"start": self._start.packed, **asdict(progress.position())}
         between = progress.states_between() if progress is not None and self.persistent_workers else []
         in_process = not self.num_workers and self._dataset_kind == _DatasetKind.Map
         return {
             "version": _VERSION,
             "num_workers": self.num_workers,
             "batches": self._batches(),
-            "generators": rng.pack_random_state(rng.random_state()),
-            "own_generators": [rng.pack_generator(generator.get_state()) for generator in _own_generators(self)],
-            "sampler": None if stateful is None else stateful.state_dict(),
+            **_OrderState.of(self).packed,
             "dataset": dataset_state(None, self.dataset) if in_process else None,
             "workers": between,
             "epoch": epoch,
@@ -257,10 +246,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ]
         if differences:
             raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
-        _check_generators(self, loaded)
+        for order in (loaded.now, loaded.start):
+            if order is not None:
+                order.check(self)
         self._loaded, self._loaded_progress = loaded, None
-        rng.set_random_state(loaded.generators)
-        _set_own_generators(self, loaded.own_generators)
+        loaded.now.restore_generators(self)
 
     def _take_loaded(self) -> _LoaderState | None:
         """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
@@ -289,15 +279,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 @dataclass(frozen=True)
-class _EpochStart:
-    """The states from which the order of an epoch follows."""
+class _OrderState:
+    """The states from which the order of an epoch follows, taken at one time."""
 
     generators: tuple[Any, ...]
     own_generators: list[torch.Tensor]
     sampler: Any
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> _EpochStart:
+    def of(cls, loader: DataLoader[Any]) -> _OrderState:
         stateful = _stateful_sampler(loader)
         return cls(
             rng.random_state(),
@@ -305,21 +295,40 @@ class _EpochStart:
             None if stateful is None else stateful.state_dict(),
         )
 
-    def restore(self, loader: DataLoader[Any]) -> None:
-        rng.set_random_state(self.generators)
-        _set_own_generators(loader, self.own_generators)
-        stateful = _stateful_sampler(loader)
-        if self.sampler is not None and stateful is not None:
-            stateful.load_state_dict(self.sampler)
+    @classmethod
+    def parse(cls, packed: dict[str, Any]) -> _OrderState:
+        return cls(
+            rng.unpack_random_state(packed["generators"]),
+            [rng.unpack_generator(each) for each in packed["own_generators"]],
+            packed["sampler"],
+        )
 
     @cached_property
     def packed(self) -> dict[str, Any]:
         """The states as plain values."""
         return {
-            "start_generators": rng.pack_random_state(self.generators),
-            "start_own_generators": [rng.pack_generator(state) for state in self.own_generators],
-            "start_sampler": self.sampler,
+            "generators": rng.pack_random_state(self.generators),
+            "own_generators": [rng.pack_generator(state) for state in self.own_generators],
+            "sampler": self.sampler,
         }
+
+    def check(self, loader: DataLoader[Any]) -> None:
+        """Raise ``StateError`` if the generators of the loader cannot have the states."""
+        for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
+            try:
+                torch.Generator(generator.device).set_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise StateError(f"the state of a generator is damaged: {error}") from error
+
+    def restore_generators(self, loader: DataLoader[Any]) -> None:
+        rng.set_random_state(self.generators)
+        for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
+            generator.set_state(state)
+
+    def restore_sampler(self, loader: DataLoader[Any]) -> None:
+        stateful = _stateful_sampler(loader)
+        if self.sampler is not None and stateful is not None:
+            stateful.load_state_dict(self.sampler)
 
 
 def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -332,11 +341,6 @@ def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
 
 
-def _set_own_generators(loader: DataLoader[Any], states: list[torch.Tensor]) -> None:
-    for generator, state in zip(_own_generators(loader), states, strict=False):
-        generator.set_state(state)
-
-
 def _stateful_sampler(loader: DataLoader[Any]) -> Any:
     for sampler in (loader.batch_sampler, loader.sampler):
         if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
@@ -346,16 +350,14 @@ def _stateful_sampler(loader: DataLoader[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _LoaderState:
-    """A parsed state; ``start``: that of its epoch, ``None`` if the state is between two epochs."""
+    """A parsed state; ``start``: at the start of its epoch, ``None`` if it was saved between two epochs."""
 
     packed: dict[str, Any]
     num_workers: int
     batches: int | None
-    generators: tuple[Any, ...]
-    own_generators: list[torch.Tensor]
-    sampler: Any
     position: LoaderPosition
-    start: _EpochStart | None
+    now: _OrderState
+    start: _OrderState | None
 
     @classmethod
     def parse(cls, state: dict[str, Any]) -> _LoaderState:
@@ -366,11 +368,7 @@ class _LoaderState:
             workers = [_checked_worker(each) for each in state["workers"]]
             position = LoaderPosition(workers=workers, dataset=state["dataset"], restarted=bool(workers))
             if epoch is not None:
-                start = _EpochStart(
-                    rng.unpack_random_state(epoch["start_generators"]),
-                    [rng.unpack_generator(each) for each in epoch["start_own_generators"]],
-                    epoch["start_sampler"],
-                )
+                start = _OrderState.parse(epoch["start"])
                 position = LoaderPosition(
                     _natural(epoch["batches"]),
                     [_natural(batch) for batch in epoch["later"]],
@@ -387,31 +385,19 @@ class _LoaderState:
                 state,
                 _natural(state["num_workers"]),
                 state["batches"],
-                rng.unpack_random_state(state["generators"]),
-                [rng.unpack_generator(each) for each in state["own_generators"]],
-                state["sampler"],
                 position,
+                _OrderState.parse(state),
                 start,
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
-                f"this is no state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
+                f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
             ) from error
-
-
-def _check_generators(loader: DataLoader[Any], state: _LoaderState) -> None:
-    """Raise ``StateError`` if the generators of the loader cannot have the states."""
-    for states in (state.own_generators, [] if state.start is None else state.start.own_generators):
-        for generator, each in zip(_own_generators(loader), states, strict=False):
-            try:
-                torch.Generator(generator.device).set_state(each)
-            except (RuntimeError, TypeError) as error:
-                raise StateError(f"the state of a generator is damaged: {error}") from error
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
@@ -425,43 +411,97 @@ def _checked_worker(state: list[Any] | None) -> list[Any] | None:
 # --- batches of worker processes, received in a thread ---
 
 
-class _WorkerPull(ThreadPull):
-    """Receives the batches of a ``WorkerIterator`` in a thread of its own."""
+class _Received:
+    """The batches of a ``WorkerIterator`` that were received and not handed out yet."""
 
-    def __init__(self, iterator: WorkerIterator, batches: Iterable[Any], *arguments: Any, **options: Any) -> None:
-        super().__init__(batches, *arguments, **options)
-        iterator.unwanted = self._unwanted
+    def __init__(self, iterator: WorkerIterator) -> None:
+        self.iterator = iterator
+        self._progress = iterator.progress
+        self._answers: deque[tuple[int, Answer]] = deque()
+        self._failed: int | None = None
 
+    def batches(self, *, pins: bool) -> Iterator[Any]:
+        """Yield the batches up to the first error of the dataset; ``pins``: in pinned memory."""
+        iterator = self.iterator
+        while True:
+            try:
+                number, answer = iterator.receive()
+            except StopIteration:
+                return
+            try:
+                batch = iterator.load(number, answer)
+            except Exception:
+                iterator.take(answer)
+                self._failed = number
+                raise
+            iterator.take(answer)
+            self._answers.append((number, answer))
+            yield pin_memory(batch, iterator._pin_memory_device) if pins else batch
+            del batch
 
-def _received(iterator: WorkerIterator, received: deque[Any], pin_to: str | None) -> Iterator[Any]:
-    """Yield the batches, pinned for a kind of device; append the worker and the answer of each to ``received``."""
-    while True:
-        try:
-            number, answer = iterator.receive()
-        except StopIteration:
-            return
-        batch = iterator.load(number, answer)
-        iterator.take(answer)
-        received.append((number, answer))
-        yield batch if pin_to is None else pin(batch, pin_to)
-        del batch
+    def handing_out(self) -> None:
+        """The consumer gets the next batch. Requests a further one, as torch's iterator does."""
+        number, answer = self._answers.popleft()
+        self.iterator.returned(number, answer)
+        self.iterator.request(number)
+
+    def continues(self) -> bool:
+        """Return whether ``batches`` may be called again after an error, as torch's iterator continues after one."""
+        failed, self._failed = self._failed, None
+        if failed is None or self._answers or self.iterator.progress is not self._progress:
+            return False
+        self.iterator.request(failed)
+        return True
 
 
 class _PulledObserver(EpochObserver):
-    """Requests a further batch for each that is handed out, in the consumer's thread, as torch's iterator does."""
+    """Calls ``handing_out`` for each batch, in the consumer's thread."""
 
-    def __init__(self, iterator: WorkerIterator, received: deque[Any], delivery: Delivery) -> None:
+    def __init__(self, received: _Received, delivery: Delivery) -> None:
         super().__init__(delivery)
-        self._iterator = iterator
         self._received = received
         self._next = 0
 
     def handing_out(self, item: ReadyBatch) -> None:
         if item.number == self._next:
             self._next += 1
-            worker, answer = self._received.popleft()
-            self._iterator.returned(worker, answer)
-            self._iterator.request(worker)
+            self._received.handing_out()
+
+
+class _PulledIterator:
+    """Batches of worker processes that a thread receives ahead; after an error of the dataset another thread does."""
+
+    def __init__(self, received: _Received, start: Callable[[_Received], FeedIterator[Any]]) -> None:
+        self._received = received
+        self._start = start
+        self._feed = start(received)
+
+    def __iter__(self) -> _PulledIterator:
+        return self
+
+    def __aiter__(self) -> _PulledIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._feed)
+        except StopIteration:
+            if not self._received.continues():
+                raise
+        self._feed = self._start(self._received)
+        return next(self._feed)
+
+    def __len__(self) -> int:
+        return len(self._received.iterator)
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self._feed)
+        except StopAsyncIteration:
+            if not self._received.continues():
+                raise
+        self._feed = self._start(self._received)
+        return await anext(self._feed)
 
 
 # --- batches of the caller's thread ---
@@ -488,6 +528,9 @@ class _CopyingIterator:
     def __aiter__(self) -> _CopyingIterator:
         return self
 
+    def __len__(self) -> int:
+        return len(self._iterator)
+
     async def __anext__(self) -> Any:
         try:
             return next(self)
@@ -509,11 +552,12 @@ class _FeederEpochs:
             )
         workers = loader.num_workers if loader.threads is None else 0
         self.collate_fn = loader.collate_fn
+        # Those of the coming epoch.
         self._indices: list[int] = []
         self._feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
             batch_size=cast("int", loader.batch_size),
-            sampler=_Indices(self._indices),
+            sampler=self._indices,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             device=loader.device,
             transform=loader.transform,
@@ -531,16 +575,6 @@ class _FeederEpochs:
         batches: list[list[int]] = list(loader._index_sampler)
         self._indices[:] = itertools.chain.from_iterable(batches[position.batches :])
         return _FeederEpoch(iter(self._feeder), Progress(position))
-
-
-class _Indices:
-    """A sampler with the indices of the coming epoch."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
 
 
 class _FeederEpoch:

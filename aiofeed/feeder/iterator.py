@@ -327,12 +327,9 @@ class FeedIterator(Generic[BatchT_co]):
     def _take(self, item: ReadyBatch, asked: float) -> Any:
         try:
             batch = self._delivery.take(item)
-        except Exception as error:
-            self._finish()
+        except Exception as error:  # noqa: BLE001 - `_fail` raises it
             self._observer.failed(FeedFailure(error, item.number))
-            if isinstance(error, StopIteration | StopAsyncIteration):
-                raise _as_runtime_error(error) from error
-            raise
+            self._fail(error)
         self._observer.handing_out(item)
         now = time.perf_counter()
         stall_s = now - asked - _overlap_s(item.device_backlog, asked, now)
@@ -359,23 +356,29 @@ class FeedIterator(Generic[BatchT_co]):
             return
         if isinstance(item, FeedFailure):
             self._observer.failed(item)
-            self._finish()
             try:
-                if isinstance(item.error, StopIteration | StopAsyncIteration):
-                    raise _as_runtime_error(item.error) from item.error
-                raise item.error
+                self._fail(item.error)
             finally:
                 # The traceback refers to this frame. If this frame or the queue referred to the error, a dropped error
-                # would not be freed.
-                self._queue.items.clear()
+                # would not be freed. `del` is not a call, so Ctrl-C cannot replace the error.
+                if self._finished and (items := self._queue.items) and items[0] is item:
+                    del items[0]
                 del item
         assert isinstance(item, Stopped)
         raise IteratorClosedError(self._closed or "this iterator was closed")
 
-    def _finish(self) -> None:
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Stop the threads, finish and raise an error."""
         self._delivery.stop()
-        # Last: if Ctrl-C comes before this line, the next call does all of it again.
-        self._finished = True
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            error = _as_runtime_error(error)
+        try:
+            # From here to the caller's line the interpreter runs no signal handler. If Ctrl-C comes before, the next
+            # call raises the error again: it must not end the loop as if the epoch were complete.
+            self._finished = True
+            raise error
+        finally:
+            del error  # the traceback refers to this frame
 
     @property
     def live(self) -> bool:
@@ -403,7 +406,9 @@ class FeedIterator(Generic[BatchT_co]):
 
 def _as_runtime_error(error: Exception) -> RuntimeError:
     """The error to raise in place of one that would end the ``for`` loop without a trace, as in a generator."""
-    return RuntimeError(f"{type(error).__name__} was raised by user code that makes batches")
+    raised = RuntimeError(f"{type(error).__name__} was raised by user code that makes batches")
+    raised.__cause__ = error
+    return raised
 
 
 def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> float:

@@ -141,7 +141,8 @@ class FeederSession(Generic[BatchT]):
         if not completed:
             self._close_iterator(
                 "a newer iterator of the same feeder was started: a feeder has one iterator at a time; for two, as for "
-                "training and validation, create two feeders or use aiofeed.DataLoader"
+                "training and validation, create two feeders, or an aiofeed.DataLoader without cache=, engine=, "
+                "on_error= and threads="
             )
         schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
         start, sampled = first.position, first.sampled is not None

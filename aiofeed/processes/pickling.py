@@ -41,10 +41,14 @@ class SlotStorage:
         self._slot: Slot | None = None
         self._owners: list[weakref.ref[Any]] = []
 
-    def begin(self, slot: Slot | None) -> list[weakref.ref[Any]]:
-        """Create the next storages in a slot, if there is one; return the list of weak references to their memory."""
+    def begin(self, slot: Slot | None) -> None:
+        """Create the next storages in a slot, if there is one."""
         self._slot, self._owners = slot, []
-        return self._owners
+
+    @property
+    def in_use(self) -> bool:
+        """Whether something refers to a storage that was created since ``begin``."""
+        return any(owner() is not None for owner in self._owners)
 
     def new_shared(self, nbytes: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         """A storage in the slot; on other devices than the CPU, torch's own."""
@@ -137,6 +141,15 @@ def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, l
         if pickler.parts.isdisjoint(whole):
             return file.getvalue(), buffers.extents
         # Tensors that share memory still do: a storage that is sent as a whole is not sent in parts, too.
+
+
+def move_batch(extents: Sequence[Extent], slot: Slot, target: Slot) -> list[Extent]:
+    """Copy the buffers of a batch from its slot to another one; return where they lie there."""
+    memory: dict[int, Any] = {segment.number: segment.memory for segment in slot.segments}
+    buffers = _Buffers(target, smallest=0)
+    for segment, offset, nbytes in extents:
+        buffers.place(pickle.PickleBuffer(memory[segment][offset : offset + nbytes]))
+    return buffers.extents
 
 
 def unpickle(data: bytes, buffers: Iterable[Any]) -> Any:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -200,14 +201,8 @@ def release(item: ReadyBatch) -> None:
 
 
 def drop_batches(queue: BatchQueue[QueueItem]) -> None:
-    """Remove all finished batches from a queue; other items stay."""
-    others = []
-    try:
-        while True:
-            item = queue.get_nowait()
-            if not isinstance(item, ReadyBatch):
-                others.append(item)
-    except Empty:
-        pass
-    for other in others:
-        queue.put(other)
+    """Remove all finished batches from a queue; other items stay, also if Ctrl-C interrupts this call."""
+    for item in tuple(queue.items):
+        if isinstance(item, ReadyBatch):
+            with suppress(ValueError):  # the consumer has removed it
+                queue.items.remove(item)

@@ -202,7 +202,7 @@ class DatasetSlot:
         overdue = [slot for slot, deadline in deadlines if deadline is not None and deadline.abandon() is not None]
         for slot in overdue:
             _active.remove(slot)
-            if slot._control.stop is not self._control.stop:  # a live iterator reports its own sample as an error
+            if slot._control.stop.is_set():  # an iterator that was not left reports its sample as an error
                 log.warning("%r exceeded its time limit and is given up; its iterator was left", slot.key)
         return len(calls) - len(overdue) < self._source.threads
 

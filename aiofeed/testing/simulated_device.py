@@ -32,7 +32,8 @@ class SimulatedDevice:
     allocation on its stream, unless ``record_stream`` named streams with outstanding work. Freed memory is overwritten
     with poison (bytes of 0xDB). The error of an operation is raised by the call that waits for it.
 
-    Safe to use from several threads; deterministic for a seed in one thread.
+    Safe to use from several threads; deterministic for a seed in one thread. Ctrl-C can interrupt its calls, unlike
+    those of a real device: an interrupted copy runs again, but an operation that changes a tensor may run twice.
 
     Args:
         seed: seeds the random order of operations.
@@ -281,12 +282,12 @@ def _copy(
 
     def run() -> None:
         tensor = source()
-        if pinned is not None:
-            pinned.reads -= 1
         if tensor is None or not (pinned is None or pinned.registered):
             poison()
         else:
             target.copy_(tensor.detach())
+        if pinned is not None:
+            pinned.reads -= 1
 
     return run
 

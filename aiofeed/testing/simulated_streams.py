@@ -166,7 +166,6 @@ class StreamSchedule:
         if operation.delay > 0 and not force:
             operation.delay -= 1
             return False
-        stream.queue.popleft()
         if operation.run is not None:
             self._running = True
             try:
@@ -174,8 +173,13 @@ class StreamSchedule:
                 # thread that waits.
                 with torch.no_grad(), _no_autocast():
                     operation.run()
+            except Exception:
+                stream.queue.popleft()
+                raise
             finally:
                 self._running = False
+        # Afterwards: an operation that Ctrl-C interrupts is run again, and not lost.
+        stream.queue.popleft()
         return True
 
 

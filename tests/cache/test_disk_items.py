@@ -660,8 +660,9 @@ def test_a_feed_that_waits_for_another_process_can_be_left(path: Path, claim: in
             got.extend(feeder)
 
     thread = threading.Thread(target=consume, daemon=True)
+    before = set(threading.enumerate())
     thread.start()
-    while not any(pool.name.startswith("aiofeed-decode") for pool in threading.enumerate()):
+    while not any(pool.name.startswith("aiofeed-decode") for pool in set(threading.enumerate()) - before):
         time.sleep(0.01)
     feeder.close()
     thread.join(20)

@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aiofeed import DataLoader, FailurePolicy, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
@@ -215,6 +217,34 @@ def test_failures_name_index_and_path(workers: int) -> None:
         assert text in (str(raised.value) if workers else raised.value.__notes__)
 
 
+@pytest.mark.parametrize("options", WORKERS)
+def test_the_length_of_an_iterator(options: dict[str, Any]) -> None:
+    """An iterator has the length of its loader, as torch's has, also with look-ahead."""
+    for transform in (None, abs):
+        assert len(iter(DataLoader(Plain(8), 2, transform=transform, **options))) == 4
+
+
+def outcomes(iterator: Any) -> list[Any]:
+    """The batches of an epoch, with ``None`` for each error."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except OSError:
+            found.append(None)
+
+
+@pytest.mark.parametrize("failing", [(3,), (0, 1), (6, 7)])
+def test_the_next_batch_after_an_error(failing: tuple[int, ...]) -> None:
+    """``next`` after an error of the dataset returns the next batch, also if a thread receives the batches ahead."""
+    for persistent in (False, True):
+        loader = DataLoader(Failing(failing), None, num_workers=2, persistent_workers=persistent, transform=abs)
+        for _ in range(2):
+            assert outcomes(iter(loader)) == [None if each in failing else each for each in range(len(loader))]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_killed_worker(persistent: bool) -> None:
     """A worker that was killed ends the iterator with torch's error, which names the signal and the cause."""
@@ -227,6 +257,7 @@ def test_a_killed_worker(persistent: bool) -> None:
             next(iterator)
     with pytest.raises(WorkerDiedError):
         next(iterator)
+    assert len(list(loader)) == 200  # with new workers
 
 
 class Exits(Plain):
@@ -447,16 +478,77 @@ class Keeps(Plain):
         collated = torch_data.default_collate([torch.full((20_000,), float(each)) for each in batch])
         for each in self.batches:
             assert len(each.unique()) == 1
+            each += 100
         self.batches.append(collated)
         return collated
 
 
 def test_a_collate_fn_that_keeps_its_batches() -> None:
-    """Memory that a worker still refers to is not used for another batch."""
+    """Memory that a worker still refers to is not used for another batch, and its changes do not reach the parent."""
     dataset = Keeps(12)
+    kept = []
     for number, batch in enumerate(DataLoader(dataset, 1, num_workers=1, collate_fn=dataset.collate)):
         assert bool((batch == number).all())
+        if number % 2:
+            kept.append(batch)
         del batch
+    assert [batch.unique().tolist() for batch in kept] == [[number] for number in range(1, 12, 2)]
+
+
+@pytest.mark.parametrize("kind", ["cuda", None])
+def test_batches_of_workers_are_pinned(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    """``pin_memory=True`` pins each batch once, for the kind of device that torch's iterator names (some name none)."""
+    original, pinned = _BaseDataLoaderIter.__init__, []
+
+    def with_accelerator(iterator: Any, loader: Any) -> None:
+        original(iterator, loader)
+        iterator._pin_memory, iterator._pin_memory_device = True, kind
+
+    def pin_memory(batch: Any, device: str | None) -> Any:
+        pinned.append((int(batch), device))
+        return batch
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", with_accelerator)
+    monkeypatch.setattr("aiofeed.feeder.dataloader.pin_memory", pin_memory)
+    assert len(list(DataLoader(Plain(6), num_workers=2))) == 6
+    assert pinned == [(number, kind) for number in range(6)]
+
+
+class SlowFirst(Numbered):
+    """Sample 0 is ready after sample 3 was requested, so that another worker sends sample 1 before it."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.requested = torch.multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            self.requested.set()
+        if index == 0:
+            self.requested.wait()
+            self.requested.clear()
+        return super().__getitem__(index)
+
+
+def test_batches_of_epochs_that_were_left_are_freed() -> None:
+    """Epochs that end by ``break`` use the same shared memory again and again, with persistent workers."""
+    loader = DataLoader(SlowFirst(4), None, num_workers=2, persistent_workers=True)
+    mappings = []
+    for _ in range(12):
+        next(iter(loader))
+        mappings.append(shared_memory())
+    assert max(mappings[6:]) <= max(mappings[:6])
+
+
+def test_more_batches_are_kept_than_descriptors_are_left() -> None:
+    """Batches that a script keeps use at most a quarter of the file descriptors that the process may open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1]))
+    try:
+        kept = list(DataLoader(Numbered(200), None, num_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(bool((batch == number).all()) for number, batch in enumerate(kept))
 
 
 # --- the loader as an object ---

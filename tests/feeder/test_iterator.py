@@ -105,6 +105,66 @@ def test_an_interrupted_next_of_resident_data_gives_no_wrong_batch(device: bool,
     assert (closed > 0) == (device or step != 1)
 
 
+class BadNumbers(Numbers):
+    async def read(self, index: int) -> bytes:
+        if index == 5:
+            raise FileNotFoundError(index)
+        return await super().read(index)
+
+
+def refuse(batch: torch.Tensor) -> torch.Tensor:
+    if 5 in batch.tolist():
+        raise ValueError("refused")
+    return batch
+
+
+def end_early(batch: torch.Tensor) -> torch.Tensor:
+    if 5 in batch.tolist():
+        raise StopIteration
+    return batch
+
+
+FAILING: dict[str, Callable[[], Feeder[torch.Tensor]]] = {
+    "source": lambda: Feeder(BadNumbers(), decode=number, batch_size=4),
+    "source of a device": lambda: Feeder(BadNumbers(), decode=number, batch_size=4, device=SimulatedDevice()),
+    "transform": lambda: Feeder(Numbers(), decode=number, batch_size=4, transform=refuse),
+    "transform that raises StopIteration": lambda: Feeder(Numbers(), decode=number, batch_size=4, transform=end_early),
+    "transform of resident data": lambda: Feeder(
+        Tensors(torch.arange(12)), batch_size=4, transform=lambda rows: refuse(*rows)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_an_interrupted_error_is_raised_by_the_next_call(kind: str) -> None:
+    """After Ctrl-C anywhere in the `next` that raises an error, the next `next` raises an error, not StopIteration."""
+    for place in range(1000):
+        feeder = FAILING[kind]()
+        iterator = iter(feeder)
+        next(iterator)
+        iterator._queue.peek(30)
+        with Interrupt(place) as interrupt:
+            try:
+                next(iterator)
+            except KeyboardInterrupt:
+                interrupt.left = -1
+            except Exception:
+                pass
+        if interrupt.left == -1:
+            try:
+                next(iterator)
+            except StopIteration:
+                pytest.fail(f"the epoch ended without its error after Ctrl-C at place {place}")
+            except (FeedError, ValueError, RuntimeError):
+                pass
+        with pytest.raises((StopIteration, IteratorClosedError)):
+            next(iterator)
+        feeder.close()
+        if interrupt.left >= 0:
+            break
+    assert place > 10
+
+
 class InterruptedTransform:
     """Adds 100 to a batch in place; the second call is interrupted after that."""
 
@@ -391,7 +451,8 @@ def test_an_interrupted_close_can_be_repeated() -> None:
         assert not feeder._session.delivery.join(0.01)
         release.set()
         feeder.close()
-        assert not any(thread.name.startswith("aiofeed") for thread in threading.enumerate())
+        running = {thread.name for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
+        assert running <= {"aiofeed-decode-dataset"}  # of a dataset that another test keeps
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

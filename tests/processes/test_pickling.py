@@ -115,19 +115,19 @@ def test_a_batch_that_is_not_shared() -> None:
 
 
 def test_default_collate_writes_into_the_slot() -> None:
-    """A stacked batch is made in the slot; ``storage()`` shows that the worker still refers to it."""
+    """A stacked batch is made in the slot; ``in_use`` shows whether the worker still refers to it."""
     both, storage = Both(), SlotStorage()
     slot = both.pool.lease()
-    owners = storage.begin(slot)
+    storage.begin(slot)
     shared = storage.new_shared(4 * 60_000)
     stacked = torch.stack([torch.ones(30_000), torch.zeros(30_000)], out=torch.empty(0).set_(shared, 0, (2, 30_000)))
     used = slot.used
     batch = both.send(stacked, slot)
     assert slot.used == used
     assert same(batch, stacked)
-    assert [owner() is None for owner in owners] == [False]
+    assert storage.in_use
     del stacked, shared
-    assert [owner() is None for owner in owners] == [True]
+    assert not storage.in_use
     storage.begin(None)
     assert storage.new_shared(64).nbytes() == 64
     del batch

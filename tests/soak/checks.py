@@ -34,8 +34,9 @@ RSS_SLACK = 24 << 20
 
 
 def feed_threads() -> list[threading.Thread]:
-    """Return aiofeed's running threads."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")]
+    """Return aiofeed's running threads that end with a feeder; the thread of a dataset ends with that."""
+    running = [thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")]
+    return [thread for thread in running if thread.name != "aiofeed-decode-dataset"]
 
 
 def descriptors() -> int:

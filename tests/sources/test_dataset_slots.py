@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aiofeed import FailurePolicy, Feeder, FeedError, FromDataset, Limits
-from aiofeed.runtime.time_limits import JobControl
+from aiofeed.runtime.time_limits import JobControl, JobDeadline
 from aiofeed.sources import dataset_slots
 from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
 from tests.support.waiting import until
@@ -230,6 +230,23 @@ def test_a_live_iterator_gives_up_the_slot_of_a_stuck_sample(caplog: pytest.LogC
     assert not any("given up" in message for message in caplog.messages)
     items.released.set()
     feeder.close()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_log_names_a_stuck_sample_only_if_its_iterator_was_left(
+    left: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If another feeder's call takes over the slot of a sample, the iterator of that sample reports it."""
+    calls = DatasetCalls(FromDataset(Items()))
+    control = JobControl(threading.Event(), JobDeadline(LIMIT_S / 100))
+    assert control.deadline is not None
+    with calls.slot(5, control):
+        control.deadline.begin(0)
+        if left:
+            control.stop.set()
+        with calls.slot(6, JobControl(threading.Event())):
+            pass
+    assert any("Items[5]" in message for message in caplog.messages) == left
 
 
 def test_a_call_that_was_given_up_asks_for_no_further_sample() -> None:

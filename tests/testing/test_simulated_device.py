@@ -82,6 +82,21 @@ class TestOrder:
         assert y.tolist() == [33.0, 123.0]
         assert ran == [1]
 
+    def test_an_interrupted_operation_runs_later(self, late):
+        """An operation that Ctrl-C interrupts stays in its stream and runs when something waits again."""
+        interrupts = [KeyboardInterrupt]
+
+        def add_one(raw):
+            if interrupts:
+                raise interrupts.pop()
+            raw.add_(1)
+
+        x = on_device(late, torch.zeros(2))
+        late.launch(add_one, x)
+        with pytest.raises(KeyboardInterrupt):
+            late.synchronize()
+        assert x.tolist() == [1, 1]
+
     def test_results_of_another_stream_are_poison_without_a_wait(self, late):
         """A result computed on the side stream is poison on another stream until that stream waits."""
         x = on_device(late, torch.ones(2, dtype=torch.uint8))

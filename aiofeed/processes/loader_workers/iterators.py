@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -187,7 +187,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         super().__init__(loader)
         if before is not None:
             _generator_of(loader).set_state(before)
-        assert loader.prefetch_factor > 0
+        assert loader.prefetch_factor > 0, "prefetch_factor must be greater than 0"
         self._in_order = loader.in_order
         self._most_batches: int = loader.prefetch_factor * self._num_workers
         self.unwanted: Callable[[], bool] | None = None
@@ -223,6 +223,10 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def restart(self, loader: Any, position: LoaderPosition) -> None:
         """Start the next epoch with the same workers."""
         super()._reset(loader)
+        for batch, answer in list(self._answers.items()):
+            if answer.kind == "batch":
+                self.workers.load(self._worker_of[batch], answer)  # and drop it, which frees its slot
+            del self._answers[batch]
         self.unwanted = None
         for number in range(self._num_workers):
             self.workers.send(number, Resume(self._shared_seed))
@@ -292,9 +296,10 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
                 self._loads[freed] -= 1
             number = None
             try:
-                # One call to C code: Ctrl-C loses no index.
+                # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts a sampler of
+                # Lightning.
                 if not self._indices:
-                    self._indices.extend(itertools.islice(self._sampler_iter, 1))
+                    self._indices.extend(itertools.starmap(self._sampler_iter.__next__, [()]))
                 if self._indices:
                     number = self._next_worker()
                 if number is not None:
@@ -419,12 +424,13 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
     def load(self, number: int, answer: Answer) -> Any:
         """Return the batch of an answer, or raise the worker's exception as torch does."""
         if answer.kind == "error":
-            answer.content.reraise()
+            try:
+                answer.content.reraise()
+            except Exception as error:  # noqa: BLE001 - it is raised again
+                # Torch's frame refers to the error: the cycle would keep the iterator and its workers.
+                raise error.with_traceback(None)  # noqa: B904 - the same error
         return self.workers.load(number, answer)
 
     def returned(self, number: int, answer: Answer) -> None:
         """The user gets the batch of an answer."""
         self.progress.add(answer.batch, in_order=self._in_order, worker=number, state=answer.state)
-
-
-LoaderIterator: TypeAlias = InProcessIterator | WorkerIterator

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import pickle
 import random
 import signal
 import socket
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from aiofeed.processes.ipc.ring import Slot, SlotPool
 from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.protocol import Answer, Fetch, Release, Restore, Resume
-from aiofeed.processes.pickling import SlotStorage, dump_batch
+from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 from aiofeed.sampling.random_state import (
     pack_random_state,
     random_state,
@@ -39,7 +39,7 @@ from aiofeed.sampling.random_state import (
 )
 
 # Batches of all workers in shared memory that the user keeps; later ones are sent through the channel. A mapping costs
-# a descriptor, of which a process may have 1024 on many systems.
+# a descriptor, of which a process may have 1024 on many systems; if fewer, a quarter of them are used.
 _MOST_KEPT = 256
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
 _PARENT_POLL_S = 5.0
@@ -86,12 +86,13 @@ class _LoaderWorker:
         self._init_error: ExceptionWrapper | None = None
         self._ended = False
         self._pool = SlotPool(start.most_batches + 2, single_reader=True)
-        self._most_slots = (_MOST_KEPT + start.most_batches) // start.num_workers
+        kept = min(_MOST_KEPT, os.sysconf("SC_OPEN_MAX") // 4)
+        self._most_slots = (kept + start.most_batches) // start.num_workers
         self._storage = SlotStorage()
         self._mapped: set[int] = set()
         self._serials = itertools.count()
-        # Slots that the parent uses, each with the storages that this process has created in it.
-        self._in_use: dict[int, tuple[Slot, list[weakref.ref[Any]]]] = {}
+        # Slots that the parent uses.
+        self._in_use: dict[int, Slot] = {}
         self._tasks: deque[Fetch | Resume | Restore] = deque()
         self._generators: tuple[Any, ...] | None = None
 
@@ -168,9 +169,7 @@ class _LoaderWorker:
 
     def _release(self, message: Release) -> None:
         for serial, reusable in message.slots:
-            slot, storages = self._in_use.pop(serial)
-            # A collate_fn may keep a tensor that it has returned.
-            slot.give_back(reusable and all(storage() is None for storage in storages))
+            self._in_use.pop(serial).give_back(reusable)
 
     def _resume(self, task: Resume) -> None:
         self._ended = False
@@ -205,11 +204,12 @@ class _LoaderWorker:
             self._release(task.releases)
         if self._ended:
             return
+        if self._init_error is not None:
+            self._send(Answer("error", task.batch, self._init_error))
+            return
         slot = self._pool.lease()
-        shared = len(self._in_use) < self._most_slots
-        storages = self._storage.begin(slot if shared else None)
         try:
-            self._fetch_into(task, slot, storages, shared=shared)
+            self._fetch_into(task, slot)
         except Exception as error:  # noqa: BLE001 - the parent raises it
             slot.give_back(reusable=False)
             if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
@@ -218,11 +218,9 @@ class _LoaderWorker:
             else:
                 self._send(Answer("error", task.batch, self._wrapped_error()))
 
-    def _fetch_into(self, task: Fetch, slot: Slot, storages: list[weakref.ref[Any]], *, shared: bool) -> None:
-        if self._init_error is not None:
-            slot.give_back()
-            self._send(Answer("error", task.batch, self._init_error))
-            return
+    def _fetch_into(self, task: Fetch, slot: Slot) -> None:
+        shared = len(self._in_use) < self._most_slots
+        self._storage.begin(slot if shared else None)
         batch = fetch(self._fetcher, task.index)
         try:
             data, extents = dump_batch(batch, slot, shared=shared)
@@ -232,10 +230,15 @@ class _LoaderWorker:
                 f"{type(error).__name__}: {error}"
             ) from error
         del batch
+        if self._storage.in_use:
+            # The dataset or `collate_fn` has kept a tensor of the batch, and may change it later.
+            slot, kept = self._pool.lease(), slot
+            extents = move_batch(extents, kept, slot)
+            kept.give_back(reusable=False)
+        state = self._new_state()
         segments, descriptors, retired = self._pool.introduce(slot.segments, self._mapped)
         serial = next(self._serials)
-        self._in_use[serial] = slot, storages
-        state = self._new_state()
+        self._in_use[serial] = slot
         self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state), descriptors)
 
     def _new_state(self) -> bytes | None:

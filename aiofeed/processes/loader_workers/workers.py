@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
+
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.ring import Ring
@@ -104,9 +106,7 @@ class LoaderWorkers:
         A fork copies the whole state of its parent, which cannot be sent. Other new processes get the dataset by
         pickle, and then start in seconds, because they import torch.
         """
-        if context is not self._context or start.num_workers != len(self._workers) or self.forked:
-            return False
-        if any(worker.channel.ended for worker in self._workers):
+        if context is not self._context or start.num_workers != len(self._workers) or self.forked or self.ended:
             return False
         try:
             data = bytes(ForkingPickler.dumps(start))
@@ -115,6 +115,11 @@ class LoaderWorkers:
         for number in range(start.num_workers):
             self.send(number, Resume(start.shared_seed, data))
         return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether a worker has closed its connection, or Ctrl-C has interrupted a message."""
+        return any(worker.channel.ended for worker in self._workers)
 
     @property
     def pids(self) -> list[int]:
@@ -182,10 +187,10 @@ class LoaderWorkers:
         batch, owners = load_batch(answer.content, answer.extents, worker.ring)
         if worker.loaded is not None and worker.loaded.slot == answer.slot:
             worker.tracker.forget(worker.loaded)  # an earlier call was interrupted
-        # A batch without memory in its slot is dropped at once.
-        kept: list[Any] = [*owners] or [_Nothing()]
-        worker.loaded = borrowed = _Borrowed(answer.slot, len(kept), forks())
-        for owner in kept:
+        # The slot of a batch without memory in it is free at once, when the empty array is dropped.
+        owners = owners or [np.empty(0, np.uint8)]
+        worker.loaded = borrowed = _Borrowed(answer.slot, len(owners), forks())
+        for owner in owners:
             worker.tracker.watch(owner, borrowed)
         return batch
 
@@ -215,10 +220,6 @@ class _Borrowed:
     forks: int
 
 
-class _Nothing:
-    """Stands for the memory of a batch that has none in its slot."""
-
-
 def _died(worker: _LoaderProcess) -> WorkerDiedError:
     worker.process.join(_REAP_S)
     status = worker.process.exitcode
@@ -229,4 +230,6 @@ def _died(worker: _LoaderProcess) -> WorkerDiedError:
             text += "; the machine or its container may have run out of memory"
     elif status is not None:
         text += f" with exit status {status}"
+        if status == 0:
+            text += "; if Ctrl-C has interrupted this iterator, call iter() again"
     return WorkerDiedError(text, status)

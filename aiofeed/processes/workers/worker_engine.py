@@ -22,8 +22,7 @@ from aiofeed.engine.fetch.factory import NewBuilder, builder_factory, new_fetche
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.ring import Slot, SlotPool
-from aiofeed.processes.pickling import dump_batch
+from aiofeed.processes.ipc.ring import Extent, Slot, SlotPool
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
     BatchStats,
@@ -117,7 +116,7 @@ class WorkerEngine(Engine):
             own_process=True,
         )
         executor.host = fetcher.thread
-        slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=dump_batch)
+        slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=_dump)
         self.permits = PermittedBuffer(None if worker_config.in_order else send)
         limits = ResolvedLimits(
             read_concurrency=worker_config.share(worker_config.read_concurrency, number),
@@ -221,6 +220,13 @@ class WorkerEngine(Engine):
         if not self._admission.closed:
             self._admission.closed = True
             self._send(WorkerEnded(describe(error)), ())
+
+
+def _dump(value: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
+    # Imports torch, which most workers do not need.
+    from aiofeed.processes.pickling import dump_batch
+
+    return dump_batch(value, slot)
 
 
 def _new_builder(new_builder: NewBuilder, samples: int, lease: BufferLease) -> BatchBuilder:

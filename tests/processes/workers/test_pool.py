@@ -318,6 +318,7 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     """With a decoder of the script: a TypeError of the constructor, which names the script and the guard."""
     process = script(
         """
+        sys.modules["cloudpickle"] = None  # as if it were not installed
         def decode(data):
             return parts.number(data)
         for batch in aiofeed.Feeder(parts.Numbers(8), decode=decode, batch_size=4, engine="process"):
