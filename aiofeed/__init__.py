@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
+    from aiofeed.engine.fetch.padding import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
     from aiofeed.feeder.feeder import Feeder
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from aiofeed.feeder.scatter import scatter
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
+    from aiofeed.sampling.batches import Buckets, TokenBudget
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
@@ -49,6 +51,9 @@ _HOMES = {
     # the one object, the bridge alone, and one batch over several devices
     "Feeder": "aiofeed.feeder.feeder",
     "DataLoader": "aiofeed.feeder.dataloader",
+    "Buckets": "aiofeed.sampling.batches",
+    "TokenBudget": "aiofeed.sampling.batches",
+    "pad_collate": "aiofeed.engine.fetch.padding",
     "prefetch": "aiofeed.feeder.prefetch",
     "scatter": "aiofeed.feeder.scatter",
     # one feeder for several processes
@@ -93,6 +98,9 @@ _HOMES = {
 __all__ = [  # noqa: RUF022 - grouped as above
     "Feeder",
     "DataLoader",
+    "Buckets",
+    "TokenBudget",
+    "pad_collate",
     "prefetch",
     "scatter",
     "serve",

@@ -21,7 +21,9 @@ from aiofeed.core.validation import check_bool, check_positive_int, is_async_fun
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.runtime import machine
-from aiofeed.sampling.schedule import Shuffle, fingerprint
+from aiofeed.sampling.batches import LengthPlan, PlanLister
+from aiofeed.sampling.sampler import BatchSamplerAdapter
+from aiofeed.sampling.schedule import Schedule, Shuffle, fingerprint
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors, tensors_of
 
@@ -55,7 +57,6 @@ DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
         f"random numbers"
     ),
     "multiprocessing_context": f"{_NO_WORKERS}; aiofeed.DataLoader takes it",
-    "batch_sampler": "aiofeed.DataLoader takes it. For a Feeder, pass sampler= and batch_size=",
     "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
     "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
     "dataset": "it is the first argument",
@@ -94,7 +95,7 @@ class FeederConfig:
 
 
 def complete_config(
-    config: FeederConfig, *, cache: object, static_batches: bool, drop_last: bool, sampled: bool
+    config: FeederConfig, *, cache: object, static_batches: bool, drop_last: bool, sampled: bool, listed: bool
 ) -> FeederConfig:
     """Check arguments of ``Feeder`` against each other; return the configuration with its cache and static outputs.
 
@@ -103,7 +104,7 @@ def complete_config(
     """
     static_batches = check_bool("static_batches", static_batches)
     if isinstance(config.source, Tensors):
-        _check_tensors(config, cache, static_batches)
+        _check_tensors(config, cache, static_batches, listed=listed)
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -111,7 +112,7 @@ def complete_config(
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config, static_batches))
     if static_batches:
-        _check_static(config, drop_last=drop_last, sampled=sampled)
+        _check_static(config, drop_last=drop_last and not listed, sampled=sampled or listed)
         config = with_static_outputs(config)
     return config
 
@@ -262,6 +263,34 @@ def a_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
+def new_batches(
+    batch_size: object, batch_sampler: Any, order: Schedule, *, sampled: bool
+) -> BatchSamplerAdapter | PlanLister | None:
+    """Return the lister of a plan or of a batch sampler; ``None`` for a ``batch_size`` that is a number.
+
+    Raises:
+        TypeError, ValueError: The arguments exclude each other, or the plan does not fit the source.
+    """
+    if batch_sampler is not None:
+        given = {
+            "batch_size": batch_size is not None,
+            "sampler": sampled,
+            "shuffle": bool(order.shuffle),
+            "drop_last": order.drop_last,
+        }
+        if excluded := [f"{name}=" for name, is_given in given.items() if is_given]:
+            raise ValueError(f"batch_sampler= makes the batches, so leave out {', '.join(excluded)}")
+        return BatchSamplerAdapter(batch_sampler, order.length)
+    if not isinstance(batch_size, LengthPlan):
+        return None
+    if sampled:
+        raise ValueError(f"{type(batch_size).__name__} decides the order, so leave out sampler=")
+    if order.shuffle == "keyed":
+        raise ValueError(f'{type(batch_size).__name__} shuffles a list: pass shuffle=True instead of "keyed"')
+    batch_size.bind(order.length)
+    return PlanLister(batch_size, order.seed, shuffle=bool(order.shuffle), drop_last=order.drop_last)
+
+
 def a_shuffle(value: object) -> Shuffle:
     """Return ``value`` if it is a valid ``shuffle``."""
     if value is True or value is False or value == "keyed":
@@ -306,8 +335,13 @@ def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> 
     return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
 
 
-def _check_tensors(config: FeederConfig, cache: object, static_batches: bool) -> None:
+def _check_tensors(config: FeederConfig, cache: object, static_batches: bool, *, listed: bool) -> None:
     """Raise ``TypeError`` or ``ValueError`` if an option excludes ``Tensors``."""
+    if listed:
+        raise ValueError(
+            "batches of Tensors are views of one size: with batch_sampler= or a plan, pass "
+            "torch.utils.data.TensorDataset(...) as the source"
+        )
     if config.collate_fn is not None:
         raise TypeError(
             "batches of Tensors are views, not collated from samples, so collate_fn= makes no sense: pass transform=, "

@@ -33,6 +33,7 @@ from aiofeed.feeder.config import (
     complete_config,
     fingerprint_of,
     limits_for,
+    new_batches,
     with_resident_tensors,
     with_static_outputs,
 )
@@ -40,6 +41,7 @@ from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
+from aiofeed.sampling.batches import LengthPlan
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
 
         shuffle: Shuffle
         sampler: Iterable[int] | None
+        batch_sampler: Iterable[Sequence[int]] | None
         seed: int
         drop_last: bool
         pad: bool
@@ -107,7 +110,11 @@ class Feeder(Generic[BatchT]):
         source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, or ``Tensors``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
             items.
-        batch_size: Samples per batch.
+        batch_size: Samples per batch; or a plan that forms batches by the lengths of samples, ``Buckets`` or
+            ``TokenBudget``.
+        batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
+            of R takes the batches r, r + R, ..., unless its sampler is a ``DistributedSampler``. Excludes
+            ``batch_size``, ``shuffle``, ``sampler`` and ``drop_last``.
         shuffle: ``True`` shuffles each epoch as ``torch.randperm`` with seed ``seed + epoch``. "keyed" uses a
             pseudo-random permutation that is computed per position and stores no list.
         sampler: An iterable of indices, listed once per epoch and not sharded again. Excludes ``shuffle``.
@@ -161,7 +168,7 @@ class Feeder(Generic[BatchT]):
             source: ImageFolder,
             *,
             decode: DecodeImage,
-            batch_size: int,
+            batch_size: int | LengthPlan | None = None,
             collate_fn: None = None,
             transform: None = None,
             device: Device = None,
@@ -173,7 +180,7 @@ class Feeder(Generic[BatchT]):
             self: Feeder[list[torch.Tensor]],
             source: Tensors,
             *,
-            batch_size: int,
+            batch_size: int | LengthPlan | None = None,
             transform: None = None,
             device: Device = None,
             **options: Unpack[_Options],
@@ -185,7 +192,7 @@ class Feeder(Generic[BatchT]):
             source: Source[EncodedT],
             *,
             decode: Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any],
-            batch_size: int,
+            batch_size: int | LengthPlan | None = None,
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
             transform: Callable[[Any], Any] | None = None,
             device: Device | Sequence[Device] = None,
@@ -199,7 +206,7 @@ class Feeder(Generic[BatchT]):
             source: MapDataset[Any] | FromDataset | Tensors,
             *,
             decode: None = None,
-            batch_size: int,
+            batch_size: int | LengthPlan | None = None,
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
             transform: Callable[[Any], Any] | None = None,
             device: Device | Sequence[Device] = None,
@@ -211,7 +218,8 @@ class Feeder(Generic[BatchT]):
         source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
-        batch_size: int,
+        batch_size: int | LengthPlan | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
         shuffle: Shuffle = False,
         sampler: Iterable[int] | None = None,
         seed: int = 0,
@@ -230,35 +238,43 @@ class Feeder(Generic[BatchT]):
     ) -> None:
         self._source = adopt_source(source)
         self._length = len(self._source)
-        batch_size = a_batch_size(batch_size)
         order = Schedule(
             length=self._length,
-            batch_size=batch_size,
+            batch_size=1,
             shuffle=a_shuffle(shuffle),
             seed=check_seed(seed),
             drop_last=check_bool("drop_last", drop_last),
             pad=check_bool("pad", pad),
         )
-        self._order = FeedOrder(order, sampler, shard)
+        batches = new_batches(batch_size, batch_sampler, order, sampled=sampler is not None)
+        typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
+        if batches is None:
+            order = replace(order, batch_size=typical)
+        self._order = FeedOrder(order, sampler, shard, batches)
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,
             length=self._length,
             decode=adopt_decoder(self._source, decode),
-            batch_size=batch_size,
+            batch_size=typical,
             collate_fn=check_callable("collate_fn", collate_fn),
             backend=resolve_devices(device),
             transform=check_callable("transform", transform),
             policy=as_policy(on_error),
-            limits=limits_for(limits, batch_size, self._source, engines),
+            limits=limits_for(limits, typical, self._source, engines),
             user_limits=limits or Limits(),
             in_order=check_bool("in_order", in_order),
             engines=engines,
         )
         config = complete_config(
-            config, cache=cache, static_batches=static_batches, drop_last=drop_last, sampled=sampler is not None
+            config,
+            cache=cache,
+            static_batches=static_batches,
+            drop_last=drop_last,
+            sampled=sampler is not None,
+            listed=batches is not None,
         )
-        if not isinstance(source, FromDataset):
+        if batches is None and not isinstance(source, FromDataset):
             config = with_resident_tensors(config)
         self._device = device
         self._checkpoint = Checkpoint()
@@ -315,13 +331,15 @@ class Feeder(Generic[BatchT]):
         decode = "" if config.decode is None else f"decode={config.decode!r}, "
         engine = f"process:{config.engines}" if config.engines else "thread"
         return (
-            f"Feeder({self._source!r}, {decode}batch_size={config.batch_size}, {order}, device={self._device!r}, "
-            f"engine={engine!r}, epoch={self.epoch})"
+            f"Feeder({self._source!r}, {decode}{order}, device={self._device!r}, engine={engine!r}, epoch={self.epoch})"
         )
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch. For another batch size create a new feeder; it can load this feeder's state."""
+        """Samples per batch; with a plan or a batch sampler, of a typical batch.
+
+        For another batch size create a new feeder; it can load this feeder's state.
+        """
         return self._config.batch_size
 
     @property

@@ -20,6 +20,7 @@ from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRanges
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
@@ -341,6 +342,8 @@ class _SessionObserver(EpochObserver):
 
 def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipeline | None) -> ResidentPipeline | None:
     """Return a pipeline of resident data if a stream's samples are all in memory; reuse the data of ``old``."""
+    if isinstance(stream.first.sampled, BatchLists):
+        return None  # windows have room for batches of one size
     source, cache = config.source, _resident_cache(config)
     if not isinstance(source, Tensors) and (cache is None or not _has_all(cache, stream)):
         return None
@@ -381,6 +384,7 @@ def _has_all(cache: ResidentStore, stream: EpochStream) -> bool:
     if cache.has_all():
         return True
     first = stream.first
+    assert not isinstance(first.sampled, BatchLists)
     wanted = BatchRanges(stream.schedule, first.position, first.sampled).at(0, sys.maxsize)
     return wanted is not None and cache.has_all(wanted.indices)
 

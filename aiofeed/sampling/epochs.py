@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
-from aiofeed.sampling.order import Int64
+from aiofeed.sampling.order import EpochList
 from aiofeed.sampling.schedule import Position, Schedule
 
 
@@ -20,12 +20,12 @@ class EpochStart:
     Args:
         counters: The statistics of the epoch.
         position: Where the epoch starts.
-        sampled: The sampler's indices; ``None`` without a sampler.
+        sampled: The sampler's indices, or the batches; ``None`` without a sampler.
     """
 
     counters: EpochStats
     position: Position = field(default_factory=Position)
-    sampled: Int64 | None = None
+    sampled: EpochList | None = None
 
 
 @dataclass(frozen=True, eq=False)

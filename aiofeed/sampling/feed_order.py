@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Literal
 
 from aiofeed.core.statistics import EpochStats
+from aiofeed.sampling.batches import PlanLister
 from aiofeed.sampling.epochs import EpochStart
-from aiofeed.sampling.sampler import SamplerAdapter
+from aiofeed.sampling.sampler import BatchSamplerAdapter, SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule
 
 log = logging.getLogger("aiofeed.sampling")
@@ -26,6 +27,7 @@ class FeedOrder:
     Args:
         base: The order without sampler and shard.
         sampler, shard: See ``Feeder``.
+        batches: A batch sampler or plan instead of a sampler. ``base`` then counts batches and not samples.
 
     Raises:
         TypeError: The sampler or the shard has the wrong type.
@@ -33,14 +35,21 @@ class FeedOrder:
     """
 
     def __init__(
-        self, base: Schedule, sampler: Iterable[int] | None, shard: tuple[int, int] | Literal["auto"] | None
+        self,
+        base: Schedule,
+        sampler: Iterable[int] | None,
+        shard: tuple[int, int] | Literal["auto"] | None,
+        batches: BatchSamplerAdapter | PlanLister | None = None,
     ) -> None:
         if sampler is not None and base.shuffle:
             raise ValueError(f"sampler= decides the order, so shuffle={base.shuffle!r} has no effect; leave it out")
         self._base = base
-        self._sampler = None if sampler is None else SamplerAdapter(sampler, base.length)
+        self._sampler: SamplerAdapter | PlanLister | None = batches
+        if sampler is not None:
+            self._sampler = SamplerAdapter(sampler, base.length)
+        sharded = sampler is None and not (isinstance(batches, BatchSamplerAdapter) and batches.distributed)
         self._shard: tuple[int, int] | None = None
-        if sampler is not None or shard is None:
+        if not sharded or shard is None:
             self._shard = (0, 1)
         elif shard != "auto":
             self._shard = check_shard(shard)
@@ -52,9 +61,12 @@ class FeedOrder:
 
     def describe(self) -> str:
         """The order in the words of ``Feeder``'s arguments."""
-        if self._sampler is not None:
-            return f"sampler={self._sampler}"
-        return f"shuffle={self._base.shuffle!r}, seed={self._base.seed}"
+        if isinstance(self._sampler, BatchSamplerAdapter):
+            return f"batch_sampler={self._sampler}"
+        size = f"batch_size={self._sampler if isinstance(self._sampler, PlanLister) else self._base.batch_size}"
+        if isinstance(self._sampler, SamplerAdapter):
+            return f"{size}, sampler={self._sampler}"
+        return f"{size}, shuffle={self._base.shuffle!r}, seed={self._base.seed}"
 
     def schedule(self, length: int | None = None) -> Schedule:
         """The schedule of an epoch of ``length`` samples, by default the sampler's or the source's length.
@@ -95,7 +107,7 @@ class FeedOrder:
             self._sampler.repeat_last_epoch()
         while True:
             sampled = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
-            schedule = replace(self._base, length=len(sampled))
+            schedule = self.schedule(len(sampled))
             start = schedule.normalize(position)
             if start.epoch == position.epoch:
                 self._epoch_used = False

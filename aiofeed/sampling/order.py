@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -19,6 +21,36 @@ Permutation: TypeAlias = Callable[[Int64], Int64]
 """Maps positions of an epoch of n samples to indices of the source, each from 0 to n - 1."""
 
 _FEISTEL_ROUNDS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLists:
+    """The batches of an epoch: batch k has ``indices[offsets[k]:offsets[k + 1]]``."""
+
+    indices: Int64
+    offsets: Int64
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self.offsets) - 1
+
+    def samples(self, batch: int) -> Int64:
+        """The indices of a batch."""
+        return self.indices[self.offsets[batch] : self.offsets[batch + 1]]
+
+    def positions(self, batch: int) -> Int64:
+        """The positions of a batch's samples in the epoch, from which their random numbers derive."""
+        return np.arange(self.offsets[batch], self.offsets[batch + 1])
+
+    def digest(self) -> str:
+        """A digest of all batches."""
+        digest = hashlib.sha256(self.indices.tobytes())
+        digest.update(self.offsets.tobytes())
+        return digest.hexdigest()[:32]
+
+
+EpochList: TypeAlias = "Int64 | BatchLists"
+"""The indices of an epoch in order, or its batches."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

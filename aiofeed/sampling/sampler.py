@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from aiofeed.core.errors import StateError
-from aiofeed.sampling.order import Int64
+from aiofeed.sampling.order import BatchLists, EpochList
 from aiofeed.sampling.schedule import index_array
 
 # A sampler that gives more indices than this many per sample, more than this many in all, and more than its length, is
@@ -44,6 +46,11 @@ class SamplerAdapter:
         self._loaded: tuple[int, dict[str, Any]] | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
 
+    @property
+    def _owner(self) -> Any:
+        """The sampler on which the order depends."""
+        return self._sampler
+
     def __str__(self) -> str:
         return type(self._sampler).__name__
 
@@ -59,8 +66,8 @@ class SamplerAdapter:
         except TypeError:
             raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none") from None
 
-    def list_epoch(self, epoch: int, *, resumed: bool) -> Int64:
-        """The indices of an epoch, in order.
+    def list_epoch(self, epoch: int, *, resumed: bool) -> EpochList:
+        """The indices or batches of an epoch, in order.
 
         Args:
             epoch: Passed to the sampler's ``set_epoch`` if it has one.
@@ -69,9 +76,10 @@ class SamplerAdapter:
         Raises:
             StateError: The epoch is resumed and the sampler gives another list.
         """
-        settable = hasattr(self._sampler, "set_epoch")
+        owner: Any = self._owner
+        settable = hasattr(owner, "set_epoch")
         if settable:
-            self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            owner.set_epoch(epoch)
         loaded, self._loaded = self._loaded, None
         saved = loaded[1] if loaded is not None and loaded[0] == epoch else {}
         wanted = saved.get("digest")
@@ -91,18 +99,23 @@ class SamplerAdapter:
         self._last = (epoch, before)
         return indices
 
-    def _list(self) -> tuple[Int64, dict[str, Any]]:
+    def _list(self) -> tuple[EpochList, dict[str, Any]]:
         before = self._capture()
         most = max(len(self) if self.sized else 0, MOST_PER_SAMPLE * self._length, MOST_ALWAYS)
-        indices = list(itertools.islice(iter(self._sampler), most + 1))
-        if len(indices) > most:
+        listed = list(itertools.islice(iter(self._sampler), most + 1))
+        if len(listed) > most:
             raise ValueError(
                 f"{type(self._sampler).__name__} gave more than {most:,} indices for {self._length:,} samples and does "
                 f"not seem to end. A sampler has to end with its epoch: give it a length (RandomSampler(dataset, "
                 f"num_samples=...)) or cut it (itertools.islice in __iter__)"
             )
-        array = index_array(indices, self._length)
-        return array, before | {"digest": hashlib.sha256(array.tobytes()).hexdigest()[:32]}
+        epoch, digest = self._checked(listed)
+        return epoch, before | {"digest": digest}
+
+    def _checked(self, listed: list[Any]) -> tuple[EpochList, str]:
+        """The epoch of a list of the sampler's items, and its digest."""
+        array = index_array(listed, self._length)
+        return array, hashlib.sha256(array.tobytes()).hexdigest()[:32]
 
     def repeat_last_epoch(self) -> None:
         """List the last epoch again from the same state, because it handed out no batch."""
@@ -138,7 +151,7 @@ class SamplerAdapter:
         self._loaded = (epoch, state)
 
     def _capture(self) -> dict[str, Any]:
-        sampler = self._sampler
+        sampler = self._owner
         if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
             return {"state": sampler.state_dict()}
         generator = getattr(sampler, "generator", None)
@@ -148,8 +161,59 @@ class SamplerAdapter:
 
     def _apply(self, state: dict[str, Any]) -> None:
         if "state" in state:
-            self._sampler.load_state_dict(state["state"])  # type: ignore[attr-defined]
-        elif "generator" in state and (generator := getattr(self._sampler, "generator", None)) is not None:
+            self._owner.load_state_dict(state["state"])
+        elif "generator" in state and (generator := getattr(self._owner, "generator", None)) is not None:
             import torch
 
             generator.set_state(torch.frombuffer(bytearray(bytes.fromhex(state["generator"])), dtype=torch.uint8))
+
+
+class BatchSamplerAdapter(SamplerAdapter):
+    """A batch sampler, such as torch's ``BatchSampler``: gives lists of indices. The batches are sharded by rank.
+
+    Attributes:
+        distributed: Whether its sampler gives each rank other samples, so that the batches must not be sharded again.
+    """
+
+    def __init__(self, sampler: Iterable[Sequence[int]], length: int) -> None:
+        super().__init__(sampler, length)  # type: ignore[arg-type]
+        self.distributed = hasattr(self._owner, "num_replicas")
+
+    @property
+    def typical_samples(self) -> int:
+        """The ``batch_size`` of torch's ``BatchSampler``; 32 for others, whose batches are not known yet."""
+        size = getattr(self._sampler, "batch_size", None)
+        return size if isinstance(size, int) and size > 0 else 32
+
+    @property
+    def _owner(self) -> Any:
+        sampler = self._sampler
+        own = ("set_epoch", "state_dict", "generator", "num_replicas")
+        inner = getattr(sampler, "sampler", None)
+        return sampler if inner is None or any(hasattr(sampler, name) for name in own) else inner
+
+    def _checked(self, listed: list[Any]) -> tuple[EpochList, str]:
+        lists = batch_lists(listed, self._length)
+        return lists, lists.digest()
+
+
+def batch_lists(batches: Iterable[Sequence[int]], length: int) -> BatchLists:
+    """The batches of a batch sampler for a source of ``length`` samples.
+
+    Raises:
+        TypeError: A batch is not a list of ints.
+        ValueError: A batch is empty, or an index is outside the source.
+    """
+    offsets = [0]
+    flat: list[int] = []
+    for number, batch in enumerate(batches):
+        try:
+            flat.extend(batch)
+        except TypeError:
+            raise TypeError(
+                f"a batch sampler must give lists of indices, got {batch!r} (sampler= takes single indices)"
+            ) from None
+        if len(flat) == offsets[-1]:
+            raise ValueError(f"the batch sampler gave an empty batch, number {number}")
+        offsets.append(len(flat))
+    return BatchLists(index_array(flat, length), np.array(offsets, np.int64))

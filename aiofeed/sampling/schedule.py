@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from aiofeed.core.types import BatchPlan
-from aiofeed.sampling.order import Int64, Permutation, epoch_seed, feistel, sequential, shuffled
+from aiofeed.sampling.order import BatchLists, EpochList, Int64, Permutation, epoch_seed, feistel, sequential, shuffled
 
 # The number of samples whose order is computed at once, for single batches and for batch ranges. Six numpy operations
 # on 64 numbers take ten times as long as the numbers themselves.
@@ -113,7 +113,7 @@ class Schedule:
             return feistel(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
-    def plans(self, start: Position, sampled: Int64 | None = None) -> Iterator[BatchPlan]:
+    def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
         """The batches from a position to the end of its epoch, computed on demand.
 
         The first batch computes the permutation, in the engine's thread: shuffling a list of 100 million indices takes
@@ -121,6 +121,9 @@ class Schedule:
         """
         batches, size = self.batches(start.consumed), self.batch_size
         if not batches:
+            return
+        if isinstance(sampled, BatchLists):
+            yield from self._listed_plans(start, sampled)
             return
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
         order = PermutedOrder(self.length, permutation)
@@ -132,6 +135,17 @@ class Schedule:
                 if number not in start.ahead:
                     piece = slice((number - first) * size, (number - first + 1) * size)
                     yield BatchPlan(number, indices[piece], positions[piece], seed, order)
+
+    def _listed_plans(self, start: Position, lists: BatchLists) -> Iterator[BatchPlan]:
+        """The batches of a list, of which this schedule counts each as one sample."""
+        seed = epoch_seed(self.seed, start.epoch)
+        samples = len(lists.indices)
+        order = PermutedOrder(samples, lists.indices.__getitem__)
+        for number, position in enumerate(self.positions(start.consumed, 0, self.batches(start.consumed)).tolist()):
+            if number not in start.ahead:
+                repeats, batch = divmod(position, self.length)
+                positions = (lists.positions(batch) + repeats * samples).tolist()
+                yield BatchPlan(number, lists.samples(batch).tolist(), positions, seed, order)
 
     def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
         """The position after batch ``number`` of an iterator that began at ``start``.

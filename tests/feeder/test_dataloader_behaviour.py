@@ -240,7 +240,6 @@ def test_torch_samplers(make: MakeFeeder, kind: str, own_generator: bool) -> Non
     ("options", "error", "message"),
     [
         ({"sampler": range(3), "shuffle": True}, ValueError, "sampler= decides the order"),
-        ({"batch_sampler": [[0, 1]]}, TypeError, r"batch_sampler.*aiofeed\.DataLoader.*sampler= and batch_size="),
         ({"batch_size": None}, TypeError, r"got None: .*aiofeed\.DataLoader\(dataset, batch_size=None\)"),
         ({"shuffle": None}, TypeError, r"got None: pass False; aiofeed\.DataLoader"),
         ({"num_workers": 2}, TypeError, r"aiofeed\.DataLoader takes it.*FromDataset\(dataset, threads=2\)"),

@@ -491,7 +491,7 @@ async def coroutine(value: Any) -> Any:
         ({"batch_size": 2.0}, TypeError, "batch_size must be an int, got 2.0"),
         ({"num_workers": 4}, TypeError, "num_workers.*threads"),
         ({"pin_memory": True}, TypeError, "pin_memory.*device="),
-        ({"batch_sampler": []}, TypeError, "batch_sampler.*sampler="),
+        ({"batch_sampler": []}, ValueError, "leave out batch_size="),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
         ({"num_workers": 0}, TypeError, "num_workers=0.*leave it out"),
         ({"wrokers": 3}, TypeError, "no argument 'wrokers'$"),

@@ -21,6 +21,7 @@ from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.host_windows import HostWindows, Rows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
+from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class _Epoch:
         self.stream = stream
         self.start = start
         self.next_number = 0
+        assert not isinstance(start.sampled, BatchLists)  # the session streams those
         self._ranges = BatchRanges(stream.schedule, start.position, start.sampled)
 
     def next_range(self, windows: Windows) -> BatchRange | None:

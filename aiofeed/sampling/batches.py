@@ -1,0 +1,330 @@
+"""Plans that form batches by the lengths of samples: length buckets and token budgets.
+
+The batches of an epoch are a pure function of seed and epoch, so every rank computes the same list. Rank r of R takes
+the batches r, r + R, r + 2R, ... All formulas of ``Schedule`` hold with a batch instead of a sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from aiofeed.core.errors import StateError
+from aiofeed.core.types import public
+from aiofeed.core.validation import check_positive_int
+from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
+
+Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int]"
+"""The length of each sample, or a function of its index."""
+
+OnOversize: TypeAlias = Literal["error", "skip", "truncate"]
+
+
+class LengthPlan(ABC):
+    """The base class of plans that form batches by the lengths of samples.
+
+    Args:
+        lengths: The length of each sample, an int from 1; or a function of the index, called once per sample.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._given = lengths
+        self._lengths: Int64 | None = None
+        if not callable(lengths):
+            self._lengths = _checked_lengths(lengths, None)
+
+    def bind(self, samples: int) -> None:
+        """Find the lengths of a source's samples and check them.
+
+        Raises:
+            TypeError, ValueError: They are no lengths of that many samples.
+        """
+        if self._lengths is None:
+            assert callable(self._given)
+            self._lengths = _checked_lengths([self._given(index) for index in range(samples)], samples)
+        if len(self._lengths) != samples:
+            raise ValueError(f"{type(self).__name__}(lengths=) has {len(self._lengths)} lengths for {samples} samples")
+        self._check(self._lengths)
+
+    @property
+    def lengths(self) -> Int64:
+        """The lengths, after ``bind``."""
+        assert self._lengths is not None
+        return self._lengths
+
+    def fingerprint(self) -> str:
+        """Identifies the plan in saved states."""
+        digest = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
+        return f"{type(self).__name__}({self._describe()}, lengths={digest})"
+
+    def _check(self, lengths: Int64) -> None:  # noqa: B027 - most plans take any length
+        """Raise ``ValueError`` if a sample cannot be in a batch."""
+
+    @property
+    @abstractmethod
+    def typical_samples(self) -> int:
+        """The number of samples of a typical batch, after ``bind``."""
+
+    @abstractmethod
+    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> BatchLists:
+        """The batches of an epoch. With ``drop_last``, without incomplete ones."""
+
+    @abstractmethod
+    def _describe(self) -> str: ...
+
+
+@public
+class Buckets(LengthPlan):
+    """A plan for ``batch_size=``: each batch has samples of one range of lengths, and the size of that range.
+
+    With ``shuffle=True`` samples are shuffled within a bucket, and batches among each other. ``drop_last=True`` drops
+    the incomplete batch of each bucket.
+
+    Args:
+        lengths: The length of each sample, an array or list of ints from 1; or a function of the index, called once
+            per sample.
+        boundaries: Ascending lengths. Bucket k has the samples with ``boundaries[k - 1] <= length < boundaries[k]``, as
+            in ``tf.data``'s ``bucket_by_sequence_length``; the last bucket has the rest.
+        batch_sizes: Samples per batch of each bucket, one more than boundaries.
+
+    Raises:
+        TypeError, ValueError: The arguments are no such lists.
+    """
+
+    def __init__(self, lengths: Lengths, boundaries: Sequence[int], batch_sizes: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.boundaries = [check_positive_int(f"boundaries[{at}]", each) for at, each in enumerate(boundaries)]
+        self.batch_sizes = [check_positive_int(f"batch_sizes[{at}]", each) for at, each in enumerate(batch_sizes)]
+        if sorted(set(self.boundaries)) != self.boundaries:
+            raise ValueError(f"Buckets(boundaries=) must be ascending, got {list(boundaries)}")
+        if len(self.batch_sizes) != len(self.boundaries) + 1:
+            raise ValueError(
+                f"Buckets has {len(self.boundaries)} boundaries and so {len(self.boundaries) + 1} buckets, "
+                f"got {len(self.batch_sizes)} batch_sizes"
+            )
+
+    def __repr__(self) -> str:
+        return f"Buckets({self._describe()})"
+
+    def _describe(self) -> str:
+        return f"boundaries={self.boundaries}, batch_sizes={self.batch_sizes}"
+
+    @property
+    def typical_samples(self) -> int:
+        """The size of the bucket with the most samples."""
+        counts = np.bincount(self._buckets(), minlength=len(self.batch_sizes))
+        return self.batch_sizes[int(counts.argmax())]
+
+    def _buckets(self) -> Int64:
+        buckets: Int64 = np.searchsorted(np.array(self.boundaries, np.int64), self.lengths, side="right")
+        return buckets
+
+    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> BatchLists:
+        """The batches of an epoch; without ``shuffle`` in the order of their first samples."""
+        generator = np.random.default_rng(epoch_seed(seed, epoch))
+        buckets = self._buckets()
+        order = generator.permutation(len(buckets)) if shuffle else np.arange(len(buckets))
+        pieces: list[Int64] = []
+        for bucket, size in enumerate(self.batch_sizes):
+            members = order[buckets[order] == bucket]
+            if drop_last:
+                members = members[: len(members) - len(members) % size]
+            pieces += [members[at : at + size] for at in range(0, len(members), size)]
+        if shuffle:
+            pieces = [pieces[at] for at in generator.permutation(len(pieces))]
+        else:
+            pieces.sort(key=lambda piece: int(piece[0]))
+        return _joined(pieces)
+
+
+@public
+class TokenBudget(LengthPlan):
+    """A plan for ``batch_size=``: batches of up to ``max_tokens`` after padding, of samples of similar length.
+
+    The cost of a batch is its number of samples times the length of its longest one. With ``shuffle=True`` the samples
+    are shuffled, sorted by length within windows, alternately upwards and downwards, and cut into batches; then the
+    batches are shuffled.
+
+    Args:
+        lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
+            called once per sample.
+        max_tokens: The highest cost of a batch.
+        max_samples: The most samples of a batch; ``None`` for no limit.
+        window: Samples that are sorted together. A larger window pads less and shuffles less.
+        on_oversize: What to do about a sample longer than ``max_tokens``: "error"; "skip" it; or "truncate", a batch of
+            its own, for a ``collate_fn`` that cuts it.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        max_tokens: int,
+        max_samples: int | None = None,
+        *,
+        window: int = 16_384,
+        on_oversize: OnOversize = "error",
+    ) -> None:
+        super().__init__(lengths)
+        self.max_tokens = check_positive_int("TokenBudget(max_tokens=)", max_tokens)
+        self.max_samples = None if max_samples is None else check_positive_int("TokenBudget(max_samples=)", max_samples)
+        self.window = check_positive_int("TokenBudget(window=)", window)
+        if on_oversize not in ("error", "skip", "truncate"):
+            raise ValueError(f'TokenBudget(on_oversize=) must be "error", "skip" or "truncate", got {on_oversize!r}')
+        self.on_oversize = on_oversize
+
+    def __repr__(self) -> str:
+        return f"TokenBudget({self._describe()})"
+
+    def _describe(self) -> str:
+        return (
+            f"max_tokens={self.max_tokens}, max_samples={self.max_samples}, window={self.window}, "
+            f"on_oversize={self.on_oversize!r}"
+        )
+
+    def _check(self, lengths: Int64) -> None:
+        if self.on_oversize == "error" and len(lengths) and lengths.max() > self.max_tokens:
+            index = int(lengths.argmax())
+            raise ValueError(
+                f"sample {index} has {lengths[index]} tokens, more than max_tokens={self.max_tokens}: raise it, "
+                f'or pass on_oversize="skip" or "truncate"'
+            )
+
+    @property
+    def typical_samples(self) -> int:
+        """Samples of mean length that fill a batch."""
+        mean = float(self.lengths.mean()) if len(self.lengths) else 1.0
+        return max(1, min(int(self.max_tokens / mean), self.max_samples or self.max_tokens))
+
+    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> BatchLists:
+        """The batches of an epoch. The last one, which may be small, is dropped with ``drop_last``."""
+        generator = np.random.default_rng(epoch_seed(seed, epoch))
+        lengths = np.minimum(self.lengths, self.max_tokens)
+        order: Int64 = generator.permutation(len(lengths)) if shuffle else np.arange(len(lengths))
+        if self.on_oversize == "skip":
+            order = order[self.lengths[order] <= self.max_tokens]
+        order = self._sorted_in_windows(order, lengths)
+        offsets = self._cut(lengths[order])
+        if drop_last and len(offsets) > 2:
+            offsets = offsets[:-1]
+        lists = BatchLists(order[: offsets[-1]], offsets)
+        return _permuted(lists, generator.permutation(len(lists))) if shuffle else lists
+
+    def _sorted_in_windows(self, order: Int64, lengths: Int64) -> Int64:
+        key = lengths[order]
+        number = np.arange(len(order)) // self.window
+        # Downwards in every second window: neighbours at the border of two windows have similar lengths.
+        key = np.where(number % 2, self.max_tokens - key, key)
+        key += number * (self.max_tokens + 1)
+        return order[np.argsort(key, kind="stable")]
+
+    def _cut(self, lengths: Int64) -> Int64:
+        """Cut a list of samples into batches, each as long as it may be; returns their offsets.
+
+        Within a window the longest sample of a piece is at one of its ends, so 10 million lengths take two seconds.
+        """
+        contiguous: Any = np.ascontiguousarray(lengths)
+        values, window, end = memoryview(contiguous), self.window, len(lengths)
+        most, max_tokens = self.max_samples or end, self.max_tokens
+        offsets, start = [0], 0
+        while start < end:
+            # `fits` samples are within the budget, `over` are not.
+            fits, over = 1, min(most, max_tokens // values[start], end - start) + 1
+            while over - fits > 1:
+                middle = (fits + over) // 2
+                if start // window == (start + middle - 1) // window:
+                    longest = max(values[start], values[start + middle - 1])
+                else:
+                    longest = int(lengths[start : start + middle].max())
+                if middle * longest <= max_tokens:
+                    fits = middle
+                else:
+                    over = middle
+            start += fits
+            offsets.append(start)
+        return np.array(offsets, np.int64)
+
+
+def _checked_lengths(lengths: Sequence[int] | Int64, samples: int | None) -> Int64:
+    array = np.asarray(lengths)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"lengths must be a list of ints, got {array.dtype} with shape {array.shape}")
+    if array.size and array.min() < 1:
+        index = int(array.argmin())
+        raise ValueError(f"lengths must be at least 1, got {array[index]} for sample {index}")
+    return array.astype(np.int64)
+
+
+def _joined(pieces: Sequence[Int64]) -> BatchLists:
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    return BatchLists(np.concatenate(pieces) if pieces else np.empty(0, np.int64), offsets)
+
+
+def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
+    """The same batches in another order."""
+    sizes = np.diff(lists.offsets)[order]
+    offsets = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    starts = np.repeat(lists.offsets[:-1][order] - offsets[:-1], sizes)
+    return BatchLists(lists.indices[starts + np.arange(len(starts))], offsets)
+
+
+class PlanLister:
+    """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``."""
+
+    sized = True
+
+    def __init__(self, plan: LengthPlan, seed: int, *, shuffle: bool, drop_last: bool) -> None:
+        self.plan = plan
+        self._new = partial(plan.batches, seed, shuffle=shuffle, drop_last=drop_last)
+        # The epoch listed last, whose number of batches is the length.
+        self._listed: tuple[int, BatchLists] | None = None
+
+    def __str__(self) -> str:
+        return repr(self.plan)
+
+    @property
+    def typical_samples(self) -> int:
+        """The number of samples of a typical batch."""
+        return self.plan.typical_samples
+
+    def __len__(self) -> int:
+        """The number of batches of the epoch listed last; at first of epoch 0."""
+        if self._listed is None:
+            self._listed = 0, self._new(0)
+        return len(self._listed[1])
+
+    def list_epoch(self, epoch: int, *, resumed: bool) -> BatchLists:
+        """The batches of an epoch."""
+        if self._listed is None or self._listed[0] != epoch:
+            self._listed = epoch, self._new(epoch)
+        return self._listed[1]
+
+    def repeat_last_epoch(self) -> None:
+        """Does nothing: the list of an epoch is always the same."""
+
+    def state(self, epoch: int) -> str:
+        """What identifies the plan, as JSON."""
+        return json.dumps({"plan": self.plan.fingerprint()})
+
+    def load_state(self, text: str) -> None:
+        """Check that a state is of the same plan.
+
+        Raises:
+            StateError: It is of another plan or of a sampler.
+        """
+        try:
+            saved = json.loads(text).get("plan")
+        except (ValueError, AttributeError) as error:
+            raise StateError(f"the state is damaged: its plan is {text!r}") from error
+        if saved != self.plan.fingerprint():
+            raise StateError(f"the state is of another plan: {saved} in the state, {self.plan.fingerprint()} here")
