@@ -6,8 +6,8 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -26,6 +26,7 @@ from aiofeed.feeder.prefetch import Prefetch, ThreadPull
 from aiofeed.processes.loader_workers.fetching import dataset_state
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
 from aiofeed.processes.loader_workers.protocol import Answer
+from aiofeed.processes.loader_workers.state import VERSION, LoaderState, OrderState
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.threads import JOIN_S
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from aiofeed.devices.resolve import Device
 
 T_co = TypeVar("T_co", covariant=True)
-
-_VERSION = 1
 
 
 @public
@@ -129,8 +128,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._progress: Progress | None = None
         # The thread that receives from persistent workers.
         self._pull: weakref.ref[ThreadPull] | None = None
-        self._start: _OrderState | None = None
-        self._loaded: _LoaderState | None = None
+        self._start: OrderState | None = None
+        self._loaded: LoaderState | None = None
         self._loaded_progress: Progress | None = None
         self._feeder_epochs: _FeederEpochs | None = None
         if on_error != "raise" or cache is not None or engine is not None or threads is not None:
@@ -160,7 +159,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if loaded is None or loaded.start is None:
             if loaded is not None:
                 loaded.now.restore_sampler(self)
-            self._start = _OrderState.of(self)
+            self._start = OrderState.of(self)
             iterator = self._new_iterator(LoaderPosition() if loaded is None else loaded.position)
         else:
             # The order of the epoch follows from the generators at its start.
@@ -220,10 +219,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         between = progress.states_between() if progress is not None and self.persistent_workers else []
         in_process = not self.num_workers and self._dataset_kind == _DatasetKind.Map
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "num_workers": self.num_workers,
             "batches": self._batches(),
-            **_OrderState.of(self).packed,
+            **OrderState.of(self).packed,
             "dataset": dataset_state(None, self.dataset) if in_process else None,
             "workers": between,
             "epoch": epoch,
@@ -235,7 +234,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             StateError: The state is damaged, or of a loader with other batches or another number of workers.
         """
-        loaded = _LoaderState.parse(state)
+        loaded = LoaderState.parse(state)
         differences = [
             f"{name}: {theirs} in the state, {ours} here"
             for name, theirs, ours in (
@@ -252,7 +251,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._loaded, self._loaded_progress = loaded, None
         loaded.now.restore_generators(self)
 
-    def _take_loaded(self) -> _LoaderState | None:
+    def _take_loaded(self) -> LoaderState | None:
         """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
         loaded, progress = self._loaded, self._loaded_progress
         if loaded is None or progress is None:
@@ -276,136 +275,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
         epoch = dict.fromkeys(("_iterator", "_pull", "_progress", "_start", "_loaded_progress"))
         return {**self.__dict__, **epoch, "_spare_workers": []}
-
-
-@dataclass(frozen=True)
-class _OrderState:
-    """The states from which the order of an epoch follows, taken at one time."""
-
-    generators: tuple[Any, ...]
-    own_generators: list[torch.Tensor]
-    sampler: Any
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> _OrderState:
-        stateful = _stateful_sampler(loader)
-        return cls(
-            rng.random_state(),
-            [generator.get_state() for generator in _own_generators(loader)],
-            None if stateful is None else stateful.state_dict(),
-        )
-
-    @classmethod
-    def parse(cls, packed: dict[str, Any]) -> _OrderState:
-        return cls(
-            rng.unpack_random_state(packed["generators"]),
-            [rng.unpack_generator(each) for each in packed["own_generators"]],
-            packed["sampler"],
-        )
-
-    @cached_property
-    def packed(self) -> dict[str, Any]:
-        """The states as plain values."""
-        return {
-            "generators": rng.pack_random_state(self.generators),
-            "own_generators": [rng.pack_generator(state) for state in self.own_generators],
-            "sampler": self.sampler,
-        }
-
-    def check(self, loader: DataLoader[Any]) -> None:
-        """Raise ``StateError`` if the generators of the loader cannot have the states."""
-        for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
-            try:
-                torch.Generator(generator.device).set_state(state)
-            except (RuntimeError, TypeError) as error:
-                raise StateError(f"the state of a generator is damaged: {error}") from error
-
-    def restore_generators(self, loader: DataLoader[Any]) -> None:
-        rng.set_random_state(self.generators)
-        for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
-            generator.set_state(state)
-
-    def restore_sampler(self, loader: DataLoader[Any]) -> None:
-        stateful = _stateful_sampler(loader)
-        if self.sampler is not None and stateful is not None:
-            stateful.load_state_dict(self.sampler)
-
-
-def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators of the loader and of its samplers, which may be nested, each once."""
-    holders: list[Any] = [loader]
-    for holder in holders:
-        inner = [getattr(holder, name, None) for name in ("batch_sampler", "sampler")]
-        holders += [each for each in inner if each is not None and not any(each is other for other in holders)]
-    generators = [getattr(holder, "generator", None) for holder in holders]
-    return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
-
-
-def _stateful_sampler(loader: DataLoader[Any]) -> Any:
-    for sampler in (loader.batch_sampler, loader.sampler):
-        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
-            return sampler
-    return None
-
-
-@dataclass(frozen=True)
-class _LoaderState:
-    """A parsed state; ``start``: at the start of its epoch, ``None`` if it was saved between two epochs."""
-
-    packed: dict[str, Any]
-    num_workers: int
-    batches: int | None
-    position: LoaderPosition
-    now: _OrderState
-    start: _OrderState | None
-
-    @classmethod
-    def parse(cls, state: dict[str, Any]) -> _LoaderState:
-        try:
-            if state["version"] != _VERSION:
-                raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {_VERSION}")
-            epoch, start = state["epoch"], None
-            workers = [_checked_worker(each) for each in state["workers"]]
-            position = LoaderPosition(workers=workers, dataset=state["dataset"], restarted=bool(workers))
-            if epoch is not None:
-                start = _OrderState.parse(epoch["start"])
-                position = LoaderPosition(
-                    _natural(epoch["batches"]),
-                    [_natural(batch) for batch in epoch["later"]],
-                    _natural(epoch["returned"]),
-                    [_natural(batch + 1) - 1 for batch in epoch["ended"]],
-                    [_checked_worker(each) for each in epoch["workers"]],
-                    epoch["dataset"],
-                    {False: False, True: True}[epoch["restarted"]],
-                )
-            for values in (workers, position.workers, position.ended):
-                if len(values) not in (0, state["num_workers"]):
-                    raise ValueError(f"{len(values)} states of {state['num_workers']} workers")
-            return cls(
-                state,
-                _natural(state["num_workers"]),
-                state["batches"],
-                position,
-                _OrderState.parse(state),
-                start,
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(
-                f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _checked_worker(state: list[Any] | None) -> list[Any] | None:
-    if state is not None:
-        random_generators, _ = state
-        rng.unpack_random_state(random_generators)
-    return state
 
 
 # --- batches of worker processes, received in a thread ---
