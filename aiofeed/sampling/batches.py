@@ -19,6 +19,7 @@ from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
+from aiofeed.sampling.schedule import Position
 
 Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int]"
 """The length of each sample, or a function of its index."""
@@ -312,7 +313,7 @@ class PlanLister:
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
 
-    def state(self, epoch: int) -> str:
+    def state(self, position: Position) -> str:
         """What identifies the plan, as JSON."""
         return json.dumps({"plan": self.plan.fingerprint()})
 
