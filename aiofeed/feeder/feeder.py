@@ -261,7 +261,7 @@ class Feeder(Generic[BatchT]):
         typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
         if batches is None:
             order = replace(order, batch_size=typical)
-        self._order = FeedOrder(order, sampler, shard, batches or lister)
+        self._order = FeedOrder(order, sampler, shard, lister if batches is None else batches)
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,
