@@ -295,7 +295,12 @@ def new_order(
 
 
 def new_batches(
-    batch_size: object, batch_sampler: Any, order: Schedule, *, sampled: bool
+    batch_size: object,
+    batch_sampler: Any,
+    order: Schedule,
+    lister: MixtureOrder | WeightedOrder | None,
+    *,
+    sampled: bool,
 ) -> BatchSamplerAdapter | PlanLister | None:
     """Return the lister of a plan or of a batch sampler; ``None`` for a ``batch_size`` that is a number.
 
@@ -316,10 +321,12 @@ def new_batches(
         return None
     if sampled:
         raise ValueError(f"{type(batch_size).__name__} decides the order, so leave out sampler=")
-    if order.shuffle == "keyed":
-        raise ValueError(f'{type(batch_size).__name__} shuffles a list: pass shuffle=True instead of "keyed"')
+    if order.shuffle not in (True, False) and lister is None:
+        name = type(batch_size).__name__
+        raise ValueError(f"{name} shuffles a list: pass shuffle=True instead of {order.shuffle!r}")
     batch_size.bind(order.length)
-    return PlanLister(batch_size, order.seed, shuffle=bool(order.shuffle), drop_last=order.drop_last)
+    shuffle = bool(order.shuffle) or isinstance(lister, WeightedOrder)
+    return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
 
 
 def a_shuffle(value: object) -> Shuffle:

@@ -257,11 +257,11 @@ class Feeder(Generic[BatchT]):
         )
         sampled = sampler is not None
         lister = new_order(source, weights, order, sampled=sampled, listed=batch_sampler is not None)
-        batches = new_batches(batch_size, batch_sampler, order, sampled=sampled)
+        batches = new_batches(batch_size, batch_sampler, order, lister, sampled=sampled)
         typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
         if batches is None:
             order = replace(order, batch_size=typical)
-        self._order = FeedOrder(order, sampler, shard, batches or lister)
+        self._order = FeedOrder(order, sampler, shard, lister if batches is None else batches)
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,

@@ -10,7 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,8 +18,10 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int
+from aiofeed.sampling.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.weighted import WeightedOrder
 
 Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int]"
 """The length of each sample, or a function of its index."""
@@ -61,8 +63,12 @@ class LengthPlan(ABC):
 
     def fingerprint(self) -> str:
         """Identifies the plan in saved states."""
-        digest = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
-        return f"{type(self).__name__}({self._describe()}, lengths={digest})"
+        return f"{type(self).__name__}({self._describe()}, lengths={self._digest})"
+
+    @cached_property
+    def _digest(self) -> str:
+        # Every state has it; 10 million lengths take 0.1 s.
+        return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
 
     def _check(self, lengths: Int64) -> None:  # noqa: B027 - most plans take any length
         """Raise ``ValueError`` if a sample cannot be in a batch."""
@@ -73,8 +79,15 @@ class LengthPlan(ABC):
         """The number of samples of a typical batch, after ``bind``."""
 
     @abstractmethod
-    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch. With ``drop_last``, without incomplete ones."""
+    def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
+        """The batches of an epoch.
+
+        Args:
+            order: The indices of the epoch's samples, shuffled already. An index may come several times, or never.
+            rng: Shuffles the batches if ``shuffle``.
+            shuffle: Whether the batches come in random order.
+            drop_last: Leave out incomplete batches.
+        """
 
     @abstractmethod
     def _describe(self) -> str: ...
@@ -126,22 +139,22 @@ class Buckets(LengthPlan):
         buckets: Int64 = np.searchsorted(np.array(self.boundaries, np.int64), self.lengths, side="right")
         return buckets
 
-    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> BatchLists:
+    def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
         """The batches of an epoch; without ``shuffle`` in the order of their first samples."""
-        generator = np.random.default_rng(epoch_seed(seed, epoch))
-        buckets = self._buckets()
-        order = generator.permutation(len(buckets)) if shuffle else np.arange(len(buckets))
+        buckets = self._buckets()[order]
         pieces: list[Int64] = []
         for bucket, size in enumerate(self.batch_sizes):
-            members = order[buckets[order] == bucket]
+            members = np.flatnonzero(buckets == bucket)
             if drop_last:
                 members = members[: len(members) - len(members) % size]
             pieces += [members[at : at + size] for at in range(0, len(members), size)]
         if shuffle:
-            pieces = [pieces[at] for at in generator.permutation(len(pieces))]
+            pieces = [pieces[at] for at in rng.permutation(len(pieces))]
         else:
             pieces.sort(key=lambda piece: int(piece[0]))
-        return _joined(pieces)
+        offsets = np.zeros(len(pieces) + 1, np.int64)
+        np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+        return BatchLists(order[np.concatenate(pieces)] if pieces else order[:0], offsets)
 
 
 @public
@@ -205,11 +218,9 @@ class TokenBudget(LengthPlan):
         mean = float(self.lengths.mean()) if len(self.lengths) else 1.0
         return max(1, min(int(self.max_tokens / mean), self.max_samples or self.max_tokens))
 
-    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> BatchLists:
+    def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
         """The batches of an epoch. The last one, which may be small, is dropped with ``drop_last``."""
-        generator = np.random.default_rng(epoch_seed(seed, epoch))
         lengths = np.minimum(self.lengths, self.max_tokens)
-        order: Int64 = generator.permutation(len(lengths)) if shuffle else np.arange(len(lengths))
         if self.on_oversize == "skip":
             order = order[self.lengths[order] <= self.max_tokens]
         order = self._sorted_in_windows(order, lengths)
@@ -217,7 +228,7 @@ class TokenBudget(LengthPlan):
         if drop_last and len(offsets) > 2:
             offsets = offsets[:-1]
         lists = BatchLists(order[: offsets[-1]], offsets)
-        return _permuted(lists, generator.permutation(len(lists))) if shuffle else lists
+        return _permuted(lists, rng.permutation(len(lists))) if shuffle else lists
 
     def _sorted_in_windows(self, order: Int64, lengths: Int64) -> Int64:
         key = lengths[order]
@@ -264,12 +275,6 @@ def _checked_lengths(lengths: Sequence[int] | Int64, samples: int | None) -> Int
     return array.astype(np.int64)
 
 
-def _joined(pieces: Sequence[Int64]) -> BatchLists:
-    offsets = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-    return BatchLists(np.concatenate(pieces) if pieces else np.empty(0, np.int64), offsets)
-
-
 def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
     """The same batches in another order."""
     sizes = np.diff(lists.offsets)[order]
@@ -280,13 +285,31 @@ def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
 
 
 class PlanLister:
-    """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``."""
+    """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``.
+
+    Args:
+        plan: Forms the batches.
+        seed: Seeds the order of samples and batches.
+        shuffle, drop_last: See ``Feeder``.
+        order: Which samples come, and in which order; ``None`` for each of them once.
+    """
 
     sized = True
 
-    def __init__(self, plan: LengthPlan, seed: int, *, shuffle: bool, drop_last: bool) -> None:
+    def __init__(
+        self,
+        plan: LengthPlan,
+        seed: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        order: MixtureOrder | WeightedOrder | None = None,
+    ) -> None:
         self.plan = plan
-        self._new = partial(plan.batches, seed, shuffle=shuffle, drop_last=drop_last)
+        self._order = order
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
         # The epoch listed last, whose number of batches is the length.
         self._listed: tuple[int, BatchLists] | None = None
 
@@ -310,12 +333,31 @@ class PlanLister:
             self._listed = epoch, self._new(epoch)
         return self._listed[1]
 
+    def _new(self, epoch: int) -> BatchLists:
+        rng = np.random.default_rng(epoch_seed(self._seed, epoch))
+        samples = len(self.plan.lengths if self._order is None else self._order)
+        if self._order is not None:
+            order = self._order.list_epoch(epoch, resumed=False)[np.arange(samples)]
+        else:
+            order = rng.permutation(samples) if self._shuffle else np.arange(samples)
+        return self.plan.batches(order, rng, shuffle=self._shuffle, drop_last=self._drop_last)
+
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
 
     def state(self, position: Position) -> str:
-        """What identifies the plan, as JSON."""
-        return json.dumps({"plan": self.plan.fingerprint()})
+        """What identifies the plan, and the state of the order at the start of the epoch, as JSON."""
+        order = "" if self._order is None else self._order.state(Position(position.epoch))
+        return json.dumps({"plan": self.plan.fingerprint(), "order": order})
+
+    def counts(self, position: Position) -> dict[str, int]:
+        """The samples drawn from each source of a mixture before a position, from the first epoch on."""
+        if not isinstance(self._order, MixtureOrder):
+            return {}
+        lists = self.list_epoch(position.epoch, resumed=True)
+        consumed = lists.indices[: lists.offsets[min(position.consumed, len(lists))]]
+        before = self._order.counts(Position(position.epoch))
+        return {name: before[name] + more for name, more in self._order.count(consumed).items()}
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.
@@ -324,8 +366,15 @@ class PlanLister:
             StateError: It is of another plan or of a sampler.
         """
         try:
-            saved = json.loads(text).get("plan")
+            state = json.loads(text)
+            saved, order = state.get("plan"), state.get("order")
         except (ValueError, AttributeError) as error:
             raise StateError(f"the state is damaged: its plan is {text!r}") from error
         if saved != self.plan.fingerprint():
             raise StateError(f"the state is of another plan: {saved} in the state, {self.plan.fingerprint()} here")
+        if bool(order) != (self._order is not None):
+            raise StateError(
+                "the state is of a plan with another order of samples: with or without a Mixture or weights="
+            )
+        if self._order is not None:
+            self._order.load_state(order)

@@ -154,7 +154,7 @@ class FeedOrder:
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
-        return self._sampler.counts(position) if isinstance(self._sampler, MixtureOrder) else {}
+        return self._sampler.counts(position) if isinstance(self._sampler, MixtureOrder | PlanLister) else {}
 
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:

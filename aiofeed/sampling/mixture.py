@@ -300,6 +300,11 @@ class MixtureOrder:
             numbers[at] = self._offsets[source] + local
         return numbers
 
+    def count(self, indices: Int64) -> dict[str, int]:
+        """How many of some indices are of each source."""
+        sources = np.searchsorted(self._offsets, indices, side="right") - 1
+        return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
+
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source before a position, from the first epoch on."""
         block, samples = self._block(position)

@@ -14,7 +14,17 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Mixture, StateError, Tensors
+from aiofeed import (
+    DiskCache,
+    FailurePolicy,
+    Feeder,
+    FromDataset,
+    Mixture,
+    StateError,
+    Tensors,
+    TokenBudget,
+    pad_collate,
+)
 from aiofeed.testing import SimulatedDevice
 
 SIZES = {"web": 37, "books": 11, "code": 23}
@@ -259,3 +269,73 @@ def test_a_function_that_fails_is_named_at_the_loop() -> None:
         Feeder(mixture(weights=weights, until=2048), batch_size=4, shard=None) as feeder,
     ):
         list(feeder)
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 12, sum(SIZES.values()))
+
+
+class Texts(Numbers):
+    """Samples as often as the text is long."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        first = sum(list(SIZES.values())[: self.source])
+        return torch.full((int(LENGTHS[first + index]),), self.source * 1000 + index)
+
+
+def planned(**options: Any) -> Feeder[Any]:
+    sources = {name: Texts(at, size) for at, (name, size) in enumerate(SIZES.items())}
+    plan = TokenBudget(LENGTHS, 40, window=30)
+    options = {"batch_size": plan, "collate_fn": pad_collate(-1), "shuffle": True, "shard": None, **options}
+    return Feeder(Mixture(sources, SHARES, until="first"), **options)
+
+
+def firsts(batches: Any) -> list[list[int]]:
+    return [[int(row[0]) for row in batch] for batch, _ in batches]
+
+
+def test_a_plan_forms_batches_of_the_samples_of_a_mixture() -> None:
+    """The same samples as without the plan, and the counts are those of the batches handed out."""
+    with planned() as feeder, Feeder(mixture(until="first"), batch_size=1, shuffle=True, shard=None) as plain:
+        for _ in range(2):
+            assert sorted(sum(firsts(feeder), [])) == sorted(values(plain))
+        assert feeder.statistics().by_source == {"web": 36, "books": 22, "code": 14}
+        iterator = iter(feeder)
+        found = firsts([next(iterator), next(iterator)])
+        drawn = [sum(value // 1000 == source for batch in found for value in batch) for source in range(3)]
+        before = {"web": 36, "books": 22, "code": 14}.values()
+        assert list(feeder.statistics().by_source.values()) == [a + b for a, b in zip(before, drawn, strict=True)]
+
+
+@pytest.mark.parametrize("handed_out", [0, 1, 4, 9])
+def test_a_plan_over_a_mixture_is_resumed_under_another_world_size(handed_out: int) -> None:
+    """With the same batches as without the interruption."""
+    with planned() as whole:
+        expected = firsts(whole) + firsts(whole)
+    with planned() as feeder:
+        list(itertools.islice(feeder.steps(handed_out + 1), handed_out))
+        state = json.loads(json.dumps(feeder.state_dict()))
+    ranks = []
+    for rank in range(2):
+        with planned(shard=(rank, 2)) as part:
+            part.load_state_dict(state)
+            ranks.append(firsts(part))
+    merged = [batch for pair in zip(*ranks, strict=True) for batch in pair]
+    left = len(ranks[0]) * 2 - 1
+    assert merged[:left] == expected[handed_out:][:left]
+
+
+def test_a_plan_with_weights_draws_with_replacement() -> None:
+    """Samples of weight 0 never come."""
+    weights = np.arange(len(LENGTHS)) % 2
+    texts = [torch.full((int(length),), index) for index, length in enumerate(LENGTHS)]
+    plan = TokenBudget(LENGTHS, 40)
+    with Feeder(texts, batch_size=plan, weights=weights, collate_fn=pad_collate(-1), shard=None) as feeder:
+        drawn = sum(firsts(feeder), [])
+        assert len(drawn) == len(LENGTHS)
+        assert all(index % 2 for index in drawn)
+        state = feeder.state_dict()
+    with (
+        Feeder(texts, batch_size=plan, collate_fn=pad_collate(-1), shard=None) as plain,
+        pytest.raises(StateError, match="another order of samples"),
+    ):
+        plain.load_state_dict(state)

@@ -38,6 +38,11 @@ def plans(draw: st.DrawFn) -> LengthPlan:
     return plan
 
 
+def listed(plan: LengthPlan, seed: int, epoch: int, *, shuffle: bool, drop_last: bool = False) -> BatchLists:
+    """The batches of an epoch of all samples."""
+    return PlanLister(plan, seed, shuffle=shuffle, drop_last=drop_last).list_epoch(epoch, resumed=False)
+
+
 def lists_of(lists: BatchLists) -> list[list[int]]:
     return [lists.samples(batch).tolist() for batch in range(len(lists))]
 
@@ -45,17 +50,27 @@ def lists_of(lists: BatchLists) -> list[list[int]]:
 @given(plans(), st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_every_sample_is_in_one_batch(plan: LengthPlan, seed: int, epoch: int, shuffle: bool) -> None:
     """Of each epoch; and the batches are a function of seed and epoch."""
-    lists = plan.batches(seed, epoch, shuffle=shuffle, drop_last=False)
+    lists = listed(plan, seed, epoch, shuffle=shuffle)
     assert sorted(lists.indices.tolist()) == list(range(len(plan.lengths)))
     assert all(lists_of(lists))
-    again = plan.batches(seed, epoch, shuffle=shuffle, drop_last=False)
+    again = listed(plan, seed, epoch, shuffle=shuffle)
     assert again.digest() == lists.digest()
+
+
+@given(plans(), st.data(), st.booleans())
+def test_an_order_with_repetitions(plan: LengthPlan, data: st.DataObject, shuffle: bool) -> None:
+    """Batches have the indices of the order, each as often as it comes there."""
+    order = np.array(data.draw(st.lists(st.integers(0, len(plan.lengths) - 1), max_size=200)), np.int64)
+    lists = plan.batches(order, np.random.default_rng(0), shuffle=shuffle, drop_last=False)
+    assert sorted(lists.indices.tolist()) == sorted(order.tolist())
+    if len(order) and isinstance(plan, Buckets) and not shuffle:
+        assert lists.indices[0] == order[0]
 
 
 @given(plans(), st.integers(0, 3), st.booleans(), st.booleans())
 def test_batches_keep_the_limits(plan: LengthPlan, epoch: int, shuffle: bool, drop_last: bool) -> None:
     """Buckets by range and size; budgets by the longest sample. Budgets are as full as the next sample allows."""
-    batches = lists_of(plan.batches(0, epoch, shuffle=shuffle, drop_last=drop_last))
+    batches = lists_of(listed(plan, 0, epoch, shuffle=shuffle, drop_last=drop_last))
     for batch in batches:
         lengths = plan.lengths[batch]
         if isinstance(plan, Buckets):
@@ -114,7 +129,7 @@ def test_costs_of_ranks_are_alike() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 200_000).astype(int), 1, 4096)
     plan = TokenBudget(lengths, 16_384)
     plan.bind(len(lengths))
-    lists = plan.batches(0, 0, shuffle=True, drop_last=False)
+    lists = listed(plan, 0, 0, shuffle=True)
     costs = np.maximum.reduceat(lengths[lists.indices], lists.offsets[:-1]) * np.diff(lists.offsets)
     steps = costs[: len(costs) // 8 * 8].reshape(-1, 8)
     assert ((steps.max(1) - steps.min(1)) / steps.max(1)).mean() < 0.05
@@ -144,7 +159,7 @@ def test_samples_longer_than_the_budget() -> None:
     for action, expected in (("skip", [[0, 2]]), ("truncate", [[0, 2], [1]])):
         plan = TokenBudget(lengths, 20, on_oversize=action)  # type: ignore[arg-type]
         plan.bind(3)
-        assert lists_of(plan.batches(0, 0, shuffle=False, drop_last=False)) == expected
+        assert lists_of(listed(plan, 0, 0, shuffle=False)) == expected
 
 
 @pytest.mark.parametrize(
