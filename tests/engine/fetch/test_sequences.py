@@ -1,8 +1,9 @@
-"""``pad_collate``: shapes, values, sides, masks."""
+"""``pad_collate``: shapes, values, sides, masks. The builder of ``Pack``: columns, dtypes, errors."""
 
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +13,11 @@ import torch
 from hypothesis import given
 
 from aiofeed import pad_collate
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.fetch.collate import MisfitError, misfit_error
+from aiofeed.engine.fetch.sequences import PackBatchBuilder, PackCollate
+from aiofeed.runtime.buffers import HostBufferPool
+from aiofeed.runtime.tensors import as_tensors
 
 
 @given(
@@ -81,3 +87,118 @@ def test_wrong_input_is_refused() -> None:
         pad_collate(multiple_of=0)
     with pytest.raises(TypeError, match="leave collate_fn= out"):
         pad_collate()([1, 2])
+
+
+# --- Pack ---
+
+# Two rows of four tokens: a document of 3 tokens; token 1 of one of 2 tokens, and a separator.
+PIECES = np.array([[0, 0, 0, 3, 3], [1, 4, 1, 3, 2]])
+
+
+def packed(*samples: Any, pad: Any = -1, separator: Any = 9) -> Any:
+    builder = PackCollate(2, 4, separator, pad).new_builder(BatchPlan(0, [5, 6], [0, 1], 0, pieces=PIECES), lease())
+    for position, sample in enumerate(samples):
+        builder.put(position, sample)
+    return as_tensors(builder.finish(["five", "six"]))
+
+
+def lease() -> Any:
+    return HostBufferPool(0).lease()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *tokens: list(tokens),
+        lambda *tokens: torch.tensor(tokens),
+        lambda *tokens: torch.tensor(tokens, dtype=torch.int32),
+        lambda *tokens: np.array(tokens, np.int16),
+        lambda *tokens: np.array([tokens, tokens])[0],
+        lambda *tokens: torch.tensor([[token, 0] for token in tokens])[:, 0],
+    ],
+)
+def test_pieces_are_copied_to_their_places(make: Any) -> None:
+    """Of tensors, arrays and lists; tokens have the documents' dtype."""
+    document = make(1, 2, 3)
+    batch = packed(document, make(7, 8))
+    assert batch["tokens"].tolist() == [[1, 2, 3, -1], [8, 9, -1, -1]]
+    assert batch["tokens"].dtype == torch.as_tensor(document).dtype
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert batch["document_ids"].tolist() == [[0, 0, 0, -1], [1, 1, -1, -1]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 4, 6, 8]
+    assert batch["cu_seqlens"].dtype is torch.int32
+    assert batch["max_seqlen"] == 3
+    assert all(value.is_contiguous() for name, value in batch.items() if name != "max_seqlen")
+
+
+def test_columns_are_packed_alike() -> None:
+    """Each with its padding and separator; of any dtype and further dimensions."""
+
+    def document(*tokens: int) -> dict[str, Any]:
+        return {
+            "input_ids": list(tokens),
+            "labels": torch.tensor(tokens),
+            "weights": np.ones(len(tokens), np.float32) / 2,
+            "frames": np.ones((len(tokens), 3), np.float64),
+            "mask": torch.ones(len(tokens), dtype=torch.bool),
+        }
+
+    separator = {"input_ids": 9, "labels": -100, "weights": 0.25, "frames": 2, "mask": 1}
+    batch = packed(document(1, 2, 3), document(7, 8), pad={"labels": -5}, separator=separator)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [8, 9, 0, 0]]
+    assert batch["labels"].tolist() == [[1, 2, 3, -5], [8, -100, -5, -5]]
+    assert batch["weights"].tolist() == [[0.5, 0.5, 0.5, 0], [0.5, 0.25, 0, 0]]
+    assert batch["frames"].shape == (2, 4, 3)
+    assert batch["frames"][1, :, 0].tolist() == [1, 2, 0, 0]
+    assert batch["mask"].tolist() == [[True, True, True, False], [True, True, False, False]]
+    assert list(batch)[-4:] == ["position_ids", "document_ids", "cu_seqlens", "max_seqlen"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "message"),
+    [
+        (([1, 2],), {}, r"the document 'five' has 2 tokens, and Pack\(lengths=\) has 3"),
+        (([1, 2, 3, 4],), {}, "has 4 tokens"),
+        (([],), {}, "has 0 tokens"),
+        (([1, 2, 3], [1]), {}, "'six' has 1 tokens"),
+        (({"a": [1, 2, 3], "b": [1]},), {}, "has 1 b"),
+        (
+            ((torch.ones(3), 1),),
+            {},
+            "has tokens in a tuple: Pack takes a tensor, an array or a list of ints, or a dict",
+        ),
+        (("abc",), {}, "tokens in a str"),
+        (([1.0, 2, 3],), {}, "tokens in a list"),
+        (([[1], [2], [3]],), {}, "tokens in a list"),
+        ((torch.tensor(3),), {}, "tokens in a Tensor"),
+        ((torch.ones(3, dtype=torch.bfloat16),), {}, "tokens in a bfloat16 tensor"),
+        (({"a": [1, 2, 3], "name": "x"},), {}, "has name in a str"),
+        (({},), {}, "has no columns"),
+        (({"a": [1, 2, 3]}, {"b": [1, 2]}), {}, r"columns \['b'\], and another one \['a'\]"),
+        (([1, 2, 3], torch.ones(2, dtype=torch.int32)), {}, r"tokens of \['int32'\], and another one of \['int64'\]"),
+        ((np.ones((3, 2)), np.ones((2, 3))), {}, r"\['float64', 3\], and another one of \['float64', 2\]"),
+        (({"position_ids": [1, 2, 3]},), {}, "'position_ids', which Pack makes itself"),
+        ((np.ones(3, np.uint16),), {}, r"has uint16, which cannot hold Pack\(pad=-1\)"),
+        (([1, 2, 3],), {"separator": 0.5}, r"has int64, which cannot hold Pack\(separator=0.5\)"),
+        (({"a": [1, 2, 3]},), {"separator": {"b": 1}}, r"has a, for which Pack\(separator=\) has no token"),
+    ],
+)
+def test_documents_that_do_not_fit(samples: Any, options: Any, message: str) -> None:
+    """The error names the document and what was planned; it is one of the batch, which on_error="skip" never hides."""
+    builder = PackBatchBuilder(
+        PackCollate(2, 4, **{"separator": 9, "pad": -1, **options}),
+        BatchPlan(0, [5, 6], [0, 1], 0, pieces=PIECES),
+        lease(),
+    )
+    with pytest.raises(MisfitError) as raised:
+        for position, sample in enumerate(samples):
+            builder.put(position, sample)
+    error = misfit_error(raised.value, ["five", "six"][len(samples) - 1])
+    assert error is not None
+    assert re.search(message, str(error)), str(error)
+
+
+def test_a_packer_can_be_pickled() -> None:
+    """Worker processes get it."""
+    packer = PackCollate(2, 4, {"a": 1}, 0)
+    assert pickle.loads(pickle.dumps(packer)) == packer
