@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
-    from aiofeed.engine.fetch.padding import pad_collate
+    from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
     from aiofeed.feeder.feeder import Feeder
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.sampling.batches import Buckets, TokenBudget
+    from aiofeed.sampling.packing import Pack
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
@@ -54,7 +55,8 @@ _HOMES = {
     "DataLoader": "aiofeed.feeder.dataloader",
     "Buckets": "aiofeed.sampling.batches",
     "TokenBudget": "aiofeed.sampling.batches",
-    "pad_collate": "aiofeed.engine.fetch.padding",
+    "Pack": "aiofeed.sampling.packing",
+    "pad_collate": "aiofeed.engine.fetch.sequences",
     "prefetch": "aiofeed.feeder.prefetch",
     "scatter": "aiofeed.feeder.scatter",
     # one feeder for several processes
@@ -102,6 +104,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "DataLoader",
     "Buckets",
     "TokenBudget",
+    "Pack",
     "pad_collate",
     "prefetch",
     "scatter",

@@ -18,6 +18,7 @@ MODULES = (
     "handover",
     "startup",
     "epochs",
+    "plans",
     "dataloader",
     "process_engine",
     "shared_feed",

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TypeAlias
 
+import torch
+
 import aiofeed
 
 Piece: TypeAlias = "tuple[int, str]"
@@ -27,6 +29,7 @@ GAP, LABEL = 14, 44
 """Pixels between two batches, and at least for the label of one."""
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
+CONTEXT = 100
 # The quantiles of a log-normal distribution.
 LENGTHS = [round(24 * math.exp(0.6 * NormalDist().inv_cdf((number + 0.5) / 32))) for number in range(32)]
 SIZES, WEIGHTS = {"web": 400, "books": 120, "code": 60}, {"web": 0.55, "books": 0.3, "code": 0.15}
@@ -95,6 +98,22 @@ def padded(name: str, batch_size: int | aiofeed.Buckets | aiofeed.TokenBudget) -
         return draw_batches(name, [[[(length, COLOURS[0])] for length in batch] for batch in feeder])
 
 
+def packed() -> str:
+    """The same documents in rows of one length; each colour is a document."""
+    documents = [torch.zeros(length, dtype=torch.int64) for length in LENGTHS]
+    plan = aiofeed.Pack(LENGTHS, CONTEXT, rows=5, split=False)
+    with aiofeed.Feeder(documents, batch_size=plan, shuffle=True, shard=None) as feeder:
+        batches = []
+        for batch in feeder:
+            rows = []
+            for row in batch["document_ids"]:
+                numbers, counts = row.unique_consecutive(return_counts=True)
+                pieces = zip(numbers.tolist(), counts.tolist(), strict=True)
+                rows.append([(count, COLOURS[number % len(COLOURS)]) for number, count in pieces if number >= 0])
+            batches.append(rows)
+        return draw_batches("Pack", batches, width=CONTEXT)
+
+
 def mixture() -> str:
     """The source of each sample of a mixture, and the samples of each source so far beside their shares."""
     sources = {name: range(size) for name, size in SIZES.items()}
@@ -134,6 +153,7 @@ def pictures() -> dict[str, str]:
         "batches-plain.svg": padded("Plain batches", 8),
         "batches-buckets.svg": padded("Buckets", aiofeed.Buckets(LENGTHS, [20, 36], [12, 6, 4])),
         "batches-token-budget.svg": padded("TokenBudget", aiofeed.TokenBudget(LENGTHS, max_tokens=256)),
+        "batches-packed.svg": packed(),
         "batches-mixture.svg": mixture(),
     }
 

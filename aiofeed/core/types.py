@@ -207,6 +207,8 @@ class BatchPlan:
         positions: The position of each sample in the global order of the epoch.
         epoch_seed: Derived from (seed, epoch); with a position it seeds that sample's random numbers.
         order: The order of the epoch, in which replacements for failed samples are found.
+        pieces: The parts of samples that the batch has, int64 [pieces, 5], by ascending place: (position of the sample
+            in ``indices``, place in the batch, start, stop, length of the sample). ``None``: all of each sample.
     """
 
     number: int
@@ -214,3 +216,4 @@ class BatchPlan:
     positions: Sequence[int]
     epoch_seed: int
     order: EpochOrder | None = None
+    pieces: NDArray[Any] | None = None

@@ -36,7 +36,7 @@ from aiofeed.runtime.time_limits import (
 )
 
 _WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
-BuilderFactory = Callable[[int, BufferLease], BatchBuilder]
+BuilderFactory = Callable[[BatchPlan, BufferLease], BatchBuilder]
 
 # The search for a replacement yields to the loop after this many samples that are known to fail.
 YIELD_STEPS = 256
@@ -126,7 +126,7 @@ class DecodeStage:
         with batch.lock:
             if batch.builder is None:
                 batch.lease = self._memory.lease()
-                batch.builder = self._new_builder(len(batch.plan.indices), batch.lease)
+                batch.builder = self._new_builder(batch.plan, batch.lease)
             builder = batch.builder
         outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
         if deadline is not None and not deadline.finish():

@@ -17,12 +17,14 @@ import numpy as np
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
-from aiofeed.core.validation import check_bool, check_positive_int, is_async_function
+from aiofeed.core.validation import check_bool, check_callable, check_positive_int, is_async_function
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.runtime import machine
 from aiofeed.sampling.batches import LengthPlan, PlanLister
 from aiofeed.sampling.mixture import MixtureOrder
+from aiofeed.sampling.packing import Pack
 from aiofeed.sampling.sampler import BatchSamplerAdapter
 from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.weighted import WeightedOrder
@@ -85,7 +87,7 @@ class FeederConfig:
     length: int
     decode: Callable[..., Any] | None
     batch_size: int
-    collate_fn: Collate | None
+    collate_fn: Collate | PackCollate | None
     backend: DeviceBackend | DeviceGroup | None
     transform: Transform | None
     policy: FailurePolicy
@@ -108,6 +110,8 @@ def complete_config(
     static_batches = check_bool("static_batches", static_batches)
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
+    if isinstance(config.collate_fn, PackCollate):
+        _check_packed(config, cache, static_batches)
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -329,6 +333,20 @@ def new_batches(
     return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
 
 
+def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | None:
+    """Return ``value`` if it is a valid ``collate_fn``; for ``Pack``, its own.
+
+    Raises:
+        TypeError, ValueError: It is no such function, or ``Pack`` excludes it.
+    """
+    collate_fn: Collate | None = check_callable("collate_fn", value)
+    if not isinstance(batch_size, Pack):
+        return collate_fn
+    if collate_fn is not None:
+        raise ValueError("Pack puts the batches together, so leave out collate_fn=; transform= gets each batch")
+    return PackCollate(batch_size.rows, batch_size.context, batch_size.separator, batch_size.pad)
+
+
 def a_shuffle(value: object) -> Shuffle:
     """Return ``value`` if it is a valid ``shuffle``."""
     if value is True or value is False or value == "keyed" or value == "replacement":
@@ -390,6 +408,24 @@ def _check_tensors(config: FeederConfig, cache: object, static_batches: bool, *,
         )
     if config.engines:
         raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
+
+
+def _check_packed(config: FeederConfig, cache: object, static_batches: bool) -> None:
+    """Raise ``ValueError`` if an option excludes ``Pack``."""
+    if config.policy.action == "replace":
+        raise ValueError(
+            "Pack plans the place of every token, and a replacement has another length and comes twice: pass "
+            "on_error='skip', which leaves padding, or 'raise'"
+        )
+    if isinstance(config.backend, DeviceGroup):
+        raise ValueError(
+            "Pack makes one cu_seqlens for all rows of a batch, which cannot be split over devices: create one feeder "
+            "for each, with shard=(rank, world_size)"
+        )
+    if static_batches:
+        raise ValueError("static_batches=True needs tensors of one size, and cu_seqlens of Pack varies: leave it out")
+    if cache == "device":
+        raise ValueError('cache="device" hands out views of permuted rows, and Pack copies tokens: leave it out')
 
 
 def _check_static(config: FeederConfig, *, drop_last: bool, sampled: bool) -> None:

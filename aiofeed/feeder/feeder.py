@@ -26,6 +26,7 @@ from aiofeed.feeder.config import (
     DATALOADER_POSITIONS,
     FeederConfig,
     a_batch_size,
+    a_collate_fn,
     a_shuffle,
     adopt_decoder,
     adopt_source,
@@ -115,8 +116,8 @@ class Feeder(Generic[BatchT]):
             ``Mixture`` of several sources.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
             items.
-        batch_size: Samples per batch; or a plan that forms batches by the lengths of samples, ``Buckets`` or
-            ``TokenBudget``.
+        batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
+            ``TokenBudget`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
             of R takes the batches r, r + R, ..., unless its sampler is a ``DistributedSampler``. Excludes
             ``batch_size``, ``shuffle``, ``sampler`` and ``drop_last``.
@@ -268,7 +269,7 @@ class Feeder(Generic[BatchT]):
             length=self._length,
             decode=adopt_decoder(self._source, decode),
             batch_size=typical,
-            collate_fn=check_callable("collate_fn", collate_fn),
+            collate_fn=a_collate_fn(collate_fn, batch_size),
             backend=resolve_devices(device),
             transform=check_callable("transform", transform),
             policy=as_policy(on_error),

@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from aiofeed.sampling.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
 from aiofeed.sampling.weighted import WeightedOrder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int]"
 """The length of each sample, or a function of its index."""
@@ -152,8 +155,7 @@ class Buckets(LengthPlan):
             pieces = [pieces[at] for at in rng.permutation(len(pieces))]
         else:
             pieces.sort(key=lambda piece: int(piece[0]))
-        offsets = np.zeros(len(pieces) + 1, np.int64)
-        np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+        offsets = starts_of(np.array([len(piece) for piece in pieces], np.int64))
         return BatchLists(order[np.concatenate(pieces)] if pieces else order[:0], offsets)
 
 
@@ -191,9 +193,7 @@ class TokenBudget(LengthPlan):
         self.max_tokens = check_positive_int("TokenBudget(max_tokens=)", max_tokens)
         self.max_samples = None if max_samples is None else check_positive_int("TokenBudget(max_samples=)", max_samples)
         self.window = check_positive_int("TokenBudget(window=)", window)
-        if on_oversize not in ("error", "skip", "truncate"):
-            raise ValueError(f'TokenBudget(on_oversize=) must be "error", "skip" or "truncate", got {on_oversize!r}')
-        self.on_oversize = on_oversize
+        self.on_oversize = check_on_oversize("TokenBudget", on_oversize)
 
     def __repr__(self) -> str:
         return f"TokenBudget({self._describe()})"
@@ -265,6 +265,20 @@ class TokenBudget(LengthPlan):
         return np.array(offsets, np.int64)
 
 
+def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:
+    """Return ``value`` if it is a valid ``on_oversize``."""
+    if value not in ("error", "skip", "truncate"):
+        raise ValueError(f'{plan}(on_oversize=) must be "error", "skip" or "truncate", got {value!r}')
+    return value
+
+
+def starts_of(counts: NDArray[np.integer[Any]]) -> Int64:
+    """The start of each of consecutive ranges with these sizes, and the end of the last one."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
 def _checked_lengths(lengths: Sequence[int] | Int64, samples: int | None) -> Int64:
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -278,8 +292,7 @@ def _checked_lengths(lengths: Sequence[int] | Int64, samples: int | None) -> Int
 def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
     """The same batches in another order."""
     sizes = np.diff(lists.offsets)[order]
-    offsets = np.zeros(len(order) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
+    offsets = starts_of(sizes)
     starts = np.repeat(lists.offsets[:-1][order] - offsets[:-1], sizes)
     return BatchLists(lists.indices[starts + np.arange(len(starts))], offsets)
 

@@ -25,10 +25,14 @@ _FEISTEL_ROUNDS = 6
 
 @dataclass(frozen=True, eq=False)
 class BatchLists:
-    """The batches of an epoch: batch k has ``indices[offsets[k]:offsets[k + 1]]``."""
+    """The batches of an epoch: batch k has ``indices[offsets[k]:offsets[k + 1]]``.
+
+    ``spans``: if entries are parts of samples, (place in the batch, start, stop, length of the sample) of each, int32.
+    """
 
     indices: Int64
     offsets: Int64
+    spans: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -46,6 +50,8 @@ class BatchLists:
         """A digest of all batches."""
         digest = hashlib.sha256(self.indices.tobytes())
         digest.update(self.offsets.tobytes())
+        if self.spans is not None:
+            digest.update(self.spans.tobytes())
         return digest.hexdigest()[:32]
 
 

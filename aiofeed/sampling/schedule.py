@@ -158,8 +158,13 @@ class Schedule:
         for number, position in enumerate(self.positions(start.consumed, 0, self.batches(start.consumed)).tolist()):
             if number not in start.ahead:
                 repeats, batch = divmod(position, self.length)
-                positions = (lists.positions(batch) + repeats * samples).tolist()
-                yield BatchPlan(number, lists.samples(batch).tolist(), positions, seed, order)
+                indices, positions, pieces = lists.samples(batch), lists.positions(batch) + repeats * samples, None
+                if lists.spans is not None:
+                    # A sample of which a batch has several parts is read once.
+                    indices, first, sample = np.unique(indices, return_index=True, return_inverse=True)
+                    pieces = np.column_stack([sample, lists.spans[lists.offsets[batch] : lists.offsets[batch + 1]]])
+                    positions = positions[first]
+                yield BatchPlan(number, indices.tolist(), positions.tolist(), seed, order, pieces)
 
     def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
         """The position after batch ``number`` of an iterator that began at ``start``.

@@ -111,7 +111,7 @@ class DefaultCollateBuilder(BatchBuilder):
                 return self._collate(pick(kept, positions))
             assert self._root is not None, "a builder without samples"
             return self._root.finish(positions)
-        except _MisfitError as misfit:
+        except MisfitError as misfit:
             named = [keys[positions[position] if positions else position] for position in misfit.positions]
             raise CollateError(misfit.explain(named)) from misfit.__cause__
 
@@ -141,7 +141,7 @@ def _has_small_tensor(sample: Any) -> bool:
     return plain and total_nbytes(sample) <= TOGETHER_BYTES
 
 
-class _MisfitError(Exception):
+class MisfitError(Exception):
     """Samples do not fit together. The message says how they differ; ``positions`` are those to name."""
 
     def __init__(self, problem: str, positions: Sequence[int]) -> None:
@@ -149,6 +149,7 @@ class _MisfitError(Exception):
         self.positions = positions
 
     def explain(self, keys: Sequence[str]) -> str:
+        """The message for the user; ``keys`` are those of the samples at ``positions``."""
         names = f" ({' and '.join(map(repr, keys))})" if keys else ""
         return (
             f"the samples of a batch do not fit together: {self}{names}; make the decoder return the same structure "
@@ -229,7 +230,7 @@ class _ListNode:
                 try:
                     rows[:] = values
                 except OverflowError as error:
-                    raise _MisfitError(f"a number does not fit into {dtype.name}: {error}", ()) from error
+                    raise MisfitError(f"a number does not fit into {dtype.name}: {error}", ()) from error
                 return HostTensor(rows, pinned=self._lease.pinned)
         return _default_collate(values)
 
@@ -249,7 +250,7 @@ class _TupleNode:
     def put(self, position: int, value: Any) -> None:
         if not isinstance(value, tuple | list) or len(value) != len(self._children):
             got = f"{len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
-            raise _MisfitError(f"one has {len(self._children)} parts, another {got}", (position,))
+            raise MisfitError(f"one has {len(self._children)} parts, another {got}", (position,))
         if isinstance(value, list) and type(value) is not list:
             self._models[position] = value
         for child, item in zip(self._children, value, strict=True):
@@ -272,14 +273,14 @@ class _DictNode:
 
     def put(self, position: int, value: Any) -> None:
         if not isinstance(value, Mapping):
-            raise _MisfitError(f"one is a dict, another a {type(value).__name__}", (position,))
+            raise MisfitError(f"one is a dict, another a {type(value).__name__}", (position,))
         if type(value) is not dict:
             self._models[position] = value
         for name, child in self._children.items():
             try:
                 item = value[name]
             except KeyError:
-                raise _MisfitError(f"one has the key {name!r}, another has only {list(value)}", (position,)) from None
+                raise MisfitError(f"one has the key {name!r}, another has only {list(value)}", (position,)) from None
             child.put(position, item)
 
     def finish(self, positions: Positions) -> Any:
@@ -371,7 +372,7 @@ class CollateBatchBuilder(BatchBuilder):
 
 def misfit_error(error: BaseException, key: str) -> CollateError | None:
     """The user's error for a sample whose structure differs from the first one's; ``None`` for other errors."""
-    return CollateError(error.explain([key])) if isinstance(error, _MisfitError) else None
+    return CollateError(error.explain([key])) if isinstance(error, MisfitError) else None
 
 
 def _default_collate(values: list[Any]) -> Any:
@@ -382,15 +383,15 @@ def _default_collate(values: list[Any]) -> Any:
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         for position, value in enumerate(values):
             if (problem := _common_mistake(value)) is not None:
-                raise _MisfitError(problem, (position,)) from error
+                raise MisfitError(problem, (position,)) from error
         shapes = [tuple(value.shape) if hasattr(value, "shape") else None for value in values]
         for position, shape in enumerate(shapes):
             if shape != shapes[0]:
                 problem = f"shapes {list(shapes[0] or ())} and {list(shape or ())}"
                 if shape is None or shapes[0] is None:
                     problem = f"one is a {type(values[0]).__name__}, another a {type(values[position]).__name__}"
-                raise _MisfitError(problem, (0, position)) from error
-        raise _MisfitError(str(error), ()) from error
+                raise MisfitError(problem, (0, position)) from error
+        raise MisfitError(str(error), ()) from error
 
 
 def _common_mistake(value: Any) -> str | None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.types import Collate, Source, decodes_in_place
+from aiofeed.core.types import BatchPlan, Collate, Source, decodes_in_place
 from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
+from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.sources.dataset import FromDataset
@@ -17,14 +18,14 @@ from aiofeed.sources.dataset import FromDataset
 if TYPE_CHECKING:
     from aiofeed.cache.store import SampleStore
 
-NewBuilder: TypeAlias = Callable[[int, BufferLease], BatchBuilder]
-"""Makes a builder for a batch of so many samples, in memory of a lease."""
+NewBuilder: TypeAlias = Callable[[BatchPlan, BufferLease], BatchBuilder]
+"""Makes the builder of a planned batch, in memory of a lease."""
 
 
 def new_fetcher(
     source: Source[Any] | FromDataset,
     decode: Callable[..., Any] | None,
-    collate_fn: Collate | None,
+    collate_fn: Collate | PackCollate | None,
     *,
     length: int,
     policy: FailurePolicy,
@@ -51,14 +52,16 @@ def new_fetcher(
     return CachedFetcher(inner, new_codec(decode), cache)
 
 
-def builder_factory(fetcher: Fetcher, collate_fn: Collate | None, *, staged: bool) -> NewBuilder:
+def builder_factory(fetcher: Fetcher, collate_fn: Collate | PackCollate | None, *, staged: bool) -> NewBuilder:
     """The function that makes the builders of a feeder's batches.
 
     Args:
         fetcher: The feeder's fetcher.
-        collate_fn: The user's function.
+        collate_fn: The user's function, or how to pack documents.
         staged: Whether the tensors that ``collate_fn`` returns are copied into the batch's memory.
     """
     if collate_fn is None:
-        return fetcher.new_builder
-    return lambda samples, lease: CollateBatchBuilder(samples, collate_fn, lease if staged else None)
+        return lambda plan, lease: fetcher.new_builder(len(plan.indices), lease)
+    if isinstance(collate_fn, PackCollate):
+        return collate_fn.new_builder
+    return lambda plan, lease: CollateBatchBuilder(len(plan.indices), collate_fn, lease if staged else None)

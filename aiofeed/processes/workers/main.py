@@ -191,11 +191,15 @@ class _Worker:
     def _plan(self, message: PlanBatch) -> WorkerPlan:
         if len(message.indices) % 8 or len(message.indices) != len(message.positions) or not message.indices:
             raise ProtocolError("a plan whose indices and positions do not match")
+        if len(message.pieces) % (5 * 8):
+            raise ProtocolError("a plan with an incomplete piece of a sample")
         indices: list[int] = np.frombuffer(message.indices, np.int64).tolist()
         positions: list[int] = np.frombuffer(message.positions, np.int64).tolist()
         request = partial(self.request_index, message.serial)
         order = RemoteOrder(message.order_length, request) if message.order_length else None
-        return WorkerPlan(message.number, indices, positions, message.epoch_seed, order, message.serial)
+        pieces = np.frombuffer(message.pieces, np.int64).reshape(-1, 5) if message.pieces else None
+        plan = message.number, indices, positions, message.epoch_seed, order
+        return WorkerPlan(*plan, pieces=pieces, serial=message.serial)
 
     def _lost(self, error: Exception | None) -> None:
         os._exit(1)  # the trainer is gone; or it sent an invalid message, and sees this process end

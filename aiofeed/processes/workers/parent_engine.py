@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
+from aiofeed.core.types import BatchPlan
 from aiofeed.engine.batch import Batch
 from aiofeed.engine.engine import Engine
 from aiofeed.processes.ipc.batch_codec import batch_in_ring, decode_and_wrap
@@ -167,5 +168,5 @@ class MultiprocessEngine(Engine):
             self._concurrency.apply(self._tuner)
 
 
-def _no_builder(samples: int, lease: BufferLease) -> Any:
+def _no_builder(plan: BatchPlan, lease: BufferLease) -> Any:
     raise NotImplementedError("batches are built in the worker processes")

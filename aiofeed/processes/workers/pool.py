@@ -126,9 +126,9 @@ class WorkerPool:
         worker.assigned[serial] = batch
         indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
         length = 0 if plan.order is None else plan.order.length
-        worker.send(
-            PlanBatch(serial, plan.number, plan.epoch_seed, indices.tobytes(), positions.tobytes(), may_decode, length)
-        )
+        pieces = b"" if plan.pieces is None else plan.pieces.tobytes()
+        samples = indices.tobytes(), positions.tobytes()
+        worker.send(PlanBatch(serial, plan.number, plan.epoch_seed, *samples, may_decode, length, pieces))
         return batch
 
     def received(self, worker: WorkerHandle, message: FromWorker) -> None:

@@ -29,6 +29,7 @@ class PlanBatch(Struct, frozen=True):
         indices, positions: int64, in the order of the batch.
         may_decode: Whether it may be decoded at once.
         order_length: Length of the epoch's order, of which samples can be requested; 0 for none.
+        pieces: See ``BatchPlan``; empty for none.
     """
 
     serial: int
@@ -38,6 +39,7 @@ class PlanBatch(Struct, frozen=True):
     positions: bytes
     may_decode: bool
     order_length: int = 0
+    pieces: bytes = b""
 
 
 class StartDecoding(Struct, frozen=True):

@@ -17,12 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.runtime.event_loop import reserve_standard_descriptors
+
+if TYPE_CHECKING:
+    from aiofeed.engine.fetch.sequences import PackCollate
 
 _OR_THREADS = 'or use engine="thread"'
 
@@ -49,7 +52,7 @@ class WorkerConfig:
 
     source: Any
     decode: Callable[..., Any] | None
-    collate_fn: Callable[[list[Any]], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | PackCollate | None
     length: int
     engines: int
     read_concurrency: int

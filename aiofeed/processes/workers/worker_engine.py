@@ -229,9 +229,9 @@ def _dump(value: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
     return dump_batch(value, slot)
 
 
-def _new_builder(new_builder: NewBuilder, samples: int, lease: BufferLease) -> BatchBuilder:
+def _new_builder(new_builder: NewBuilder, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
     """A builder whose finished batch is encoded in its slot."""
     assert isinstance(lease, Slot)
-    builder = new_builder(samples, lease)
+    builder = new_builder(plan, lease)
     builder.encode = partial(encode_batch, slot=lease)
     return builder
