@@ -288,6 +288,22 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
     assert script.detection_loss(grid, padded) == script.detection_loss(grid, batch)
 
 
+# --- packed_text ------------------------------------------------------------------------------------------------------
+
+
+def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
+    """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
+    output = run("packed_text.py")
+    lines = re.findall(
+        r"^(\d) processes: loss ([0-9.]+) to ([0-9.]+), .* prose (\d+), code (\d+)$", output, re.MULTILINE
+    )
+    assert [line[0] for line in lines] == ["2", "1"]
+    assert float(lines[0][2]) < float(lines[0][1]) - 1
+    for _, _, _, prose, code in lines:
+        assert abs(int(prose) - 0.7 * (int(prose) + int(code))) < 0.05 * int(prose) + 5
+    assert "uninterrupted process: True" in output
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiofeed import Buckets, Feeder, Mixture, TokenBudget, pad_collate
+from aiofeed import Buckets, Feeder, Mixture, Pack, TokenBudget, pad_collate
 
 SIZES = {"web": 19, "books": 7, "code": 12}
 SAMPLES = sum(SIZES.values())
@@ -74,10 +74,15 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "batch sampler": listed,
     "buckets": shuffled(batch_size=Buckets(LENGTHS, [3, 6], [6, 4, 3])),
     "token budget": shuffled(batch_size=TokenBudget(LENGTHS, 24, window=16)),
+    "packed": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None),
+    "packed whole": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, split=False, pad=-1), collate_fn=None),
     "mixture": shuffled(source=mixture(), batch_size=4),
     "random mixture": shuffled(source=mixture(random=True, until=50), batch_size=4),
     "changing mixture": shuffled(
         source=mixture(weights=lambda drawn: [1, 1 + drawn // 1024, 2], until=50), batch_size=4
+    ),
+    "packed mixture": shuffled(
+        source=mixture(), batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None
     ),
     "token budget of a mixture": shuffled(source=mixture(), batch_size=TokenBudget(LENGTHS, 24, window=16)),
 }
