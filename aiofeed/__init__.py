@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
+    from aiofeed.sources.stream import Stream
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -64,6 +65,7 @@ _HOMES = {
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
+    "Stream": "aiofeed.sources.stream",
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
@@ -109,6 +111,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Files",
     "FromDataset",
     "Tensors",
+    "Stream",
     "DecodeImage",
     "HostCache",
     "DiskCache",

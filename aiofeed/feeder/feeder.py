@@ -30,10 +30,13 @@ from aiofeed.feeder.config import (
     adopt_decoder,
     adopt_source,
     an_engine,
+    check_stream,
     complete_config,
     fingerprint_of,
+    length_of,
     limits_for,
     new_batches,
+    new_order,
     with_resident_tensors,
     with_static_outputs,
 )
@@ -42,10 +45,10 @@ from aiofeed.feeder.session import FeederSession
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.batches import LengthPlan
-from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
     import torch
     import typing_extensions
+    from torch.utils.data import IterableDataset
 
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
@@ -107,9 +111,10 @@ class Feeder(Generic[BatchT]):
     of their own, never in the caller's event loop.
 
     Args:
-        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, or ``Tensors``.
+        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``, a
+            ``Stream``, or an ``IterableDataset``, which becomes a ``Stream``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
-            items.
+            items, and for a ``Stream`` that does.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples, ``Buckets`` or
             ``TokenBudget``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
@@ -189,7 +194,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: Source[EncodedT],
+            source: Source[EncodedT] | IterableDataset[EncodedT],
             *,
             decode: Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any],
             batch_size: int | LengthPlan | None = None,
@@ -203,7 +208,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any] | FromDataset | Tensors,
+            source: MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any],
             *,
             decode: None = None,
             batch_size: int | LengthPlan | None = None,
@@ -215,7 +220,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any],
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | LengthPlan | None = None,
@@ -237,7 +242,17 @@ class Feeder(Generic[BatchT]):
         static_batches: bool = False,
     ) -> None:
         self._source = adopt_source(source)
-        self._length = len(self._source)
+        check_stream(
+            self._source,
+            batch_size=batch_size,
+            batch_sampler=batch_sampler,
+            shuffle=shuffle,
+            sampler=sampler,
+            on_error=on_error,
+            cache=cache,
+            engine=engine,
+        )
+        self._length = length_of(self._source)
         order = Schedule(
             length=self._length,
             batch_size=1,
@@ -250,7 +265,7 @@ class Feeder(Generic[BatchT]):
         typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
         if batches is None:
             order = replace(order, batch_size=typical)
-        self._order = FeedOrder(order, sampler, shard, batches)
+        self._order = new_order(self._source, order, sampler, shard, batches)
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,
@@ -315,7 +330,11 @@ class Feeder(Generic[BatchT]):
         self._session = self._new_session(with_static_outputs(config) if static else config)
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it."""
+        """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it.
+
+        Raises:
+            TypeError: The source is a ``Stream`` without a length.
+        """
         return self._order.batches_of_rank()
 
     def __iter__(self) -> FeedIterator[BatchT]:
@@ -397,7 +416,7 @@ class Feeder(Generic[BatchT]):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._checkpoint.position
-        schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position.epoch)
+        schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:

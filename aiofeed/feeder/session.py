@@ -144,24 +144,27 @@ class FeederSession(Generic[BatchT]):
                 "training and validation, create two feeders, or an aiofeed.DataLoader without cache=, engine=, "
                 "on_error= and threads="
             )
-        schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
+        planned = self._order.plan_epoch(self._checkpoint.next_position())
+        schedule, first = planned.schedule, planned.first
         start, sampled = first.position, first.sampled is not None
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
         if completed and stream is not None and not sampled and _may_read_ahead(self.config, self.pipeline):
             stats = stream.take_over(schedule, start)
         if stats is None or stream is None:
-            stats, stream = first.counters, EpochStream(schedule, first)
+            stats, stream = first.counters, planned
         if not sampled and _may_read_ahead(self.config, None):
             # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
             self._read_ahead(stream, start.epoch)
+        # Before the stream is fed, because the engine may see the end of a short epoch at once.
+        epoch = stream.new_progress(start, self.config.in_order)
         delivery = self._start(stream)
         self._earlier_stats.add(self.stats)
         self.stats = stats
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
-        self._epoch = EpochProgress(schedule, start, self.config.in_order)
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, self._epoch))
+        self._epoch = epoch
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch))
         self._iterator = weakref.ref(iterator)
         delivery.watch(iterator)
         return iterator
@@ -231,6 +234,8 @@ class FeederSession(Generic[BatchT]):
 
     def _epoch_ended(self, epoch: EpochProgress) -> None:
         epoch.ended = True
+        if not epoch.started and not epoch.start.at_start:
+            self._checkpoint.on_first_batch(epoch)  # nothing was left of a resumed epoch
         self._failures.summarise(epoch.start.epoch, self.stats)
         self._hint_at_threads()
         # Dropping the iterator after its end is not a break.

@@ -11,7 +11,7 @@ from typing import Literal
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.sampling.batches import PlanLister
-from aiofeed.sampling.epochs import EpochStart
+from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.sampler import BatchSamplerAdapter, SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule
 
@@ -96,13 +96,13 @@ class FeedOrder:
             )
         return schedule.batches()
 
-    def plan_epoch(self, position: Position) -> tuple[Schedule, EpochStart]:
-        """The order and start of the epoch at ``position``, or of the next one if none of it is left."""
+    def plan_epoch(self, position: Position) -> EpochStream:
+        """The epoch at ``position`` from there on, or the next one if none of it is left."""
         if self._sampler is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
             self._warn_if_empty(schedule)
-            return schedule, EpochStart(EpochStats(), schedule.normalize(position))
+            return EpochStream(schedule, EpochStart(EpochStats(), schedule.normalize(position)))
         if not self._epoch_used:
             self._sampler.repeat_last_epoch()
         while True:
@@ -112,7 +112,7 @@ class FeedOrder:
             if start.epoch == position.epoch:
                 self._epoch_used = False
                 self._warn_if_empty(schedule)
-                return schedule, EpochStart(EpochStats(), start, sampled)
+                return EpochStream(schedule, EpochStart(EpochStats(), start, sampled))
             position = start
 
     def normalize(self, position: Position) -> Position:
@@ -147,9 +147,9 @@ class FeedOrder:
         """The epoch planned last has handed out a batch, so the next plan does not repeat its list."""
         self._epoch_used = True
 
-    def sampler_state(self, epoch: int) -> str:
-        """The state that restores the sampler for an epoch, as JSON; empty without a sampler."""
-        return "" if self._sampler is None else self._sampler.state(epoch)
+    def sampler_state(self, position: Position) -> str:
+        """The state that restores the sampler for a position, as JSON; empty without a sampler."""
+        return "" if self._sampler is None else self._sampler.state(position.epoch)
 
     def load_sampler_state(self, state: str) -> None:
         """Restore the sampler from ``sampler_state``."""

@@ -12,6 +12,7 @@ from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.buffers import BufferLease
+from aiofeed.runtime.tensors import unchanged
 from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def new_fetcher(
     if isinstance(source, FromDataset):
         inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
-        assert decode is not None
+        decode = decode or unchanged  # a stream's items may be samples
         in_place = collate_fn is None and decodes_in_place(decode)
         inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy)
     if cache is None:
