@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,12 @@ class Stream:
         sharded: Whether the iterable gives each rank items of its own. Ranks may then have different numbers of
             batches, which hangs collective operations: stop all ranks after the same number of steps. Each rank saves
             and loads its own state, and the world size cannot change within an epoch.
+        length: The number of items of an epoch, by default ``len()`` of the iterable. Without both, the feeder has no
+            ``len()``. An epoch with fewer items ends with an error.
 
     Raises:
         TypeError: ``make_iterable`` is not iterable or callable, or is an iterator, which can be iterated only once.
-        ValueError: ``shuffle_buffer`` is negative.
+        ValueError: ``shuffle_buffer`` or ``length`` is negative.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Stream:
         *,
         shuffle_buffer: int = 0,
         sharded: bool = False,
+        length: int | None = None,
     ) -> None:
         self._make = make_iterable
+        self._length = None if length is None else check_int_from(0, "length", length)
         self.shuffle_buffer = check_int_from(0, "shuffle_buffer", shuffle_buffer)
         self.sharded = check_bool("sharded", sharded)
         # functools.partial has no name, but a function.
@@ -105,23 +109,21 @@ class Stream:
         return {"epoch": epoch} if self._takes_epoch else {}
 
     def __len__(self) -> int:
-        """The number of items, if the iterable has a length.
+        """The number of items of an epoch.
 
         Raises:
-            TypeError: It has none, or is made by a function.
+            TypeError: It is not known.
         """
-        make: Any = self._make
-        if not hasattr(make, "__len__"):
-            raise TypeError(f"{self!r} has no len(): its number of items is known when it ends")
-        return len(make)
+        if self.length is None:
+            raise TypeError(f"{self!r} has no len(): pass Stream(length=...) if you know its number of items")
+        return self.length
 
     @property
     def length(self) -> int | None:
-        """The number of items, if the iterable has a length; else ``None``."""
-        try:
-            return len(self)
-        except TypeError:
-            return None
+        """The number of items of an epoch; ``None`` if it is not known."""
+        if self._length is None and isinstance(self._make, Sized):
+            return len(self._make)
+        return self._length
 
     def __repr__(self) -> str:
         sharded = ", sharded=True" if self.sharded else ""
@@ -153,12 +155,11 @@ class Stream:
         before = (each for each in snapshots if each.epoch == position.epoch and each.item <= first)
         return max(before, key=lambda each: each.item, default=None)
 
-    def open_epoch(self, epoch: int, state: Any) -> Any:
-        """Return the iterable of an epoch, in a state that its ``state_dict`` has returned if it is not ``None``.
+    def open_epoch(self, epoch: int) -> Any:
+        """Return the iterable or async iterable of an epoch.
 
         Raises:
-            TypeError: The function returned no iterable.
-            StateError: The iterable refused the state.
+            TypeError: The function returned something else.
         """
         made: Any = self._make
         if not isinstance(self._make, Iterable | AsyncIterable):
@@ -167,11 +168,6 @@ class Stream:
                 raise TypeError(f"{self.name}() must return an iterable or an async iterable, got {made!r}")
         if hasattr(made, "set_epoch"):
             made.set_epoch(epoch)
-        if state is not None:
-            try:
-                made.load_state_dict(state)
-            except Exception as error:
-                raise StateError(f"{self!r} refuses its saved state: {format_error(error)}") from error
         return made
 
 
@@ -207,11 +203,8 @@ class Snapshot:
     reason: str = ""
 
 
-def snapshot_of(iterable: Any, epoch: int, item: int) -> Snapshot | None:
-    """The present state of an iterable; ``None`` if it has no ``state_dict`` and ``load_state_dict``."""
-    if not (hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")):
-        return None
-    state = iterable.state_dict()
+def snapshot_of(state: Any, epoch: int, item: int) -> Snapshot:
+    """A snapshot of a state, which the iterable may change later."""
     try:
         text = json.dumps(state)
         if json.loads(text) != state:  # a tuple becomes a list, and a number as a key a str
@@ -257,11 +250,13 @@ class StreamReader:
         self._first = first
         self._snapshot = snapshot
         # The number of the next item.
-        self._number = 0 if snapshot is None else snapshot.item
+        self._number = 0
         self._pool = ThreadPool("stream", 1)
         self._stopped = False
         self._iterable: Any = None
         self._iterator: Any = None
+        # The iterable or its iterator, whichever has a state.
+        self._stateful: Any = None
         self._pending: asyncio.Future[Any] | None = None
 
     async def blocks(self, size: int) -> AsyncGenerator[Block, None]:
@@ -272,10 +267,12 @@ class StreamReader:
         try:
             self._submit(self._open)
             block = await self._result()
+            if block.error is None and isinstance(self._iterable, AsyncIterable):
+                block = self._guarded(self._begin)
             dropped = self._first - self._number
             if block.error is None and dropped > 0:
-                level = logging.INFO if self._snapshot is not None else logging.WARNING
-                why = "" if self._snapshot is not None else ", because it has no state_dict"
+                level = logging.INFO if self._number else logging.WARNING
+                why = "" if self._stateful is not None else ", because it has no state_dict"
                 log.log(level, "%r resumes at item %d: %d items are skipped%s", self._stream, self._first, dropped, why)
                 self._start(dropped, keep=False)
                 block = await self._result()
@@ -319,27 +316,49 @@ class StreamReader:
         return block
 
     def _open(self, block: Block) -> None:
-        snapshot = self._snapshot
-        state = None if snapshot is None or snapshot.state is None else json.loads(snapshot.state)
-        self._iterable = self._stream.open_epoch(self._epoch, state)
+        self._iterable = self._stream.open_epoch(self._epoch)
+        self._restore(self._iterable)
         if not isinstance(self._iterable, AsyncIterable):
-            self._iterator = iter(self._iterable)
+            self._begin(block)
+
+    def _begin(self, block: Block) -> None:
+        self._iterator = aiter(self._iterable) if isinstance(self._iterable, AsyncIterable) else iter(self._iterable)
+        self._restore(self._iterator)
+
+    def _restore(self, stateful: Any) -> None:
+        """Load the snapshot into the iterable, or into its iterator if only that has a state.
+
+        Raises:
+            StateError: It refuses the state.
+        """
+        if self._stateful is not None or not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
+            return
+        self._stateful = stateful
+        if self._snapshot is not None and self._snapshot.state is not None:
+            try:
+                stateful.load_state_dict(json.loads(self._snapshot.state))
+            except Exception as error:
+                raise StateError(f"{self._stream!r} refuses its saved state: {format_error(error)}") from error
+            self._number = self._snapshot.item
+
+    def _capture(self) -> Snapshot | None:
+        if self._stateful is None:
+            return None
+        return snapshot_of(self._stateful.state_dict(), self._epoch, self._number)
 
     def _read(self, block: Block, count: int, keep: bool) -> None:
         for left in range(count, 0, -1):
             if self._stopped:
                 return
-            snapshot = snapshot_of(self._iterable, self._epoch, self._number) if left == 1 and keep else None
+            snapshot = self._capture() if left == 1 and keep else None
             if not self._add(block, next(self._iterator, _END), snapshot, keep):
                 return
 
     async def _read_async(self, count: int, keep: bool) -> Block:
         block = Block()
         try:
-            if self._iterator is None:
-                self._iterator = aiter(self._iterable)
             for left in range(count, 0, -1):
-                snapshot = snapshot_of(self._iterable, self._epoch, self._number) if left == 1 and keep else None
+                snapshot = self._capture() if left == 1 and keep else None
                 item = await anext(self._iterator, _END)
                 await clear_cancellation()  # the iterable may have cancelled this task
                 if not self._add(block, item, snapshot, keep):
@@ -361,8 +380,10 @@ class StreamReader:
 
     def _failed(self, block: Block, error: BaseException) -> None:
         """Set the error of a block, without our frames, which refer to items."""
-        if error.__traceback__ is not None:
-            BaseException.with_traceback(error, error.__traceback__.tb_next)
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_frame.f_globals is globals():
+            traceback = traceback.tb_next
+        BaseException.with_traceback(error, traceback)
         if isinstance(error, FeedError):
             block.error = error
             return
