@@ -394,20 +394,33 @@ class StreamReader:
         block.error.__cause__ = cause
 
     async def _close(self) -> None:
-        """Close the iterator where it runs, and end the thread."""
+        """Close the iterator where it runs, and end the thread; both go on if this is cancelled."""
         self._stopped = True
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                if isinstance(self._pending, asyncio.Task):
-                    self._pending.cancel()
-                if self._pending is not None:
-                    await asyncio.wait([self._pending])
-                if (aclose := getattr(self._iterator, "aclose", None)) is not None:
-                    await aclose()
-                elif (close := getattr(self._iterator, "close", None)) is not None:
-                    await asyncio.get_running_loop().run_in_executor(self._pool, close)
-        except TimeoutError:
+        if self._pending is None:
+            return
+        closing: asyncio.Future[None]
+        if isinstance(self._pending, asyncio.Task):
+            self._pending.cancel()
+            closing = asyncio.ensure_future(self._close_on_loop(self._pending))
+        else:
+            closing = asyncio.get_running_loop().run_in_executor(self._pool, self._close_in_thread)
+        if not (await asyncio.wait([closing], timeout=CLOSE_S))[0]:
             log.warning("%r gave no item within %.0f s after it was closed and is left behind", self._stream, CLOSE_S)
-        except Exception:  # the user's close() may raise anything, and no consumer is left to receive it
+
+    def _close_in_thread(self) -> None:
+        try:
+            if (close := getattr(self._iterator, "close", None)) is not None:
+                close()
+        except BaseException:  # the user's code may raise anything, and no consumer is left to receive it
             log.exception("close() of %r failed", self._stream)
+        finally:
+            self._pool.stop()
+
+    async def _close_on_loop(self, pending: asyncio.Future[Any]) -> None:
         self._pool.stop()
+        try:
+            await asyncio.wait([pending])
+            if (aclose := getattr(self._iterator, "aclose", None)) is not None:
+                await aclose()
+        except Exception:  # as above
+            log.exception("aclose() of %r failed", self._stream)

@@ -202,8 +202,8 @@ def _missing(stream: Stream, start: Position, items: int) -> FeedError | None:
     if length is None or items >= length:
         return None
     return FeedError(
-        f"{stream!r} ended after {items} items in epoch {start.epoch}, but its length is {length}: pass Stream(length=...) "
-        f"with the right number"
+        f"{stream!r} ended after {items} items in epoch {start.epoch}, but its length is {length}: pass "
+        f"Stream(length=...) with the right number"
     )
 
 
