@@ -366,6 +366,7 @@ class StreamReader:
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; the consumer raises it
             if not self._stopped:
                 self._failed(block, error)
+                await clear_cancellation()
         return block
 
     def _add(self, block: Block, item: Any, snapshot: Snapshot | None, keep: bool) -> bool:

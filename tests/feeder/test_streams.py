@@ -323,11 +323,16 @@ def test_torchdata_nodes() -> None:
 
 
 def test_a_hugging_face_dataset() -> None:
-    """A streaming dataset resumes by its own state, and set_epoch shuffles it."""
+    """A Feeder takes a streaming dataset, which resumes by its own state."""
     datasets = pytest.importorskip("datasets")
 
+    def items(shards: list[int]) -> Iterator[dict[str, int]]:
+        for shard in shards:
+            for item in range(10):
+                yield {"x": 10 * shard + item}
+
     def source() -> Any:
-        return Stream(datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4))
+        return datasets.IterableDataset.from_generator(items, gen_kwargs={"shards": [0, 1, 2, 3]})
 
     def values(batches: Any) -> Batches:
         return [batch["x"].tolist() for batch in batches]
