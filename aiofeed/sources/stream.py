@@ -347,37 +347,41 @@ class StreamReader:
         return snapshot_of(self._stateful.state_dict(), self._epoch, self._number)
 
     def _read(self, block: Block, count: int, keep: bool) -> None:
+        snapshot = None
         for left in range(count, 0, -1):
             if self._stopped:
                 return
-            snapshot = self._capture() if left == 1 and keep else None
-            if not self._add(block, next(self._iterator, _END), snapshot, keep):
+            if left == 1 and keep:
+                snapshot = self._capture()
+            item = next(self._iterator, _END)
+            if item is _END:
+                block.ended = True
                 return
+            if keep:
+                block.items.append(item)
+            self._number += 1
+        block.snapshot = snapshot
 
     async def _read_async(self, count: int, keep: bool) -> Block:
-        block = Block()
+        block, snapshot = Block(), None
         try:
             for left in range(count, 0, -1):
-                snapshot = self._capture() if left == 1 and keep else None
+                if left == 1 and keep:
+                    snapshot = self._capture()
                 item = await anext(self._iterator, _END)
                 await clear_cancellation()  # the iterable may have cancelled this task
-                if not self._add(block, item, snapshot, keep):
-                    break
+                if item is _END:
+                    block.ended = True
+                    return block
+                if keep:
+                    block.items.append(item)
+                self._number += 1
+            block.snapshot = snapshot
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; the consumer raises it
             if not self._stopped:
                 self._failed(block, error)
                 await clear_cancellation()
         return block
-
-    def _add(self, block: Block, item: Any, snapshot: Snapshot | None, keep: bool) -> bool:
-        """Add an item to a block; return False if the iterable has ended instead."""
-        block.ended = item is _END
-        if not block.ended:
-            if keep:
-                block.items.append(item)
-            block.snapshot = snapshot
-            self._number += 1
-        return not block.ended
 
     def _failed(self, block: Block, error: BaseException) -> None:
         """Set the error of a block, without our frames, which refer to items."""

@@ -12,7 +12,6 @@ from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.runtime.tensors import unchanged
 from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def new_fetcher(
     if isinstance(source, FromDataset):
         inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
-        decode = decode or unchanged  # a stream's items may be samples
         in_place = collate_fn is None and decodes_in_place(decode)
         inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy)
     if cache is None:
