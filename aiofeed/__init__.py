@@ -40,12 +40,13 @@ if TYPE_CHECKING:
     from aiofeed.feeder.scatter import scatter
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
-    from aiofeed.sampling.batches import Buckets, TokenBudget
-    from aiofeed.sampling.packing import Pack
+    from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
+    from aiofeed.sampling.listers.packing import Pack
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
+    from aiofeed.sources.stream import Stream
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -53,9 +54,9 @@ _HOMES = {
     # the one object, the bridge alone, and one batch over several devices
     "Feeder": "aiofeed.feeder.feeder",
     "DataLoader": "aiofeed.feeder.dataloader",
-    "Buckets": "aiofeed.sampling.batches",
-    "TokenBudget": "aiofeed.sampling.batches",
-    "Pack": "aiofeed.sampling.packing",
+    "Buckets": "aiofeed.sampling.listers.length_plans",
+    "TokenBudget": "aiofeed.sampling.listers.length_plans",
+    "Pack": "aiofeed.sampling.listers.packing",
     "pad_collate": "aiofeed.engine.fetch.sequences",
     "prefetch": "aiofeed.feeder.prefetch",
     "scatter": "aiofeed.feeder.scatter",
@@ -68,6 +69,7 @@ _HOMES = {
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "Mixture": "aiofeed.sources.mixture",
+    "Stream": "aiofeed.sources.stream",
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
@@ -115,6 +117,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FromDataset",
     "Tensors",
     "Mixture",
+    "Stream",
     "DecodeImage",
     "HostCache",
     "DiskCache",

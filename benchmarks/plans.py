@@ -20,7 +20,7 @@ from benchmarks.figures import Figure, at_most, column
 from benchmarks.harness import Contender, Measure, Settings, interleave_fresh
 
 if TYPE_CHECKING:
-    from aiofeed.sampling.batches import LengthPlan
+    from aiofeed.sampling.listers.length_plans import LengthPlan
     from aiofeed.sampling.order import BatchLists
 
 TITLE = "Plans and resume, 10 million samples"
@@ -77,7 +77,7 @@ def lengths_of(samples: int) -> Any:
 @contextmanager
 def plan(samples: int, kind: str) -> Iterator[Measure]:
     from aiofeed import Pack, TokenBudget
-    from aiofeed.sampling.batches import PlanLister
+    from aiofeed.sampling.listers.length_plans import PlanLister
 
     lengths = lengths_of(samples)
     made: LengthPlan

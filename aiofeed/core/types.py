@@ -137,8 +137,13 @@ class RowDecoder(Protocol):
 
 def takes_rng(decoder: Callable[..., Any]) -> bool:
     """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
+    return takes_keyword(decoder, "rng")
+
+
+def takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter ``name`` that can be passed by name; False if its signature cannot be read."""
     try:
-        parameter = inspect.signature(decoder).parameters.get("rng")
+        parameter = inspect.signature(function).parameters.get(name)
     except (TypeError, ValueError):
         return False
     return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)

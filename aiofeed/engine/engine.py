@@ -22,7 +22,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ class Engine:
     """Turns batch plans into finished batches, on the running loop.
 
     Args:
-        steps: batch plans in order, between the begins and ends of epochs.
+        steps: batch plans in order, between the begins and ends of epochs. Asynchronous ones are an async generator.
         batch_size: samples of a full batch.
         fetcher: reads and decodes chunks.
         new_builder: creates the builder of a batch in its buffer.
@@ -72,7 +73,7 @@ class Engine:
 
     def __init__(
         self,
-        steps: Iterable[Step],
+        steps: Iterable[Step] | AsyncIterable[Step],
         *,
         batch_size: int,
         fetcher: Fetcher,
@@ -149,10 +150,17 @@ class Engine:
     # --- planning
 
     async def _plan(self) -> None:
-        for step in self._steps:
-            await self._plan_step(step)
-            if self._admission.closed:
-                return
+        if isinstance(self._steps, AsyncIterable):
+            async with aclosing(aiter(self._steps)) as steps:  # type: ignore[type-var]
+                async for step in steps:
+                    await self._plan_step(step)
+                    if self._admission.closed:
+                        return
+        else:
+            for step in self._steps:
+                await self._plan_step(step)
+                if self._admission.closed:
+                    return
 
     async def _plan_step(self, step: Step) -> None:
         if isinstance(step, EpochStart):
@@ -264,6 +272,9 @@ class Engine:
         """Deliver the complete batches that are next, and the ends of epochs after their last batch."""
         while not self._admission.closed and (entry := self._buffer.pop()) is not None:
             if isinstance(entry, EpochEnds):
+                if entry.error is not None:
+                    self._deliver_failure(entry.error)
+                    return
                 self._queue.put(EndOfEpoch())
                 self._buffer.grant_permits()
             else:

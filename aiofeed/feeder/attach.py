@@ -90,12 +90,12 @@ class AttachedFeed:
         self._delivery: Delivery | None = None
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
         # The server's last status. The subscription refers to it, so that it need not refer to this object.
-        self._server = {"epoch": -1, "batches": 0}
+        self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
     def _connect(self, wait_s: float) -> None:
         from aiofeed.processes.serving.connect import subscribe
 
-        backend, server = self._backend, {"epoch": -1, "batches": 0}
+        backend, server = self._backend, dict[str, Any](epoch=-1, batches=0)
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._subscription is not None and self._subscription.host_only
@@ -125,13 +125,21 @@ class AttachedFeed:
             raise
 
     def __len__(self) -> int:
-        """Return the batches per epoch for this consumer; in mode "shard" an estimate until an epoch has started."""
-        return self._server["batches"]
+        """Return the batches per epoch for this consumer; in mode "shard" an estimate until an epoch has started.
+
+        Raises:
+            TypeError: The server's feeder has no length, because its source is a ``Stream`` without one.
+        """
+        batches: int | None = self._server["batches"]
+        if batches is None:
+            raise TypeError("the attached feeder has no len(): the server feeds a Stream, whose end is not known")
+        return batches
 
     @property
     def epoch(self) -> int:
         """The server's number of the current or last epoch; -1 before the first."""
-        return self._server["epoch"]
+        epoch: int = self._server["epoch"]
+        return epoch
 
     def __iter__(self) -> FeedIterator[Any]:
         """Take part in the next epoch; close the open iterator."""

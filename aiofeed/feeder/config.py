@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, is_async_function
@@ -22,14 +22,17 @@ from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.runtime import machine
-from aiofeed.sampling.batches import LengthPlan, PlanLister
-from aiofeed.sampling.mixture import MixtureOrder
-from aiofeed.sampling.packing import Pack
-from aiofeed.sampling.sampler import BatchSamplerAdapter
+from aiofeed.sampling.feed_order import FeedOrder, Lister
+from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
+from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.listers.packing import Pack
+from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
+from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle
-from aiofeed.sampling.weighted import WeightedOrder
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
+from aiofeed.sources.stream import Stream
+from aiofeed.sources.stream_epochs import StreamOrder
 from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -119,7 +122,8 @@ def complete_config(
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config, static_batches))
     if static_batches:
-        _check_static(config, drop_last=drop_last and not listed, sampled=sampled or listed)
+        sampled = sampled or listed or isinstance(config.source, Stream)
+        _check_static(config, drop_last=drop_last and not listed, sampled=sampled)
         config = with_static_outputs(config)
     return config
 
@@ -146,13 +150,13 @@ def with_static_outputs(config: FeederConfig) -> FeederConfig:
 
 
 def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
-    """Return the source itself, or ``FromDataset`` of a torch ``Dataset``."""
-    if isinstance(source, FromDataset | Tensors):
+    """Return the source itself, ``FromDataset`` of a torch ``Dataset``, or ``Stream`` of an ``IterableDataset``."""
+    if isinstance(source, FromDataset | Tensors | Stream):
         return source
     if isinstance(source, Mixture):
         return source.combined
     if is_iterable_dataset(source):
-        FromDataset(source)  # raises an error that says what to do
+        return Stream(source)
     if isinstance(source, type):
         raise TypeError(f"a source is an object, got the class {source.__name__}; pass an instance")
     if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
@@ -186,7 +190,8 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             "a DataLoader yields batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
         )
     raise TypeError(
-        f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}"
+        f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}. For "
+        f"an iterable or a generator function pass aiofeed.Stream(...)"
     )
 
 
@@ -225,6 +230,8 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
             instead = f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)"
         raise TypeError(f"a Dataset's items are decoded, so decode= makes no sense: {instead}")
     if decode is None:
+        if isinstance(source, Stream):
+            return None
         raise TypeError(
             f"{type(source).__name__} returns bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
             f"or any callable bytes -> tensor (decode=lambda data: data keeps the result of read())"
@@ -272,7 +279,7 @@ def a_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
-def new_order(
+def new_lister(
     source: object, weights: Any, order: Schedule, *, sampled: bool, listed: bool
 ) -> MixtureOrder | WeightedOrder | None:
     """Return the order of a mixture or of weights; ``None`` for the schedule's own order.
@@ -345,6 +352,63 @@ def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | N
     if collate_fn is not None:
         raise ValueError("Pack puts the batches together, so leave out collate_fn=; transform= gets each batch")
     return PackCollate(batch_size.rows, batch_size.context, batch_size.separator, batch_size.pad)
+
+
+def new_order(
+    source: object,
+    base: Schedule,
+    sampler: Iterable[int] | None,
+    shard: tuple[int, int] | Literal["auto"] | None,
+    lister: Lister | None,
+) -> FeedOrder:
+    """Return the order of a feeder; see ``FeedOrder``."""
+    if isinstance(source, Stream):
+        return StreamOrder(base, shard, source)
+    return FeedOrder(base, sampler, shard, lister)
+
+
+def length_of(source: Source[Any] | FromDataset | Tensors) -> int:
+    """Return the number of samples of a source; 0 for a stream, whose end is not known before it is read."""
+    return 0 if isinstance(source, Stream) else len(source)
+
+
+def check_stream(
+    source: object,
+    *,
+    batch_size: object,
+    batch_sampler: object,
+    shuffle: object,
+    sampler: object,
+    weights: object,
+    on_error: object,
+    cache: object,
+    engine: object,
+) -> None:
+    """Raise ``ValueError`` if ``source`` is a ``Stream`` and another argument of ``Feeder`` excludes it."""
+    if not isinstance(source, Stream):
+        return
+    policy = as_policy(on_error)
+    once = "gives each item once, which cannot be timed or repeated: do that in the iterable"
+    refused = [
+        ("shuffle", a_shuffle(shuffle), "has an order of its own: pass Stream(..., shuffle_buffer=N)"),
+        ("sampler", sampler is not None, "has no indices: choose items in the iterable"),
+        ("weights", weights is not None, "has no indices: choose items in the iterable"),
+        ("batch_sampler", batch_sampler is not None, "has no indices: pass batch_size="),
+        ("batch_size", isinstance(batch_size, LengthPlan), "has no list of lengths: pass a number"),
+        ("cache", cache is not None, "has no indices by which another epoch finds a sample: cache in the iterable"),
+        ("engine", an_engine(engine), 'is read in this process: pass engine="thread"'),
+        ("on_error", policy.retries or policy.read_timeout_s is not None, once),
+        (
+            "on_error",
+            policy.action != "raise" and isinstance(policy.max_failures, float),
+            f"has no length of which max_failures={policy.max_failures} can be a fraction: pass "
+            f"on_error=FailurePolicy({policy.action!r}, max_failures=100)",
+        ),
+    ]
+    values = locals()
+    for name, given, why in refused:
+        if given:
+            raise ValueError(f"{name}={values[name]!r} is not possible with {source!r}, because a stream {why}")
 
 
 def a_shuffle(value: object) -> Shuffle:
@@ -431,7 +495,7 @@ def _check_packed(config: FeederConfig, cache: object, static_batches: bool) -> 
 def _check_static(config: FeederConfig, *, drop_last: bool, sampled: bool) -> None:
     """Raise ``ValueError`` if ``static_batches=True`` is impossible because batches may differ in size."""
     if not drop_last and (sampled or config.length % config.batch_size):
-        samples = "a sampler's samples" if sampled else f"{config.length} samples"
+        samples = "an unknown number of samples" if sampled else f"{config.length} samples"
         raise ValueError(
             f"static_batches=True needs batches of one size, and the last of {samples} by {config.batch_size} may be "
             f"smaller: pass drop_last=True"

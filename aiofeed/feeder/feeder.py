@@ -31,9 +31,12 @@ from aiofeed.feeder.config import (
     adopt_decoder,
     adopt_source,
     an_engine,
+    check_stream,
     complete_config,
+    length_of,
     limits_for,
     new_batches,
+    new_lister,
     new_order,
     with_resident_tensors,
     with_static_outputs,
@@ -42,13 +45,13 @@ from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
-from aiofeed.sampling.batches import LengthPlan
-from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.mixture import MixtureOrder
+from aiofeed.sampling.listers.length_plans import LengthPlan
+from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
+from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     import torch
     import typing_extensions
     from numpy.typing import NDArray
+    from torch.utils.data import IterableDataset
 
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
@@ -112,10 +116,10 @@ class Feeder(Generic[BatchT]):
     of their own, never in the caller's event loop.
 
     Args:
-        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``, or a
-            ``Mixture`` of several sources.
+        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``, a
+            ``Mixture`` of several sources, a ``Stream``, or an ``IterableDataset``, which becomes a ``Stream``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
-            items.
+            items, and for a ``Stream`` that does.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
             ``TokenBudget`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
@@ -198,7 +202,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: Source[EncodedT] | Mixture,
+            source: Source[EncodedT] | IterableDataset[EncodedT] | Mixture,
             *,
             decode: Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any],
             batch_size: int | LengthPlan | None = None,
@@ -212,7 +216,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any] | FromDataset | Tensors | Mixture,
+            source: MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any] | Mixture,
             *,
             decode: None = None,
             batch_size: int | LengthPlan | None = None,
@@ -224,7 +228,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Mixture,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any] | Mixture,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | LengthPlan | None = None,
@@ -247,7 +251,18 @@ class Feeder(Generic[BatchT]):
         static_batches: bool = False,
     ) -> None:
         self._source = adopt_source(source)
-        self._length = len(self._source)
+        check_stream(
+            self._source,
+            batch_size=batch_size,
+            batch_sampler=batch_sampler,
+            shuffle=shuffle,
+            sampler=sampler,
+            weights=weights,
+            on_error=on_error,
+            cache=cache,
+            engine=engine,
+        )
+        self._length = length_of(self._source)
         order = Schedule(
             length=self._length,
             batch_size=1,
@@ -257,12 +272,12 @@ class Feeder(Generic[BatchT]):
             pad=check_bool("pad", pad),
         )
         sampled = sampler is not None
-        lister = new_order(source, weights, order, sampled=sampled, listed=batch_sampler is not None)
+        lister = new_lister(source, weights, order, sampled=sampled, listed=batch_sampler is not None)
         batches = new_batches(batch_size, batch_sampler, order, lister, sampled=sampled)
         typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
         if batches is None:
             order = replace(order, batch_size=typical)
-        self._order = FeedOrder(order, sampler, shard, lister if batches is None else batches)
+        self._order = new_order(self._source, order, sampler, shard, lister if batches is None else batches)
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,
@@ -330,7 +345,11 @@ class Feeder(Generic[BatchT]):
         self._session = self._new_session(with_static_outputs(config) if static else config)
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it."""
+        """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it.
+
+        Raises:
+            TypeError: The source is a ``Stream`` without a length.
+        """
         return self._order.batches_of_rank()
 
     def __iter__(self) -> FeedIterator[BatchT]:

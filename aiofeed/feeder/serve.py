@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from concurrent.futures import Future
@@ -174,8 +175,9 @@ class Server:
         if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
             raise RuntimeError(f"the server at {self._path} is running already")
         number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
-        if not len(self._feeder):
-            raise ValueError("the feeder has no batches to serve")
+        with contextlib.suppress(TypeError):  # a stream has no len()
+            if not len(self._feeder):
+                raise ValueError("the feeder has no batches to serve")
         self.close()
         from aiofeed.processes.ipc.address import SERVER, Listener, check_free
         from aiofeed.processes.serving.hub import Hub

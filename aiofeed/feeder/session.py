@@ -171,24 +171,27 @@ class FeederSession(Generic[BatchT]):
                 "training and validation, create two feeders, or an aiofeed.DataLoader without cache=, engine=, "
                 "on_error= and threads="
             )
-        schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
+        planned = self._order.plan_epoch(self._checkpoint.next_position())
+        schedule, first = planned.schedule, planned.first
         start = first.position
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
         if completed and stream is not None and first.followed and _may_read_ahead(self.config, self.pipeline):
             stats = stream.take_over(schedule, start)
         if stats is None or stream is None:
-            stats, stream = first.counters, EpochStream(schedule, first)
+            stats, stream = first.counters, planned
         if first.followed and _may_read_ahead(self.config, None):
             # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
             self._read_ahead(stream, start)
+        # Before the stream is fed, because the engine may see the end of a short epoch at once.
+        epoch = stream.new_progress(start, self.config.in_order)
         delivery = self._start(stream)
         self._earlier_stats.add(self.stats)
         self.stats = stats
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
-        self._epoch = EpochProgress(schedule, start, self.config.in_order)
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, self._epoch))
+        self._epoch = epoch
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch))
         self._iterator = weakref.ref(iterator)
         delivery.watch(iterator)
         return iterator
@@ -258,6 +261,8 @@ class FeederSession(Generic[BatchT]):
 
     def _epoch_ended(self, epoch: EpochProgress) -> None:
         epoch.ended = True
+        if not epoch.started and not epoch.start.at_start:
+            self._checkpoint.on_first_batch(epoch)  # nothing was left of a resumed epoch
         self._failures.summarise(epoch.start.epoch, self.stats)
         self._hint_at_threads()
         # Dropping the iterator after its end is not a break.
@@ -359,7 +364,7 @@ class Steps(Generic[BatchT]):
         left = self._batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.left
+            before = epoch.handed_out
             # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
             yield from itertools.islice(iterator, left)
             left -= self._handed_out(epoch, before)
@@ -369,7 +374,7 @@ class Steps(Generic[BatchT]):
         left = self._batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.left
+            before = epoch.handed_out
             for _ in range(left):
                 batch = [await anext(iterator, _END)]
                 if batch[0] is _END:
@@ -385,9 +390,9 @@ class Steps(Generic[BatchT]):
         return kept[0]
 
     def _handed_out(self, epoch: EpochProgress, before: int) -> int:
-        if before == epoch.left:
+        if before == epoch.handed_out:
             raise FeedError("an epoch has no batches, so it has no steps either")
-        return before - epoch.left
+        return epoch.handed_out - before
 
 
 class _SessionObserver(EpochObserver):

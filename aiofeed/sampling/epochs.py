@@ -11,6 +11,7 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
 from aiofeed.sampling.order import EpochList
 from aiofeed.sampling.schedule import Position, Schedule
+from aiofeed.sampling.state import EpochProgress
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,13 @@ class EpochStart:
 
 @dataclass(frozen=True, eq=False)
 class EpochEnds:
-    """Every batch of the epoch has been planned."""
+    """Every batch of the epoch has been planned.
+
+    Args:
+        error: Raised after these batches instead of the end of the epoch.
+    """
+
+    error: Exception | None = None
 
 
 Step: TypeAlias = BatchPlan | EpochStart | EpochEnds
@@ -67,6 +74,10 @@ class EpochStream:
             yield from self.schedule.plans(start.position, start.sampled)
             yield EpochEnds()
             start = self.after(start)
+
+    def new_progress(self, start: Position, in_order: bool) -> EpochProgress:
+        """Count the batches of an epoch that the consumer takes over; call it before the first is handed out."""
+        return EpochProgress(self.schedule, start, in_order)
 
     def after(self, start: EpochStart) -> EpochStart | None:
         """The epoch after one that has been planned; ``None`` if no further epoch is permitted.

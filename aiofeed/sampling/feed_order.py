@@ -11,12 +11,12 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from aiofeed.core.statistics import EpochStats
-from aiofeed.sampling.batches import PlanLister
-from aiofeed.sampling.epochs import EpochStart
-from aiofeed.sampling.mixture import MixtureOrder
-from aiofeed.sampling.sampler import BatchSamplerAdapter, SamplerAdapter
+from aiofeed.sampling.epochs import EpochStart, EpochStream
+from aiofeed.sampling.listers.length_plans import PlanLister
+from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.listers.sampler import BatchSamplerAdapter, SamplerAdapter
+from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.schedule import Position, Schedule
-from aiofeed.sampling.weighted import WeightedOrder
 
 Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | WeightedOrder
 """Lists the epochs of a feeder in place of its schedule."""
@@ -105,13 +105,13 @@ class FeedOrder:
             )
         return schedule.batches()
 
-    def plan_epoch(self, position: Position) -> tuple[Schedule, EpochStart]:
-        """The order and start of the epoch at ``position``, or of the next one if none of it is left."""
+    def plan_epoch(self, position: Position) -> EpochStream:
+        """The epoch at ``position`` from there on, or the next one if none of it is left."""
         if self._sampler is None:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
             self._warn_if_empty(schedule)
-            return schedule, EpochStart(EpochStats(), schedule.normalize(position))
+            return EpochStream(schedule, EpochStart(EpochStats(), schedule.normalize(position)))
         if not self._epoch_used:
             self._sampler.repeat_last_epoch()
         while True:
@@ -123,7 +123,7 @@ class FeedOrder:
                 self._warn_if_empty(schedule)
                 computed = isinstance(self._sampler, MixtureOrder | WeightedOrder)
                 list_next = partial(self._sampler.list_epoch, resumed=False) if computed else None
-                return schedule, EpochStart(EpochStats(), start, sampled, list_next)
+                return EpochStream(schedule, EpochStart(EpochStats(), start, sampled, list_next))
             position = start
 
     def normalize(self, position: Position) -> Position:

@@ -8,7 +8,7 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -178,7 +178,9 @@ class EpochProgress:
         self.start = start
         self._schedule = schedule
         self._last = -1
-        self._left = schedule.batches(start.consumed) - len(start.ahead)
+        self._batches = self._left = schedule.batches(start.consumed) - len(start.ahead)
+        # The batches that `_left` counts and that do not exist, because the epoch is shorter than the schedule.
+        self._surplus = 0
         self.ended = False
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
@@ -195,25 +197,34 @@ class EpochProgress:
         if self._numbers is not None:
             self._numbers[number] = None
 
+    def shorten(self, length: int) -> None:
+        """Set the length of an epoch, once it is known; call it before the last batch is handed out.
+
+        The engine's thread may call it: it changes nothing that ``record`` changes.
+        """
+        schedule = replace(self._schedule, length=length)
+        self._surplus = self._schedule.batches(self.start.consumed) - schedule.batches(self.start.consumed)
+        self._schedule = schedule
+
     @property
-    def left(self) -> int:
-        """The number of batches that were not handed out."""
-        return self._left
+    def handed_out(self) -> int:
+        """The number of batches that were handed out."""
+        return self._batches - self._left
 
     @property
     def one_left(self) -> bool:
         """Whether all batches but one were handed out."""
-        return self._left == 1
+        return self._left - self._surplus == 1
 
     @property
     def complete(self) -> bool:
         """Whether all batches were handed out."""
-        return self._left == 0
+        return self._left == self._surplus
 
     def position(self) -> Position:
         """The position after the batches that were handed out."""
         if not self.started:
-            return self.start
+            return self._schedule.normalize(self.start)
         numbers = None if self._numbers is None else self._numbers.keys()
         return self._schedule.position_after(self.start, self._last, numbers)
 

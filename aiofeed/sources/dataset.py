@@ -60,8 +60,8 @@ class FromDataset:
     ) -> None:
         if is_iterable_dataset(dataset):
             raise TypeError(
-                f"{type(dataset).__name__} is an IterableDataset: without an index it has no order, shards or state. "
-                f"Use aiofeed.prefetch(DataLoader(dataset, ...), device=...) for prefetching and copies alone"
+                f"{type(dataset).__name__} is an IterableDataset, which has no indices: pass it, or "
+                f"aiofeed.Stream(dataset), to Feeder"
             )
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")

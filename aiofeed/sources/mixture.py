@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
-from aiofeed.sampling.mixture import ChangingShares, ConstantShares, Interleaving, MixtureOrder
+from aiofeed.sampling.listers.mixture import ChangingShares, ConstantShares, Interleaving, MixtureOrder
 from aiofeed.sources.dataset import FromDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 

@@ -217,7 +217,7 @@ class TestRefused:
 
     def test_sampler(self):
         """A sampler is refused without drop_last, because its number of samples is not known."""
-        with pytest.raises(ValueError, match="a sampler's samples"):
+        with pytest.raises(ValueError, match="an unknown number of samples"):
             feeder_of(torch.arange(8.0), drop_last=False, sampler=range(8))
 
     def test_skip(self):

@@ -611,16 +611,11 @@ def test_training_that_waits_for_one_thread_gets_a_hint(
         assert 'engine="process:6"' in hint
 
 
-class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("train/", "did you mean aiofeed.ImageFolder"),
-        (Endless(), r"IterableDataset.*aiofeed\.prefetch"),
+        (iter(range(3)), r"generator function pass aiofeed\.Stream"),
         (DataLoader(Squares()), "pass its dataset"),
         (3, "a source has __len__, key and async read"),
         ({"train": Squares()}, r"has the keys \['train'\]: pass one of its values"),

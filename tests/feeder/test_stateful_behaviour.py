@@ -279,15 +279,21 @@ def test_an_error_of_the_dataset_is_raised_at_the_loop(make: MakeFeeder) -> None
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_an_iterable_dataset_is_refused(make: MakeFeeder) -> None:
-    """An IterableDataset has no index and so no position to save; the message names aiofeed.prefetch."""
+@pytest.mark.parametrize("interrupt", [1, 5, 14])
+def test_an_iterable_dataset_resumes(make: MakeFeeder, interrupt: int) -> None:
+    """An IterableDataset without a state is read again up to the position."""
 
-    class Stream(IterableDataset):  # type: ignore[type-arg]
+    class Numbers(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
+            return iter(range(100))
 
-    with pytest.raises(TypeError, match=r"IterableDataset.*aiofeed\.prefetch"):
-        make(Stream())
+    whole = values(make(Numbers()))
+    first = make(Numbers())
+    iterator = iter(first)
+    got = [next(iterator).tolist() for _ in range(interrupt)]
+    second = make(Numbers())
+    second.load_state_dict(first.state_dict())
+    assert got + values(second) == whole
 
 
 # --- several loaders --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiofeed import DataLoader, Feeder
+from aiofeed import DataLoader, Feeder, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +95,25 @@ def test_prepare_returns_the_feeder_unchanged(
     model, prepared = instance.prepare(torch.nn.Linear(2, 1), feeder)
     assert prepared is feeder
     assert [model(batch).shape[0] for batch in prepared] == [4] * 6 + [2]
+
+
+def test_a_stream(accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    """`prepare` returns a feeder over a stream unchanged; `save_state` and `load_state` resume it in an epoch."""
+
+    def new_feeder() -> Feeder[Any]:
+        return Feeder(Stream(lambda: iter(range(26))), batch_size=4)
+
+    instance, feeder = accelerator(), new_feeder()
+    assert instance.prepare(feeder) is feeder
+    instance.register_for_checkpointing(feeder)
+    iterator = iter(feeder)
+    whole = [next(iterator).tolist() for _ in range(3)]
+    instance.save_state(str(tmp_path))
+    whole += [batch.tolist() for batch in iterator]
+    resumed, again = accelerator(), new_feeder()
+    resumed.register_for_checkpointing(again)
+    resumed.load_state(str(tmp_path))
+    assert [batch.tolist() for batch in again] == whole[3:]
 
 
 def test_accumulation_ignores_the_end_of_a_feeders_epoch(

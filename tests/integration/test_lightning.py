@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiofeed import Feeder, IteratorClosedError, StateError
+from aiofeed import Feeder, IteratorClosedError, StateError, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 EPOCHS = 3
@@ -127,6 +127,31 @@ def test_resume_after_any_step_is_exact(lit: Lit, make_feeder: Callable[..., Fee
         )
         assert same(rest.seen, whole.seen[step:]), f"after step {step}"
         assert torch.equal(rest.linear.weight, whole.linear.weight), f"after step {step}"
+
+
+def stream_of(length: int | None) -> Feeder[Any]:
+    """A feeder over 26 items, shuffled in groups."""
+
+    def items(epoch: int) -> Iterator[torch.Tensor]:
+        for index in range(26):
+            yield torch.tensor([float(index), float(epoch)])
+
+    return Feeder(Stream(items, shuffle_buffer=10, length=length), batch_size=4)
+
+
+@pytest.mark.parametrize("length", [None, 26])
+def test_fit_with_a_stream(lit: Lit, tmp_path: Path, length: int | None) -> None:
+    """`fit` gives the batches of a plain loop. With a length, a resume is exact; without one Lightning reads a batch
+    ahead, which the state counts."""
+    whole = lit.Module(save_after=(3, 9), folder=tmp_path)
+    lit.trainer(tmp_path).fit(whole, train_dataloaders=stream_of(length))
+    assert same(whole.seen, plain_loop(stream_of(None)))
+    for step in (3, 9):
+        rest = lit.Module()
+        lit.trainer(tmp_path).fit(
+            rest, train_dataloaders=stream_of(length), ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True
+        )
+        assert same(rest.seen, whole.seen[step + (length is None) :]), f"after step {step}"
 
 
 def test_checkpoint_holds_the_feeders_state(lit: Lit, make_feeder: Callable[..., Feeder[Any]], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from aiofeed import Buckets, StateError, TokenBudget
-from aiofeed.sampling.batches import LengthPlan, PlanLister
+from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import Position, Schedule
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from aiofeed import StateError
-from aiofeed.sampling.mixture import (
+from aiofeed.sampling.listers.mixture import (
     BLOCK,
     KEPT_COUNTS,
     ChangingShares,

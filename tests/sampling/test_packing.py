@@ -17,7 +17,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors
-from aiofeed.sampling.batches import PlanLister
+from aiofeed.sampling.listers.length_plans import PlanLister
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import Position, Schedule
 from tests.support.packed import PAD, SEPARATOR, STEP, all_tokens, document, lognormal, pieces_of, tokens_of

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiofeed import StateError
+from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.schedule import Position, Schedule
-from aiofeed.sampling.weighted import WeightedOrder
 
 
 def draws(schedule: Schedule, epoch: int = 0, sampled: Any = None) -> np.ndarray:

@@ -320,8 +320,8 @@ def test_getitems_is_used_if_the_dataset_has_it() -> None:
 
 
 def test_other_objects_are_no_map_style_datasets() -> None:
-    """The error for an IterableDataset names prefetch; threads must be a positive int."""
-    with pytest.raises(TypeError, match=r"IterableDataset.*aiofeed\.prefetch"):
+    """The error for an IterableDataset names Stream; threads must be a positive int."""
+    with pytest.raises(TypeError, match=r"IterableDataset.*aiofeed\.Stream"):
         FromDataset(Stream())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="__getitem__ and __len__"):
         FromDataset(object())  # type: ignore[arg-type]

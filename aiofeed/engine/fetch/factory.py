@@ -41,7 +41,6 @@ def new_fetcher(
     if isinstance(source, FromDataset):
         inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
-        assert decode is not None
         in_place = collate_fn is None and decodes_in_place(decode)
         inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy)
     if cache is None:

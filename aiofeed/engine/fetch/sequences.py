@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.sampling.packing import Fill
+    from aiofeed.sampling.listers.packing import Fill
 
 MASK = "attention_mask"
 PACK_NAMES = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")

@@ -17,11 +17,12 @@ from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
-from aiofeed.engine.fetch.collate import BatchBuilder, RowBatchBuilder, misfit_error
+from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
 from aiofeed.engine.fetch.user_errors import sample_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
+from aiofeed.runtime.tensors import unchanged
 from aiofeed.sampling.order import sample_seed
 
 # Reads that take this long are dominated by waiting. Chunks then have an eighth of the reads in flight, so that an
@@ -48,7 +49,7 @@ class SourceFetcher(Fetcher):
 
     Args:
         source: Source of the bytes.
-        decoder: Decoder of a sample.
+        decoder: Decoder of a sample; ``None``: the source, a stream, gives samples.
         in_place: Whether the decoder writes into the batch's rows (no ``collate_fn`` needs separate samples).
         length: Length of the source when the feeder was made; ``None``: its length now.
         policy: Retries, time limits, and whether the first failure ends a chunk.
@@ -59,7 +60,7 @@ class SourceFetcher(Fetcher):
     def __init__(
         self,
         source: Source[Any],
-        decoder: Callable[..., Any],
+        decoder: Callable[..., Any] | None,
         *,
         in_place: bool,
         length: int | None = None,
@@ -67,7 +68,8 @@ class SourceFetcher(Fetcher):
     ) -> None:
         super().__init__(policy or FailurePolicy())
         self._source = source
-        self._decoder = decoder
+        self._may_keep = decoder is None  # a stream's items stay in memory with the plan of their batch
+        self._decoder: Callable[..., Any] = unchanged if decoder is None else decoder
         self._in_place = in_place
         self._length = len(source) if length is None else length
         self.limit_s = self.policy.decode_timeout_s
@@ -80,14 +82,14 @@ class SourceFetcher(Fetcher):
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
             self._decode_many = getattr(decoder, "decode_many_into", None)
-        self._takes_rng = takes_rng(decoder)
+        self._takes_rng = takes_rng(self._decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder with the decoder's rows, or one that collates samples."""
         if not self._in_place:
-            return super().new_builder(samples, lease)
+            return DefaultCollateBuilder(samples, lease, may_keep=self._may_keep)
         decoder: RowDecoder = self._decoder  # type: ignore[assignment]
         return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
 

@@ -50,9 +50,9 @@ def subscribe(
     memory: BufferPool,
     wrap: Callable[[Any], Any],
     executor: ThreadPool,
-    on_epoch: Callable[[int, int], object],
+    on_epoch: Callable[[int, int | None], object],
     host_only: bool = False,
-) -> tuple[Subscription, int]:
+) -> tuple[Subscription, int | None]:
     """Connect to the server at a path; blocks. Returns the subscription and the number of batches of an epoch.
 
     Args:

@@ -183,9 +183,12 @@ class Hub:
             batches = self._batches_left(number, len(self._members), position)
             consumer.send(EpochStarted(consumer.fed_ticket, self._epoch, batches))
 
-    def _batches_left(self, number: int, members: int, position: int = 0) -> int:
-        """How many batches a consumer gets, from batch ``number`` on."""
-        left = len(self._feeder) - number
+    def _batches_left(self, number: int, members: int, position: int = 0) -> int | None:
+        """How many batches a consumer gets, from batch ``number`` on; ``None`` if the feeder has no length."""
+        try:
+            left = len(self._feeder) - number
+        except TypeError:
+            return None
         if self._options.mode == "broadcast":
             return left
         return max(0, -(-(left - position) // members))

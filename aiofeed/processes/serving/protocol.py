@@ -107,11 +107,12 @@ class Welcome(Struct, frozen=True):
     """The answer to ``Hello``.
 
     Args:
-        batches: Per epoch and consumer; with ``mode="shard"`` an estimate until an epoch has started.
+        batches: Per epoch and consumer; with ``mode="shard"`` an estimate until an epoch has started. ``None`` if the
+            feeder has no length.
         device: Name of the device of the server's batches; "" for host memory.
     """
 
-    batches: int
+    batches: int | None
     device: str = ""
 
 
@@ -122,11 +123,11 @@ class Disconnected(Struct, frozen=True):
 
 
 class EpochStarted(Struct, frozen=True):
-    """An epoch starts. This consumer gets that many of its batches if no consumer joins or leaves."""
+    """An epoch starts. This consumer gets that many batches (``None``: unknown) if no consumer joins or leaves."""
 
     ticket: int
     epoch: int
-    batches: int
+    batches: int | None
 
 
 class BatchAvailable(Struct, frozen=True):

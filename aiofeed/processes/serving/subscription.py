@@ -77,7 +77,7 @@ class Subscription:
         *,
         receiver: BatchReceiver,
         server: ProcessMonitor,
-        on_epoch: Callable[[int, int], object],
+        on_epoch: Callable[[int, int | None], object],
     ) -> None:
         self._sock: socket.socket | None = sock
         self._path = path

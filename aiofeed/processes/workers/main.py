@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 import numpy as np
@@ -135,7 +135,7 @@ class _Worker:
         self.send(WorkerReady())
         await self._engine.run()
 
-    async def _steps(self) -> AsyncIterator[Step]:
+    async def _steps(self) -> AsyncGenerator[Step, None]:
         while True:
             if self._engine is not None and self._plans.empty():
                 self._engine.out_of_plans()

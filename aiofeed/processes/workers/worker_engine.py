@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class WorkerEngine(Engine):
 
     def __init__(
         self,
-        steps: AsyncIterator[Step],
+        steps: AsyncGenerator[Step, None],
         *,
         worker_config: WorkerConfig,
         number: int,
@@ -134,7 +134,7 @@ class WorkerEngine(Engine):
             reads_most=worker_config.most_reads(number),
         )
         super().__init__(
-            (),
+            steps,
             batch_size=1,
             fetcher=fetcher,
             new_builder=partial(_new_builder, builder_factory(fetcher, worker_config.collate_fn, staged=False)),
@@ -153,7 +153,6 @@ class WorkerEngine(Engine):
             tuner=tuner,
         )
         self._reads = tuner.reading
-        self._worker_steps = steps
         self._send = send
         self._slots = slots
         # Segments that the trainer has mapped, and slots that it uses, by serial number.
@@ -171,12 +170,6 @@ class WorkerEngine(Engine):
     def out_of_plans(self) -> None:
         """There is no batch to read, so reads are not what planning waits for."""
         self._admission.waited_for_reads = False
-
-    async def _plan(self) -> None:
-        async for step in self._worker_steps:
-            await self._plan_step(step)
-            if self._admission.closed:
-                return
 
     def _deliver_batch(self, batch: Batch) -> None:
         """Send a finished batch, or its error, to the trainer."""

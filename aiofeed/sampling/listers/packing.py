@@ -11,7 +11,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, check_positive_int
-from aiofeed.sampling.batches import LengthPlan, Lengths, OnOversize, check_on_oversize, starts_of
+from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, OnOversize, check_on_oversize, starts_of
 from aiofeed.sampling.order import BatchLists, Int64
 
 if TYPE_CHECKING:

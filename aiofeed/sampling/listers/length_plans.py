@@ -18,10 +18,10 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int
-from aiofeed.sampling.mixture import MixtureOrder
+from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
-from aiofeed.sampling.weighted import WeightedOrder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,0 +1,302 @@
+"""The order of a feeder over a ``Stream``: batches of items as they are read, the end of an epoch, and the state.
+
+Each rank reads all items, and keeps those of its batches. A batch is planned when it is known whether another one
+follows, so that the last batch is known as the last before it is handed out. Until the stream has ended, its schedule
+has a length that no stream reaches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from aiofeed.core.errors import FeedError, StateError
+from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import BatchPlan
+from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
+from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
+from aiofeed.sampling.order import epoch_seed, feistel
+from aiofeed.sampling.schedule import Position, Schedule
+from aiofeed.sampling.state import EpochProgress
+from aiofeed.sources.stream import Block, ItemNumber, Snapshot, Stream, StreamReader
+
+UNKNOWN_LENGTH = 1 << 61
+
+
+class StreamOrder(FeedOrder):
+    """The order of a feeder over a stream.
+
+    Args:
+        base: The order without a shard; its length is not used.
+        shard: See ``Feeder``.
+        stream: The stream.
+    """
+
+    def __init__(self, base: Schedule, shard: tuple[int, int] | Literal["auto"] | None, stream: Stream) -> None:
+        super().__init__(base, None, None if stream.sharded else shard)
+        self._own_shard = shard if shard is None or shard == "auto" else check_shard(shard)
+        self._stream = stream
+        self._snapshots: Sequence[Snapshot] = ()
+        self._epochs: StreamEpochs | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the epoch that is being read, except its states."""
+        return self.__dict__ | {"_snapshots": self._known_snapshots(), "_epochs": None}
+
+    def schedule(self, length: int | None = None) -> Schedule:
+        """The schedule of an epoch of ``length`` items, by default the length of the stream.
+
+        Raises:
+            TypeError: ``length`` is ``None`` and the stream has no length.
+        """
+        return super().schedule(len(self._stream) if length is None else length)
+
+    def plan_epoch(self, position: Position) -> StreamEpochs:
+        """The epoch at ``position`` from there on."""
+        first = EpochStart(EpochStats(), position)
+        snapshots = self._known_snapshots()
+        self._epochs = StreamEpochs(self.schedule(UNKNOWN_LENGTH), first, self._stream, snapshots, self._warn_if_empty)
+        return self._epochs
+
+    def after(self, position: Position, batches: int) -> Position:
+        """The position so many batches after another one in its epoch."""
+        return self.schedule(UNKNOWN_LENGTH).after(position, batches)
+
+    def normalize(self, position: Position) -> Position:
+        """The position itself: it is not known whether anything is left of its epoch."""
+        return position
+
+    def sampler_state(self, position: Position) -> str:
+        """The state of the iterable at a position or before, as JSON.
+
+        Raises:
+            StateError: The state of the iterable is not plain.
+        """
+        found = self._stream.last_before(position, self._known_snapshots())
+        if found is not None and found.state is None:
+            raise StateError(f"the state_dict of {self._stream!r} must be plain values that JSON has: {found.reason}")
+        shard = self._identity() if self._stream.sharded and not position.at_start else None
+        return json.dumps({"shard": shard, "snapshot": None if found is None else asdict(found)})
+
+    def load_sampler_state(self, state: str) -> None:
+        """Resume the iterable from ``sampler_state``.
+
+        Raises:
+            StateError: The text is no state of a stream, or of another rank's stream.
+        """
+        try:
+            loaded = json.loads(state)
+            shard, snapshot = loaded["shard"], loaded["snapshot"]
+            snapshots = () if snapshot is None else (Snapshot(**snapshot),)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"the state of the stream is damaged: {state!r}") from error
+        if shard is not None and shard != self._identity():
+            raise StateError(
+                f"the state is of (rank, world size) {tuple(shard)}, and this is {tuple(self._identity())}: with "
+                f"{self._stream!r} each rank continues from a state of its own"
+            )
+        self._snapshots, self._epochs = snapshots, None
+
+    def _identity(self) -> list[int]:
+        """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
+        return list((find_shard() if self._own_shard == "auto" else self._own_shard) or (0, 1))
+
+    def _known_snapshots(self) -> Sequence[Snapshot]:
+        return self._snapshots if self._epochs is None else self._epochs.snapshots
+
+
+class StreamEpochs(EpochStream):
+    """The steps of an engine for epochs of a stream.
+
+    Args:
+        schedule, first: As for ``EpochStream``.
+        stream: The stream.
+        snapshots: Known states of the iterable.
+        on_length: Called with the schedule of an epoch when its length is known.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        first: EpochStart,
+        stream: Stream,
+        snapshots: Sequence[Snapshot],
+        on_length: Callable[[Schedule], None],
+    ) -> None:
+        super().__init__(schedule, first)
+        self._stream = stream
+        self._on_length = on_length
+        # States for positions from the consumer's on. The list is replaced and not changed: the consumer reads it.
+        self.snapshots = snapshots
+        self._lengths: dict[int, int] = {}
+        self._progress: EpochProgress | None = None
+
+    def new_progress(self, start: Position, in_order: bool) -> EpochProgress:
+        """Count the batches of an epoch, whose end may have been read already."""
+        # The engine's thread sets a length before it reads `_progress`, so that one of both threads passes it on.
+        progress = self._progress = super().new_progress(start, in_order)
+        self._lengths.pop(start.epoch - 1, None)
+        if (length := self._lengths.get(start.epoch)) is not None:
+            progress.shorten(length)
+        return progress
+
+    async def __aiter__(self) -> AsyncGenerator[Step, None]:
+        start: EpochStart | None = self.first
+        while start is not None:
+            yield start
+            batches = 0
+            async with aclosing(self._epoch(start.position)) as steps:
+                async for step in steps:
+                    yield step
+                    if isinstance(step, BatchPlan):
+                        batches += 1
+                    elif isinstance(step, EpochEnds) and step.error is not None:
+                        return
+            if not batches:
+                with self._lock:
+                    self._permitted = self._taken  # nothing limits how many empty epochs would be read at once
+            start = self.after(start)
+
+    async def _epoch(self, start: Position) -> AsyncGenerator[Step, None]:
+        """The batches of an epoch and its end."""
+        stream, number = self._stream, 0
+        window = ItemWindow(self.schedule, start, stream)
+        snapshot = stream.last_before(start, self.snapshots)
+        error: Exception | None = None
+        async with aclosing(StreamReader(stream, start.epoch, window.read, snapshot).blocks(window.block)) as blocks:
+            async for block in blocks:
+                window.add(block)
+                error = block.error
+                if block.ended and error is None:
+                    self._set_length(start, window.read)
+                    error = _missing(stream, start, window.read)
+                if block.snapshot is not None:
+                    self._add_snapshot(block.snapshot)
+                ready = window.ready_batches(block)
+                while number < ready:
+                    plan = window.plan(number)
+                    if number not in start.ahead:
+                        yield plan
+                    number += 1
+        yield EpochEnds(error)
+
+    def _set_length(self, start: Position, length: int) -> None:
+        self._lengths[start.epoch] = length
+        if (progress := self._progress) is not None and progress.start.epoch == start.epoch:
+            progress.shorten(length)
+        self._on_length(replace(self.schedule, length=length))
+
+    def _add_snapshot(self, snapshot: Snapshot) -> None:
+        """Add a state, and remove those that the consumer has passed."""
+        assert self._progress is not None
+        position, known = self._progress.position(), [*self.snapshots, snapshot]
+        needed = self._stream.last_before(position, known)
+        first = self._stream.first_item(position)
+        self.snapshots = [each for each in known if each is needed or (each.epoch, each.item) > (position.epoch, first)]
+
+
+def _missing(stream: Stream, start: Position, items: int) -> FeedError | None:
+    """The error of an epoch that has fewer items than the stream's length."""
+    length = stream.length
+    if length is None or items >= length:
+        return None
+    return FeedError(
+        f"{stream!r} ended after {items} items in epoch {start.epoch}, but its length is {length}: pass "
+        f"Stream(length=...) with the right number"
+    )
+
+
+class ItemWindow:
+    """The items of a stream that are read and not in a batch yet, in the order of the epoch.
+
+    Args:
+        schedule: The schedule, whose length is not used.
+        start: Where the epoch starts.
+        stream: The stream.
+
+    Attributes:
+        read: The number of items of the epoch that have been read.
+        block: Items to read at a time: as many as a batch of all ranks has, in whole groups of ``shuffle_buffer``.
+    """
+
+    def __init__(self, schedule: Schedule, start: Position, stream: Stream) -> None:
+        self._schedule = schedule
+        self._start = start
+        self._group = stream.shuffle_buffer
+        self._batch = schedule.batch_size * schedule.world_size
+        self.block = -(-self._batch // max(self._group, 1)) * max(self._group, 1)
+        # The positions up to `_ordered` have their items. Those of this rank are in `_own`.
+        self.read = self._ordered = stream.first_item(start)
+        self._unordered: list[Any] = []
+        self._own: dict[int, ItemNumber] = {}
+        self._last: ItemNumber | None = None
+        self._seed = epoch_seed(schedule.seed, start.epoch)
+
+    def add(self, block: Block) -> None:
+        """Add the items of a block; a group is put in order when it is complete."""
+        self.read += len(block.items)
+        items, group = self._unordered + block.items, self._group
+        usable = len(items) if block.ended or not group else len(items) // group * group
+        for first in range(0, usable, group or max(usable, 1)):
+            self._put_in_order(items[first : first + (group or usable)])
+        self._unordered = items[usable:]
+
+    def _put_in_order(self, items: Sequence[Any]) -> None:
+        first, count, schedule = self._ordered, len(items), self._schedule
+        order: Sequence[int] = range(count)
+        if self._group:
+            order = feistel(count, self._seed, first // self._group)(np.arange(count)).tolist()
+        next_own = max(first, self._start.consumed)
+        next_own += (self._start.consumed + schedule.rank - next_own) % schedule.world_size
+        for position in range(next_own, first + count, schedule.world_size):
+            self._own[position] = ItemNumber.of(first + order[position - first], items[order[position - first]])
+        self._last = ItemNumber.of(first + order[-1], items[order[-1]])
+        self._ordered += count
+
+    def ready_batches(self, block: Block) -> int:
+        """The number of batches of the epoch that can be planned after ``block``.
+
+        That is, batches after which another one follows, and all at the end. Complete ones before an error.
+        """
+        complete = (self._ordered - self._start.consumed) // self._batch
+        if block.error is not None:
+            return complete
+        batches = replace(self._schedule, length=self.read).batches(self._start.consumed)
+        if block.ended:
+            return batches
+        last = batches - 1
+        while last in self._start.ahead:
+            last -= 1
+        return min(complete, last)
+
+    def plan(self, number: int) -> BatchPlan:
+        """Remove a batch. Positions after the end of the stream, which are padding, get the last item again.
+
+        Not the first items, as for other sources: a resumed epoch does not have them.
+        """
+        schedule = replace(self._schedule, length=self.read)
+        positions = schedule.positions(self._start.consumed, number).tolist()
+        assert self._last is not None
+        indices = [self._own.pop(position, self._last) for position in positions]
+        return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices))
+
+
+@dataclass(frozen=True, eq=False)
+class OwnBatch:
+    """The order in which replacements are found: the items of the same batch, because others are not in memory."""
+
+    indices: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """One more than there are items, so that every other item is tried."""
+        return len(self.indices) + 1
+
+    def index_at(self, position: int) -> int:
+        """The index at a position."""
+        return self.indices[position % len(self.indices)]
