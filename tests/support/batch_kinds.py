@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from aiofeed import Buckets, Feeder, Mixture, Pack, TokenBudget, pad_collate
+from aiofeed import Buckets, Feeder, Mixture, Pack, Stream, TokenBudget, pad_collate
 
 SIZES = {"web": 19, "books": 7, "code": 12}
 SAMPLES = sum(SIZES.values())
@@ -66,6 +66,25 @@ def weighted(**options: Any) -> Feeder[Any]:
     )
 
 
+def documents() -> Iterator[torch.Tensor]:
+    """The same documents as a stream."""
+    source = Documents()
+    return (source[index] for index in range(len(source)))
+
+
+def stream(**options: Any) -> Feeder[Any]:
+    """A feeder over a stream, whose padding is its last document."""
+    return Feeder(
+        **{
+            "source": Stream(documents, shuffle_buffer=8),
+            "batch_size": 4,
+            "seed": 5,
+            "collate_fn": pad_collate(-1),
+            **options,
+        }
+    )
+
+
 KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "plain": shuffled(batch_size=4),
     "keyed": shuffled(batch_size=4, shuffle="keyed"),
@@ -76,6 +95,7 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "token budget": shuffled(batch_size=TokenBudget(LENGTHS, 24, window=16)),
     "packed": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None),
     "packed whole": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, split=False, pad=-1), collate_fn=None),
+    "stream": stream,
     "mixture": shuffled(source=mixture(), batch_size=4),
     "random mixture": shuffled(source=mixture(random=True, until=50), batch_size=4),
     "changing mixture": shuffled(
