@@ -101,7 +101,7 @@ def test_every_token_comes_once_per_epoch(split: bool) -> None:
         {"on_error": "skip"},
         {"on_error": FailurePolicy(decode_timeout_s=30.0)},
     ],
-    ids=lambda value: str(value) if isinstance(value, bool) else "-".join(value),
+    ids=lambda value: str(value) if not isinstance(value, dict) else "-".join(map(str, value)),
 )
 def test_the_same_batches_with_other_options(options: dict[str, Any], split: bool) -> None:
     """Whatever the threads, chunks, processes and limits."""
@@ -249,7 +249,7 @@ def test_another_length_than_planned_is_an_error(on_error: Any, engine: Any) -> 
         ({"source": Documents(LENGTHS[:-1])}, ValueError, "60 lengths for 59 samples"),
         ({"batch_size": Pack}, TypeError, "batch_size"),
     ],
-    ids=lambda value: str(value) if isinstance(value, bool) else "-".join(value),
+    ids=lambda value: str(value) if not isinstance(value, dict) else "-".join(map(str, value)),
 )
 def test_what_pack_excludes(options: dict[str, Any], error: type[Exception], message: str) -> None:
     """The message says why and what to do."""
