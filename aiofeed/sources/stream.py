@@ -202,6 +202,12 @@ class Snapshot:
     state: str | None
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        check_int_from(0, "epoch", self.epoch)
+        check_int_from(0, "item", self.item)
+        if not isinstance(self.state, str | None):
+            raise TypeError(f"state must be a str or None, got {self.state!r}")
+
 
 def snapshot_of(state: Any, epoch: int, item: int) -> Snapshot:
     """A snapshot of a state, which the iterable may change later."""

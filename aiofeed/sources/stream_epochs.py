@@ -39,7 +39,9 @@ class StreamOrder(FeedOrder):
 
     def __init__(self, base: Schedule, shard: tuple[int, int] | Literal["auto"] | None, stream: Stream) -> None:
         super().__init__(base, None, None if stream.sharded else shard)
-        self._own_shard = shard if shard is None or shard == "auto" else check_shard(shard)
+        self._own_shard: tuple[int, int] | Literal["auto"] | None = shard
+        if shard is not None and shard != "auto":
+            self._own_shard = check_shard(shard)
         self._stream = stream
         self._snapshots: Sequence[Snapshot] = ()
         self._epochs: StreamEpochs | None = None
@@ -87,20 +89,22 @@ class StreamOrder(FeedOrder):
         """
         try:
             loaded = json.loads(state)
-            shard, snapshot = loaded["shard"], loaded["snapshot"]
-            snapshots = () if snapshot is None else (Snapshot(**snapshot),)
+            shard = None if loaded["shard"] is None else check_shard(loaded["shard"])
+            snapshots = () if loaded["snapshot"] is None else (Snapshot(**loaded["snapshot"]),)
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"the state of the stream is damaged: {state!r}") from error
         if shard is not None and shard != self._identity():
             raise StateError(
-                f"the state is of (rank, world size) {tuple(shard)}, and this is {tuple(self._identity())}: with "
-                f"{self._stream!r} each rank continues from a state of its own"
+                f"the state is of (rank, world size) {shard}, and this is {self._identity()}: with {self._stream!r} "
+                f"each rank continues from a state of its own"
             )
         self._snapshots, self._epochs = snapshots, None
 
-    def _identity(self) -> list[int]:
+    def _identity(self) -> tuple[int, int]:
         """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
-        return list((find_shard() if self._own_shard == "auto" else self._own_shard) or (0, 1))
+        if self._own_shard == "auto":
+            self._own_shard = find_shard()
+        return self._own_shard or (0, 1)
 
     def _known_snapshots(self) -> Sequence[Snapshot]:
         return self._snapshots if self._epochs is None else self._epochs.snapshots
