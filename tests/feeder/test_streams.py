@@ -208,11 +208,20 @@ def test_the_state_of_the_iterable_is_used(shuffle_buffer: int) -> None:
         assert resumed.given == (needed if consumed >= max(shuffle_buffer, 2) else 40)
 
 
+def test_the_state_of_an_epoch_that_was_read_ahead() -> None:
+    """Later epochs have states of the iterable, too."""
+    with feeder(Stream(Stateful(20))) as one:
+        for epoch in one.epochs(4):
+            for number, _ in enumerate(one, 1):
+                saved = json.loads(one.state_dict()["sampler"])["snapshot"]
+                assert number in (10, 0) or (saved["epoch"], saved["item"]) == (epoch, 2 * number)
+
+
 def test_states_that_the_consumer_has_passed_are_dropped() -> None:
     """A long epoch keeps as many states of the iterable as batches are in flight."""
     with feeder(Stream(Stateful(4000))) as one:
         for _ in one:
-            assert len(one._order._known_snapshots()) < 100  # type: ignore[attr-defined]
+            assert len(one._order.snapshots) < 100  # type: ignore[attr-defined]
 
 
 def test_a_resume_without_a_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
