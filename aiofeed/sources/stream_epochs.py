@@ -105,10 +105,6 @@ class StreamOrder(FeedOrder):
         """The known states of the iterable."""
         return self._snapshots if self.epochs is None else self.epochs.snapshots
 
-    def on_length(self, schedule: Schedule) -> None:
-        """The length of an epoch is known; its schedule is ``schedule``."""
-        self._warn_if_empty(schedule)
-
     def _identity(self) -> tuple[int, int]:
         """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
         if self._own_shard == "auto":
@@ -190,7 +186,7 @@ class StreamEpochs(EpochStream):
         self._lengths[start.epoch] = length
         if (progress := self._progress) is not None and progress.start.epoch == start.epoch:
             progress.shorten(length)
-        self._order.on_length(replace(self.schedule, length=length))
+        self._order._warn_if_empty(replace(self.schedule, length=length))
 
     def _add_snapshot(self, snapshot: Snapshot) -> None:
         """Add a state, and remove those that the consumer has passed."""
