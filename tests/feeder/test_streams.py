@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -34,6 +35,7 @@ from aiofeed import (
     Stream,
 )
 from aiofeed.testing import SimulatedDevice
+from tests.support.interrupts import Interrupt
 
 Batches = list[list[int]]
 
@@ -667,6 +669,24 @@ def test_sharded() -> None:
             epoch_of(source(1), state, shard=shard)
     done = position_after(source(0), 3, shard=(0, 2))
     assert epoch_of(source(1), done, shard=(1, 2))[0] == [1000, 1001]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ctrl_c_loses_no_batch(is_async: bool) -> None:
+    """At many places in iter() and next(): the state tells which batches were handed out, and the rest follows."""
+    whole = epoch_of(make(9, 4))
+    for place in range(0, 420, 20):
+        with feeder(make(9, 4, is_async=is_async)) as one:
+            seen: Batches = []
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(place):
+                for batch in one:
+                    seen.append(batch.tolist())
+            state = one.state_dict()
+            done = len(whole) if state["epoch"] else state["position"] // 2
+            assert seen == whole[: len(seen)]
+            assert done - len(seen) in (0, 1)  # the interrupt may come between `next` and the loop
+            one.load_state_dict(state)
+            assert [batch.tolist() for batch in one] == whole[done:] or done == len(whole)
 
 
 # --- an iterable that blocks ------------------------------------------------------------------------------------------
