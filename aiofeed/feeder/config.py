@@ -372,43 +372,34 @@ def length_of(source: Source[Any] | FromDataset | Tensors) -> int:
     return 0 if isinstance(source, Stream) else len(source)
 
 
-def check_stream(
-    source: object,
-    *,
-    batch_size: object,
-    batch_sampler: object,
-    shuffle: object,
-    sampler: object,
-    weights: object,
-    on_error: object,
-    cache: object,
-    engine: object,
-) -> None:
-    """Raise ``ValueError`` if ``source`` is a ``Stream`` and another argument of ``Feeder`` excludes it."""
+def check_stream(source: object, **arguments: Any) -> None:
+    """Raise ``ValueError`` if ``source`` is a ``Stream`` and one of some arguments of ``Feeder`` excludes it."""
     if not isinstance(source, Stream):
         return
-    policy = as_policy(on_error)
-    once = "gives each item once, which cannot be timed or repeated: do that in the iterable"
-    refused = [
-        ("shuffle", a_shuffle(shuffle), "has an order of its own: pass Stream(..., shuffle_buffer=N)"),
-        ("sampler", sampler is not None, "has no indices: choose items in the iterable"),
-        ("weights", weights is not None, "has no indices: choose items in the iterable"),
-        ("batch_sampler", batch_sampler is not None, "has no indices: pass batch_size="),
-        ("batch_size", isinstance(batch_size, LengthPlan), "has no list of lengths: pass a number"),
-        ("cache", cache is not None, "has no indices by which another epoch finds a sample: cache in the iterable"),
-        ("engine", an_engine(engine), 'is read in this process: pass engine="thread"'),
-        ("on_error", policy.retries or policy.read_timeout_s is not None, once),
+    policy = as_policy(arguments["on_error"])
+    unbounded = policy.action != "raise" and isinstance(policy.max_failures, float)
+    number = f"FailurePolicy({policy.action!r}, max_failures=100)"
+    for name, excluded, why in (
+        ("shuffle", a_shuffle(arguments["shuffle"]), "has an order of its own: pass Stream(..., shuffle_buffer=N)"),
+        ("sampler", arguments["sampler"] is not None, "has no indices: choose items in the iterable"),
+        ("weights", arguments["weights"] is not None, "has no indices: choose items in the iterable"),
+        ("batch_sampler", arguments["batch_sampler"] is not None, "has no indices: pass batch_size="),
+        ("batch_size", isinstance(arguments["batch_size"], LengthPlan), "has no list of lengths: pass a number"),
+        ("cache", arguments["cache"] is not None, "has no indices, by which a cache finds samples: leave it out"),
+        ("engine", an_engine(arguments["engine"]), 'is read in this process: pass engine="thread"'),
         (
             "on_error",
-            policy.action != "raise" and isinstance(policy.max_failures, float),
-            f"has no length of which max_failures={policy.max_failures} can be a fraction: pass "
-            f"on_error=FailurePolicy({policy.action!r}, max_failures=100)",
+            policy.retries or policy.read_timeout_s is not None,
+            "gives each item once, so that a read cannot be timed or repeated: do that in the iterable",
         ),
-    ]
-    values = locals()
-    for name, given, why in refused:
-        if given:
-            raise ValueError(f"{name}={values[name]!r} is not possible with {source!r}, because a stream {why}")
+        (
+            "on_error",
+            unbounded,
+            f"has no length of which max_failures={policy.max_failures} is a fraction: pass on_error={number}",
+        ),
+    ):
+        if excluded:
+            raise ValueError(f"{name}={arguments[name]!r} is not possible with {source!r}: a stream {why}")
 
 
 def a_shuffle(value: object) -> Shuffle:

@@ -23,6 +23,8 @@ log = logging.getLogger("aiofeed.sources")
 
 # Most seconds that a closed reader waits for the iterable: less than an event loop waits for its tasks.
 CLOSE_S = 4.0
+# Items of an async iterable after which other tasks of the loop get a turn.
+SHARE = 32
 
 _END: Any = object()
 
@@ -39,6 +41,9 @@ class Stream:
     An epoch is resumed by the iterable's own ``state_dict`` and ``load_state_dict``, if it has both, as those of
     Hugging Face datasets and ``torchdata.nodes.Loader``. Otherwise its first items are read again and dropped. Both
     need an iterable that gives the same items in the same epoch.
+
+    An error of the iterable is raised after the complete batches before it, for any ``on_error``. ``close`` cannot
+    interrupt a call of ``next``: it waits up to 4 s, then leaves its daemon thread behind with a log line.
 
     Args:
         make_iterable: An iterable or async iterable that can be iterated more than once, such as a torch
@@ -201,6 +206,12 @@ class Snapshot:
     item: int
     state: str | None
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        check_int_from(0, "epoch", self.epoch)
+        check_int_from(0, "item", self.item)
+        if not isinstance(self.state, str | None):
+            raise TypeError(f"state must be a str or None, got {self.state!r}")
 
 
 def snapshot_of(state: Any, epoch: int, item: int) -> Snapshot:
@@ -370,6 +381,8 @@ class StreamReader:
                     snapshot = self._capture()
                 item = await anext(self._iterator, _END)
                 await clear_cancellation()  # the iterable may have cancelled this task
+                if left % SHARE == 0:
+                    await asyncio.sleep(0)  # an iterable that never waits must not hold up the loop
                 if item is _END:
                     block.ended = True
                     return block

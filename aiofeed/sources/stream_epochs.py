@@ -8,7 +8,7 @@ has a length that no stream reaches.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -35,18 +35,23 @@ class StreamOrder(FeedOrder):
         base: The order without a shard; its length is not used.
         shard: See ``Feeder``.
         stream: The stream.
+
+    Attributes:
+        epochs: The epochs that the consumer iterates.
     """
 
     def __init__(self, base: Schedule, shard: tuple[int, int] | Literal["auto"] | None, stream: Stream) -> None:
         super().__init__(base, None, None if stream.sharded else shard)
-        self._own_shard = shard if shard is None or shard == "auto" else check_shard(shard)
-        self._stream = stream
+        self._own_shard: tuple[int, int] | Literal["auto"] | None = shard
+        if shard is not None and shard != "auto":
+            self._own_shard = check_shard(shard)
+        self.stream = stream
         self._snapshots: Sequence[Snapshot] = ()
-        self._epochs: StreamEpochs | None = None
+        self.epochs: StreamEpochs | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the epoch that is being read, except its states."""
-        return self.__dict__ | {"_snapshots": self._known_snapshots(), "_epochs": None}
+        return self.__dict__ | {"_snapshots": self.snapshots, "epochs": None}
 
     def schedule(self, length: int | None = None) -> Schedule:
         """The schedule of an epoch of ``length`` items, by default the length of the stream.
@@ -54,14 +59,11 @@ class StreamOrder(FeedOrder):
         Raises:
             TypeError: ``length`` is ``None`` and the stream has no length.
         """
-        return super().schedule(len(self._stream) if length is None else length)
+        return super().schedule(len(self.stream) if length is None else length)
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
         """The epoch at ``position`` from there on."""
-        first = EpochStart(EpochStats(), position)
-        snapshots = self._known_snapshots()
-        self._epochs = StreamEpochs(self.schedule(UNKNOWN_LENGTH), first, self._stream, snapshots, self._warn_if_empty)
-        return self._epochs
+        return StreamEpochs(self.schedule(UNKNOWN_LENGTH), EpochStart(EpochStats(), position), self)
 
     def after(self, position: Position, batches: int) -> Position:
         """The position so many batches after another one in its epoch."""
@@ -77,10 +79,10 @@ class StreamOrder(FeedOrder):
         Raises:
             StateError: The state of the iterable is not plain.
         """
-        found = self._stream.last_before(position, self._known_snapshots())
+        found = self.stream.last_before(position, self.snapshots)
         if found is not None and found.state is None:
-            raise StateError(f"the state_dict of {self._stream!r} must be plain values that JSON has: {found.reason}")
-        shard = self._identity() if self._stream.sharded and not position.at_start else None
+            raise StateError(f"the state_dict of {self.stream!r} must be plain values that JSON has: {found.reason}")
+        shard = self._identity() if self.stream.sharded and not position.at_start else None
         return json.dumps({"shard": shard, "snapshot": None if found is None else asdict(found)})
 
     def load_sampler_state(self, state: str) -> None:
@@ -91,23 +93,27 @@ class StreamOrder(FeedOrder):
         """
         try:
             loaded = json.loads(state)
-            shard, snapshot = loaded["shard"], loaded["snapshot"]
-            snapshots = () if snapshot is None else (Snapshot(**snapshot),)
+            shard = None if loaded["shard"] is None else check_shard(loaded["shard"])
+            snapshots = () if loaded["snapshot"] is None else (Snapshot(**loaded["snapshot"]),)
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"the state of the stream is damaged: {state!r}") from error
         if shard is not None and shard != self._identity():
             raise StateError(
-                f"the state is of (rank, world size) {tuple(shard)}, and this is {tuple(self._identity())}: with "
-                f"{self._stream!r} each rank continues from a state of its own"
+                f"the state is of (rank, world size) {shard}, and this is {self._identity()}: with {self.stream!r} "
+                f"each rank continues from a state of its own"
             )
-        self._snapshots, self._epochs = snapshots, None
+        self._snapshots, self.epochs = snapshots, None
 
-    def _identity(self) -> list[int]:
+    @property
+    def snapshots(self) -> Sequence[Snapshot]:
+        """The known states of the iterable."""
+        return self._snapshots if self.epochs is None else self.epochs.snapshots
+
+    def _identity(self) -> tuple[int, int]:
         """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
-        return list((find_shard() if self._own_shard == "auto" else self._own_shard) or (0, 1))
-
-    def _known_snapshots(self) -> Sequence[Snapshot]:
-        return self._snapshots if self._epochs is None else self._epochs.snapshots
+        if self._own_shard == "auto":
+            self._own_shard = find_shard()
+        return self._own_shard or (0, 1)
 
 
 class StreamEpochs(EpochStream):
@@ -115,30 +121,25 @@ class StreamEpochs(EpochStream):
 
     Args:
         schedule, first: As for ``EpochStream``.
-        stream: The stream.
-        snapshots: Known states of the iterable.
-        on_length: Called with the schedule of an epoch when its length is known.
+        order: The order that planned them.
+
+    Attributes:
+        snapshots: States of the iterable from which the consumer's position and later ones can be reached.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        first: EpochStart,
-        stream: Stream,
-        snapshots: Sequence[Snapshot],
-        on_length: Callable[[Schedule], None],
-    ) -> None:
+    def __init__(self, schedule: Schedule, first: EpochStart, order: StreamOrder) -> None:
         super().__init__(schedule, first)
-        self._stream = stream
-        self._on_length = on_length
-        # States for positions from the consumer's on. The list is replaced and not changed: the consumer reads it.
-        self.snapshots = snapshots
+        self._order = order
+        self._stream = order.stream
+        # Replaced and not changed, because the consumer's thread reads it.
+        self.snapshots = order.snapshots
         self._lengths: dict[int, int] = {}
         self._progress: EpochProgress | None = None
 
     def new_progress(self, start: Position, in_order: bool) -> EpochProgress:
         """Count the batches of an epoch, whose end may have been read already."""
         # The engine's thread sets a length before it reads `_progress`, so that one of both threads passes it on.
+        self._order.epochs = self
         progress = self._progress = super().new_progress(start, in_order)
         self._lengths.pop(start.epoch - 1, None)
         if (length := self._lengths.get(start.epoch)) is not None:
@@ -189,7 +190,7 @@ class StreamEpochs(EpochStream):
         self._lengths[start.epoch] = length
         if (progress := self._progress) is not None and progress.start.epoch == start.epoch:
             progress.shorten(length)
-        self._on_length(replace(self.schedule, length=length))
+        self._order._warn_if_empty(replace(self.schedule, length=length))
 
     def _add_snapshot(self, snapshot: Snapshot) -> None:
         """Add a state, and remove those that the consumer has passed."""

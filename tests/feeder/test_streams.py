@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -34,6 +35,7 @@ from aiofeed import (
     Stream,
 )
 from aiofeed.testing import SimulatedDevice
+from tests.support.interrupts import Interrupt
 
 Batches = list[list[int]]
 
@@ -208,11 +210,20 @@ def test_the_state_of_the_iterable_is_used(shuffle_buffer: int) -> None:
         assert resumed.given == (needed if consumed >= max(shuffle_buffer, 2) else 40)
 
 
+def test_the_state_of_an_epoch_that_was_read_ahead() -> None:
+    """Later epochs have states of the iterable, too."""
+    with feeder(Stream(Stateful(20))) as one:
+        for epoch in one.epochs(4):
+            for number, _ in enumerate(one, 1):
+                saved = json.loads(one.state_dict()["sampler"])["snapshot"]
+                assert number in (10, 0) or (saved["epoch"], saved["item"]) == (epoch, 2 * number)
+
+
 def test_states_that_the_consumer_has_passed_are_dropped() -> None:
     """A long epoch keeps as many states of the iterable as batches are in flight."""
     with feeder(Stream(Stateful(4000))) as one:
         for _ in one:
-            assert len(one._order._known_snapshots()) < 100  # type: ignore[attr-defined]
+            assert len(one._order.snapshots) < 100  # type: ignore[attr-defined]
 
 
 def test_a_resume_without_a_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,8 +268,11 @@ def test_states_that_do_not_fit() -> None:
             epoch_of(other, state)
     with pytest.raises(StateError, match="one in the state, none here"):
         feeder(list(range(20))).load_state_dict(state)
+    for damaged in ("7", "{", '{"shard": 3, "snapshot": null}', '{"shard": null, "snapshot": {"epoch": 0}}'):
+        with pytest.raises(StateError, match="state of the stream is damaged"):
+            epoch_of(Stream(Stateful(20)), {**state, "sampler": damaged})
     with pytest.raises(StateError, match="state of the stream is damaged"):
-        epoch_of(Stream(Stateful(20)), {**state, "sampler": "7"})
+        epoch_of(Stream(Stateful(20)), {**state, "sampler": state["sampler"].replace("8", "-8", 1)})
     refusing = Stream(RefusingState(20))
     with pytest.raises(StateError, match="refuses its saved state"):
         epoch_of(refusing, {**state, "fingerprint": refusing.fingerprint()})
@@ -545,7 +559,7 @@ def test_failing_samples() -> None:
         ({"sampler": [1, 2]}, r"sampler=\[1, 2\]"),
         ({"batch_sampler": [[1]], "batch_size": None}, "batch_sampler="),
         ({"batch_size": Buckets([1, 2], [1], [2, 2])}, "batch_size=.*pass a number"),
-        ({"cache": "host"}, "cache='host'.*cache in the iterable"),
+        ({"cache": "host"}, "cache='host'.*leave it out"),
         ({"cache": "device"}, "cache='device'"),
         ({"engine": "process:2"}, 'engine=.process:2.*pass engine="thread"'),
         ({"on_error": "skip"}, r"max_failures=0\.01.*FailurePolicy\('skip', max_failures=100\)"),
@@ -655,6 +669,24 @@ def test_sharded() -> None:
             epoch_of(source(1), state, shard=shard)
     done = position_after(source(0), 3, shard=(0, 2))
     assert epoch_of(source(1), done, shard=(1, 2))[0] == [1000, 1001]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ctrl_c_loses_no_batch(is_async: bool) -> None:
+    """At many places in iter() and next(): the state tells which batches were handed out, and the rest follows."""
+    whole = epoch_of(make(9, 4))
+    for place in range(0, 420, 20):
+        with feeder(make(9, 4, is_async=is_async)) as one:
+            seen: Batches = []
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(place):
+                for batch in one:
+                    seen.append(batch.tolist())
+            state = one.state_dict()
+            done = len(whole) if state["epoch"] else state["position"] // 2
+            assert seen == whole[: len(seen)]
+            assert done - len(seen) in (0, 1)  # the interrupt may come between `next` and the loop
+            one.load_state_dict(state)
+            assert [batch.tolist() for batch in one] == whole[done:] or done == len(whole)
 
 
 # --- an iterable that blocks ------------------------------------------------------------------------------------------

@@ -218,6 +218,27 @@ async def test_an_async_iterable_runs_on_the_loop() -> None:
     assert threads == [threading.get_ident()]
 
 
+async def test_an_async_iterable_that_never_waits() -> None:
+    """Other tasks of the loop run while it is read."""
+    turns: list[int] = []
+    seen: list[int] = []
+
+    async def items() -> AsyncIterator[int]:
+        for number in range(321):
+            seen.append(len(turns))
+            yield number
+
+    async def other() -> None:
+        while True:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    assert [len(block.items) for block in await blocks(items, 320)] == [321, 0]
+    task.cancel()
+    assert seen[-1] - seen[0] >= 9
+
+
 async def test_reading_is_one_block_ahead() -> None:
     """And no more."""
     given: list[int] = []

@@ -5,6 +5,7 @@ A mistake has a comment for each type checker, which complains about a comment t
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, assert_type
 
 import numpy as np
@@ -44,6 +45,23 @@ class Decoder:
 
     def __call__(self, data: bytes) -> torch.Tensor:
         return torch.zeros(self.size)
+
+
+class Lines(torch.utils.data.IterableDataset[str]):
+    """An IterableDataset."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield ""
+
+
+async def lines(epoch: int) -> AsyncIterator[str]:
+    """An async generator function."""
+    yield ""
+
+
+def stacked_lines(lines: list[str]) -> int:
+    """A collate_fn."""
+    return len(lines)
 
 
 def decode_pair(data: tuple[bytes, bytes]) -> int:
@@ -102,11 +120,16 @@ async def train() -> None:
     plain = aiofeed.Feeder(Store(), decode=lambda data: len(data), batch_size=4, engine="process:2")
     resident = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, device=["cpu", "cpu"])
     listed = aiofeed.Feeder([1, 2, 3], batch_size=1, sampler=[0, 1])
+    iterated = aiofeed.Feeder(Lines(), batch_size=2)
+    decoded = aiofeed.Feeder(Lines(), decode=len, batch_size=2)
+    streamed = aiofeed.Feeder(aiofeed.Stream(Lines(), shuffle_buffer=8), decode=len, batch_size=2)
+    generated = aiofeed.Feeder(aiofeed.Stream(lines, length=1), batch_size=2, collate_fn=stacked_lines)
+    assert_type(next(iter(generated)), int)
     texts = aiofeed.Feeder(["a", "b"], batch_size=1, collate_fn=lambda texts: texts)
     pairs = aiofeed.Feeder(Pairs(), decode=decode_pair, batch_size=2)
     mine = aiofeed.Feeder(folder, decode=Decoder(3), batch_size=2, engine="process")
     files = aiofeed.Feeder(aiofeed.Files(["a"]), decode=len, batch_size=2, engine="process:16")
-    print(random, plain, resident, listed, texts, pairs, mine, files)
+    print(random, plain, resident, listed, iterated, decoded, streamed, texts, pairs, mine, files)
     one = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, shuffle=True)
     assert_type(next(iter(one)), list[torch.Tensor])
     changed = aiofeed.Feeder(folder, decode=aiofeed.DecodeImage(224), batch_size=4, transform=lambda batch: batch[0])
