@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
+    from aiofeed.sources.mixture import Mixture
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -66,6 +67,7 @@ _HOMES = {
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
+    "Mixture": "aiofeed.sources.mixture",
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
@@ -112,6 +114,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Files",
     "FromDataset",
     "Tensors",
+    "Mixture",
     "DecodeImage",
     "HostCache",
     "DiskCache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from aiofeed.core.types import public
@@ -70,6 +71,8 @@ class FeedStatistics:
         chunk_size: Samples per executor job, as chosen last.
         gil_us: If decoding was GIL-bound in the epoch, the microseconds per sample that hold or wait for the GIL: one
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
+        by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
+            the position of ``state_dict()``. Otherwise empty.
     """
 
     samples: int = 0
@@ -90,6 +93,7 @@ class FeedStatistics:
     read_concurrency: int = 0
     decode_threads: int = 0
     chunk_size: int = 0
+    by_source: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         wall = self.wall_s or float("inf")
@@ -106,4 +110,6 @@ class FeedStatistics:
             text += f"; {self.failures} failed, {self.retries} retried"
         if self.gil_us:
             text += f"; GIL-bound: {self.gil_us:.0f} us per sample, at most {1e6 / self.gil_us:,.0f} samples/s"
+        if self.by_source:
+            text += f"; drawn: {', '.join(f'{name} {samples}' for name, samples in self.by_source.items())}"
         return text

@@ -23,10 +23,13 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.runtime import machine
 from aiofeed.sampling.batches import LengthPlan, PlanLister
+from aiofeed.sampling.mixture import MixtureOrder
 from aiofeed.sampling.packing import Pack
 from aiofeed.sampling.sampler import BatchSamplerAdapter
-from aiofeed.sampling.schedule import Schedule, Shuffle, fingerprint
-from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
+from aiofeed.sampling.schedule import Schedule, Shuffle
+from aiofeed.sampling.weighted import WeightedOrder
+from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -146,6 +149,8 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     """Return the source itself, or ``FromDataset`` of a torch ``Dataset``."""
     if isinstance(source, FromDataset | Tensors):
         return source
+    if isinstance(source, Mixture):
+        return source.combined
     if is_iterable_dataset(source):
         FromDataset(source)  # raises an error that says what to do
     if isinstance(source, type):
@@ -267,8 +272,39 @@ def a_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
+def new_order(
+    source: object, weights: Any, order: Schedule, *, sampled: bool, listed: bool
+) -> MixtureOrder | WeightedOrder | None:
+    """Return the order of a mixture or of weights; ``None`` for the schedule's own order.
+
+    Raises:
+        TypeError, ValueError: The arguments exclude each other, or the weights do not fit the source.
+    """
+    if isinstance(source, Mixture):
+        given = {
+            "weights=": weights is not None,
+            "sampler=": sampled,
+            "batch_sampler=": listed,
+            'shuffle="replacement"': order.shuffle == "replacement",
+        }
+        if excluded := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"a Mixture decides which samples come, so leave out {', '.join(excluded)}")
+        return source.order(order.seed, shuffle=bool(order.shuffle))
+    if weights is None:
+        return None
+    if sampled or listed or order.shuffle not in (False, "replacement"):
+        other = "sampler=" if sampled else "batch_sampler=" if listed else f"shuffle={order.shuffle!r}"
+        raise ValueError(f"weights= draws samples with replacement, so leave out {other}")
+    return WeightedOrder(weights, order.length, order.seed)
+
+
 def new_batches(
-    batch_size: object, batch_sampler: Any, order: Schedule, *, sampled: bool
+    batch_size: object,
+    batch_sampler: Any,
+    order: Schedule,
+    lister: MixtureOrder | WeightedOrder | None,
+    *,
+    sampled: bool,
 ) -> BatchSamplerAdapter | PlanLister | None:
     """Return the lister of a plan or of a batch sampler; ``None`` for a ``batch_size`` that is a number.
 
@@ -289,10 +325,12 @@ def new_batches(
         return None
     if sampled:
         raise ValueError(f"{type(batch_size).__name__} decides the order, so leave out sampler=")
-    if order.shuffle == "keyed":
-        raise ValueError(f'{type(batch_size).__name__} shuffles a list: pass shuffle=True instead of "keyed"')
+    if order.shuffle not in (True, False) and lister is None:
+        name = type(batch_size).__name__
+        raise ValueError(f"{name} shuffles a list: pass shuffle=True instead of {order.shuffle!r}")
     batch_size.bind(order.length)
-    return PlanLister(batch_size, order.seed, shuffle=bool(order.shuffle), drop_last=order.drop_last)
+    shuffle = bool(order.shuffle) or isinstance(lister, WeightedOrder)
+    return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
 
 
 def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | None:
@@ -311,10 +349,10 @@ def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | N
 
 def a_shuffle(value: object) -> Shuffle:
     """Return ``value`` if it is a valid ``shuffle``."""
-    if value is True or value is False or value == "keyed":
+    if value is True or value is False or value == "keyed" or value == "replacement":
         return value
     hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
-    raise TypeError(f"shuffle must be True, False or 'keyed', got {value!r}{hint}")
+    raise TypeError(f"shuffle must be True, False, 'keyed' or 'replacement', got {value!r}{hint}")
 
 
 def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
@@ -342,15 +380,6 @@ def limits_for(limits: Limits | None, batch_size: int, source: object, engines: 
         most_threads=source.threads if isinstance(source, FromDataset) else None,
         engines=engines,
     )
-
-
-def fingerprint_of(source: Source[Any] | FromDataset | Tensors, length: int) -> str:
-    """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
-    own = getattr(source, "fingerprint", None)
-    if own is not None and (found := own()) is not None:
-        return str(found)
-    kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
-    return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
 
 
 def _check_tensors(config: FeederConfig, cache: object, static_batches: bool, *, listed: bool) -> None:
@@ -388,7 +417,7 @@ def _check_packed(config: FeederConfig, cache: object, static_batches: bool) -> 
             "Pack plans the place of every token, and a replacement has another length and comes twice: pass "
             "on_error='skip', which leaves padding, or 'raise'"
         )
-    if isinstance(config.backend, DeviceGroup):
+    if isinstance(config.backend, DeviceGroup) and len(config.backend.backends) > 1:
         raise ValueError(
             "Pack makes one cu_seqlens for all rows of a batch, which cannot be split over devices: create one feeder "
             "for each, with shard=(rank, world_size)"

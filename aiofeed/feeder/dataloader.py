@@ -414,19 +414,22 @@ class _FeederEpochs:
     """Runs the epochs of a ``DataLoader`` on a ``Feeder``, in the order of the loader's sampler."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
+        if loader._dataset_kind == _DatasetKind.Iterable or loader.batch_sampler is None:
             raise ValueError(
-                "on_error=, cache=, engine= and threads= need a dataset with indices and batch_size=: leave them out "
-                "with an IterableDataset, batch_size=None or batch_sampler="
+                "on_error=, cache=, engine= and threads= need a dataset with indices, in batches: leave them out "
+                "with an IterableDataset or batch_size=None"
             )
         workers = loader.num_workers if loader.threads is None else 0
         self.collate_fn = loader.collate_fn
-        # Those of the coming epoch.
-        self._indices: list[int] = []
+        # The indices of the coming epoch; lists of them if a batch sampler of the user's makes the batches.
+        self._listed: list[Any] = []
+        self._of_one_size = type(loader.batch_sampler) is BatchSampler
+        order: dict[str, Any] = {"batch_sampler": self._listed}
+        if self._of_one_size:
+            order = {"batch_size": loader.batch_size, "sampler": self._listed}
         self._feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
-            batch_size=cast("int", loader.batch_size),
-            sampler=self._indices,
+            **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             device=loader.device,
             transform=loader.transform,
@@ -442,7 +445,8 @@ class _FeederEpochs:
         """Start an epoch; draws from the generators as torch's iterator does."""
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         batches: list[list[int]] = list(loader._index_sampler)
-        self._indices[:] = itertools.chain.from_iterable(batches[position.batches :])
+        left = batches[position.batches :]
+        self._listed[:] = itertools.chain.from_iterable(left) if self._of_one_size else left
         return _FeederEpoch(iter(self._feeder), Progress(position))
 
 

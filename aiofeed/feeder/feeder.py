@@ -32,21 +32,23 @@ from aiofeed.feeder.config import (
     adopt_source,
     an_engine,
     complete_config,
-    fingerprint_of,
     limits_for,
     new_batches,
+    new_order,
     with_resident_tensors,
     with_static_outputs,
 )
 from aiofeed.feeder.iterator import FeedIterator
-from aiofeed.feeder.session import FeederSession
+from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.batches import LengthPlan
 from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.mixture import MixtureOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
-from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.dataset import FromDataset, fingerprint_of
+from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
     import torch
     import typing_extensions
+    from numpy.typing import NDArray
 
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
 
         shuffle: Shuffle
         sampler: Iterable[int] | None
+        weights: Sequence[float] | torch.Tensor | NDArray[Any] | None
         batch_sampler: Iterable[Sequence[int]] | None
         seed: int
         drop_last: bool
@@ -108,7 +112,8 @@ class Feeder(Generic[BatchT]):
     of their own, never in the caller's event loop.
 
     Args:
-        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, or ``Tensors``.
+        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``, or a
+            ``Mixture`` of several sources.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
             items.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
@@ -117,8 +122,11 @@ class Feeder(Generic[BatchT]):
             of R takes the batches r, r + R, ..., unless its sampler is a ``DistributedSampler``. Excludes
             ``batch_size``, ``shuffle``, ``sampler`` and ``drop_last``.
         shuffle: ``True`` shuffles each epoch as ``torch.randperm`` with seed ``seed + epoch``. "keyed" uses a
-            pseudo-random permutation that is computed per position and stores no list.
+            pseudo-random permutation that is computed per position and stores no list. "replacement" draws each sample
+            independently. A ``Mixture`` shuffles each of its sources in the way of "keyed".
         sampler: An iterable of indices, listed once per epoch and not sharded again. Excludes ``shuffle``.
+        weights: One number from 0 per sample: an epoch is as many draws with replacement, in proportion to these, as
+            from ``WeightedRandomSampler``, but sharded and resumed exactly. Excludes ``sampler`` and ``shuffle=True``.
         seed: Seeds shuffling and each sample's random generator. ``torch.manual_seed`` has no effect on either: pass
             another seed for another order.
         drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank.
@@ -190,7 +198,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: Source[EncodedT],
+            source: Source[EncodedT] | Mixture,
             *,
             decode: Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any],
             batch_size: int | LengthPlan | None = None,
@@ -204,7 +212,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any] | FromDataset | Tensors,
+            source: MapDataset[Any] | FromDataset | Tensors | Mixture,
             *,
             decode: None = None,
             batch_size: int | LengthPlan | None = None,
@@ -216,13 +224,14 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Mixture,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | LengthPlan | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
         shuffle: Shuffle = False,
         sampler: Iterable[int] | None = None,
+        weights: Sequence[float] | torch.Tensor | NDArray[Any] | None = None,
         seed: int = 0,
         drop_last: bool = False,
         pad: bool = True,
@@ -247,11 +256,13 @@ class Feeder(Generic[BatchT]):
             drop_last=check_bool("drop_last", drop_last),
             pad=check_bool("pad", pad),
         )
-        batches = new_batches(batch_size, batch_sampler, order, sampled=sampler is not None)
+        sampled = sampler is not None
+        lister = new_order(source, weights, order, sampled=sampled, listed=batch_sampler is not None)
+        batches = new_batches(batch_size, batch_sampler, order, lister, sampled=sampled)
         typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
         if batches is None:
             order = replace(order, batch_size=typical)
-        self._order = FeedOrder(order, sampler, shard, batches)
+        self._order = FeedOrder(order, sampler, shard, lister if batches is None else batches)
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,
@@ -272,7 +283,7 @@ class Feeder(Generic[BatchT]):
             cache=cache,
             static_batches=static_batches,
             drop_last=drop_last,
-            sampled=sampler is not None,
+            sampled=sampled or isinstance(lister, MixtureOrder),
             listed=batches is not None,
         )
         if batches is None and not isinstance(source, FromDataset):
@@ -281,6 +292,8 @@ class Feeder(Generic[BatchT]):
         self._checkpoint = Checkpoint()
         self._failures = FailureLog(config.policy)
         self._earlier_stats = EpochStats()
+        # The iterator that ``steps`` goes on with.
+        self._stepping: list[OpenEpoch] = []
         self._fingerprint: str | None = None
         self._session = self._new_session(config)
 
@@ -305,6 +318,7 @@ class Feeder(Generic[BatchT]):
         state = self.__dict__.copy()
         config = state.pop("_session").config
         return state | {
+            "_stepping": [],
             "config": replace(config, backend=None, static_outputs=()),
             "static": bool(config.static_outputs),
         }
@@ -371,6 +385,28 @@ class Feeder(Generic[BatchT]):
         """
         return self._session.epochs(check_positive_int("n", n) - 1)
 
+    def steps(self, n: int) -> Steps[BatchT]:
+        """Return an iterable over the next ``n`` batches, for ``for`` or ``async for``, over as many epochs as needed.
+
+        It goes on where an earlier ``steps`` or a loaded state left off, and the next epoch is read ahead, as in
+        ``epochs``. Keep to ``steps`` for one training run: ``iter(feeder)`` starts a new epoch.
+
+        Raises:
+            TypeError, ValueError: ``n`` is not a positive int.
+        """
+        return Steps(self._session, self._stepping, check_positive_int("n", n))
+
+    def skip(self, n: int) -> None:
+        """Leave out the next ``n`` batches after the position of ``state_dict``, without reading them.
+
+        For example after a spike of the loss: load the state before it and skip the batches that caused it. Takes
+        effect at the next ``iter()`` or ``steps``.
+
+        Raises:
+            TypeError, ValueError: ``n`` is not an int from 0, or an epoch has no batches.
+        """
+        self._session.go_to(self._order.after(self._checkpoint.position, check_int_from(0, "n", n)))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position: it counts the batches handed out, not those read ahead.
 
@@ -398,7 +434,7 @@ class Feeder(Generic[BatchT]):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._checkpoint.position
-        schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position.epoch)
+        schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
 
     def statistics(self, total: bool = False) -> FeedStatistics:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
@@ -21,7 +23,7 @@ from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.order import BatchLists
-from aiofeed.sampling.schedule import BatchRanges
+from aiofeed.sampling.schedule import BatchRanges, Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import enter_iteration
@@ -88,6 +90,8 @@ class FeederSession(Generic[BatchT]):
         # Epochs completed one after the other, and the last epoch of a running `epochs`.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
+        # The batches that running steps will take from the next iterator on.
+        self._steps_left = 0
         self._hinted = False
         if config.cache is not None:
             config.cache.free_with(self)
@@ -111,6 +115,7 @@ class FeederSession(Generic[BatchT]):
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
+            by_source=self._order.counts(self._checkpoint.position),
         )
 
     def epochs(self, last: int) -> Iterator[int]:
@@ -125,6 +130,28 @@ class FeederSession(Generic[BatchT]):
                     self._checkpoint.set_epoch(epoch, live=self.live)
         finally:
             self._last_epoch = None
+
+    def in_progress(self, iterator: FeedIterator[BatchT], epoch: EpochProgress) -> bool:
+        """Return whether the rest of an epoch can be taken from its iterator, and is what comes next."""
+        return iterator is self._live_iterator() and not epoch.complete and not self._checkpoint.chosen
+
+    def begin_steps(self, batches: int, after: EpochProgress | None) -> tuple[FeedIterator[BatchT], EpochProgress]:
+        """Begin the epoch of the next ``batches`` steps: the rest of that of the steps before, or the next one."""
+        if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
+            self.go_to(self._checkpoint.position)  # its iterator was closed
+        self._steps_left = batches
+        try:
+            iterator = self.begin()
+        finally:
+            self._steps_left = 0
+        assert self._epoch is not None
+        return iterator, self._epoch
+
+    def go_to(self, position: Position) -> None:
+        """Make the next ``begin`` start at a position."""
+        if state := self._order.sampler_state(position):
+            self._order.load_sampler_state(state)
+        self._checkpoint.load(position)
 
     def begin(self) -> FeedIterator[BatchT]:
         """Return an iterator over the next epoch; close the open iterator."""
@@ -145,16 +172,16 @@ class FeederSession(Generic[BatchT]):
                 "on_error= and threads="
             )
         schedule, first = self._order.plan_epoch(self._checkpoint.next_position())
-        start, sampled = first.position, first.sampled is not None
+        start = first.position
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
-        if completed and stream is not None and not sampled and _may_read_ahead(self.config, self.pipeline):
+        if completed and stream is not None and first.followed and _may_read_ahead(self.config, self.pipeline):
             stats = stream.take_over(schedule, start)
         if stats is None or stream is None:
             stats, stream = first.counters, EpochStream(schedule, first)
-        if not sampled and _may_read_ahead(self.config, None):
+        if first.followed and _may_read_ahead(self.config, None):
             # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
-            self._read_ahead(stream, start.epoch)
+            self._read_ahead(stream, start)
         delivery = self._start(stream)
         self._earlier_stats.add(self.stats)
         self.stats = stats
@@ -256,14 +283,14 @@ class FeederSession(Generic[BatchT]):
             cores,
         )
 
-    def _read_ahead(self, stream: EpochStream, epoch: int) -> None:
+    def _read_ahead(self, stream: EpochStream, start: Position) -> None:
         """Allow the stream to go on with the next epochs if they are certain or likely to be iterated."""
         if not stream.schedule.batches():
             return  # nothing limits how many empty epochs would be planned at once
         if self._last_epoch is not None:
             stream.permit_until(self._last_epoch)
-        elif self._completed_in_a_row:
-            stream.permit_until(epoch + 1)
+        elif self._completed_in_a_row or self._steps_left > stream.schedule.batches(start.consumed):
+            stream.permit_until(start.epoch + 1)
 
     def stop(self, reason: str) -> list[Delivery]:
         """Close the open iterator and tell the threads to end; never blocks. Returns the deliveries to wait for."""
@@ -302,6 +329,65 @@ class FeederSession(Generic[BatchT]):
     def _live_iterator(self) -> FeedIterator[BatchT] | None:
         iterator = self._iterator() if self._iterator is not None else None
         return iterator if iterator is not None and iterator.live else None
+
+
+OpenEpoch: TypeAlias = tuple[FeedIterator[Any], EpochProgress]
+_END: Any = object()
+
+
+class Steps(Generic[BatchT]):
+    """The next batches of a feeder, a fixed number, over as many epochs as it takes.
+
+    Args:
+        session: Runs the epochs.
+        kept: The iterator of the steps before and its progress, in a list that the feeder owns: a session that referred
+            to its iterator would be freed by the garbage collector only.
+        batches: The number of batches.
+    """
+
+    def __init__(self, session: FeederSession[BatchT], kept: list[OpenEpoch], batches: int) -> None:
+        self._session = session
+        self._kept = kept
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[BatchT]:
+        """Go on with the epoch that the last steps left, or with the next one."""
+        left = self._batches
+        while left:
+            iterator, epoch = self._open_epoch(left)
+            before = epoch.left
+            # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
+            yield from itertools.islice(iterator, left)
+            left -= self._handed_out(epoch, before)
+
+    async def __aiter__(self) -> AsyncIterator[BatchT]:
+        """Go on with the epoch that the last steps left, or with the next one."""
+        left = self._batches
+        while left:
+            iterator, epoch = self._open_epoch(left)
+            before = epoch.left
+            for _ in range(left):
+                batch = [await anext(iterator, _END)]
+                if batch[0] is _END:
+                    break
+                yield batch.pop()
+            left -= self._handed_out(epoch, before)
+
+    def _open_epoch(self, batches: int) -> OpenEpoch:
+        """The iterator for the next batches, and the progress of its epoch."""
+        kept = self._kept
+        if not kept or not self._session.in_progress(*kept[0]):
+            kept[:] = [self._session.begin_steps(batches, after=kept[0][1] if kept else None)]
+        return kept[0]
+
+    def _handed_out(self, epoch: EpochProgress, before: int) -> int:
+        if before == epoch.left:
+            raise FeedError("an epoch has no batches, so it has no steps either")
+        return before - epoch.left
 
 
 class _SessionObserver(EpochObserver):

@@ -18,7 +18,10 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int
+from aiofeed.sampling.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
+from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.weighted import WeightedOrder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -295,12 +298,28 @@ def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
 
 
 class PlanLister:
-    """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``."""
+    """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``.
+
+    Args:
+        plan: Forms the batches.
+        seed: Seeds the order of samples and batches.
+        shuffle, drop_last: See ``Feeder``.
+        order: Which samples come, and in which order; ``None`` for each of them once.
+    """
 
     sized = True
 
-    def __init__(self, plan: LengthPlan, seed: int, *, shuffle: bool, drop_last: bool) -> None:
+    def __init__(
+        self,
+        plan: LengthPlan,
+        seed: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        order: MixtureOrder | WeightedOrder | None = None,
+    ) -> None:
         self.plan = plan
+        self._order = order
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
@@ -329,16 +348,29 @@ class PlanLister:
 
     def _new(self, epoch: int) -> BatchLists:
         rng = np.random.default_rng(epoch_seed(self._seed, epoch))
-        samples = len(self.plan.lengths)
-        order = rng.permutation(samples) if self._shuffle else np.arange(samples)
+        samples = len(self.plan.lengths if self._order is None else self._order)
+        if self._order is not None:
+            order = self._order.list_epoch(epoch, resumed=False)[np.arange(samples)]
+        else:
+            order = rng.permutation(samples) if self._shuffle else np.arange(samples)
         return self.plan.batches(order, rng, shuffle=self._shuffle, drop_last=self._drop_last)
 
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
 
-    def state(self, epoch: int) -> str:
-        """What identifies the plan, as JSON."""
-        return json.dumps({"plan": self.plan.fingerprint()})
+    def state(self, position: Position) -> str:
+        """What identifies the plan, and the state of the order at the start of the epoch, as JSON."""
+        order = "" if self._order is None else self._order.state(Position(position.epoch))
+        return json.dumps({"plan": self.plan.fingerprint(), "order": order})
+
+    def counts(self, position: Position) -> dict[str, int]:
+        """The samples drawn from each source of a mixture before a position, from the first epoch on."""
+        if not isinstance(self._order, MixtureOrder):
+            return {}
+        lists = self.list_epoch(position.epoch, resumed=True)
+        consumed = lists.indices[: lists.offsets[min(position.consumed, len(lists))]]
+        before = self._order.counts(Position(position.epoch))
+        return {name: before[name] + more for name, more in self._order.count(consumed).items()}
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.
@@ -347,8 +379,15 @@ class PlanLister:
             StateError: It is of another plan or of a sampler.
         """
         try:
-            saved = json.loads(text).get("plan")
+            state = json.loads(text)
+            saved, order = state.get("plan"), state.get("order")
         except (ValueError, AttributeError) as error:
             raise StateError(f"the state is damaged: its plan is {text!r}") from error
         if saved != self.plan.fingerprint():
             raise StateError(f"the state is of another plan: {saved} in the state, {self.plan.fingerprint()} here")
+        if bool(order) != (self._order is not None):
+            raise StateError(
+                "the state is of a plan with another order of samples: with or without a Mixture or weights="
+            )
+        if self._order is not None:
+            self._order.load_state(order)

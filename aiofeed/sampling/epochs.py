@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,12 +20,19 @@ class EpochStart:
     Args:
         counters: The statistics of the epoch.
         position: Where the epoch starts.
-        sampled: The sampler's indices, or the batches; ``None`` without a sampler.
+        sampled: The sampler's indices, a computed order, or the batches; ``None`` for the schedule's own order.
+        list_next: Gives another epoch's order, of the same length; ``None`` if a sampler has to be listed for it.
     """
 
     counters: EpochStats
     position: Position = field(default_factory=Position)
     sampled: EpochList | None = None
+    list_next: Callable[[int], EpochList] | None = None
+
+    @property
+    def followed(self) -> bool:
+        """Whether the next epoch can be planned before its ``iter()``."""
+        return self.sampled is None or self.list_next is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +79,9 @@ class EpochStream:
                 self._over = True
                 return None
             self._planned = max(self._planned, position.epoch)
-            return EpochStart(self._counters.setdefault(position.epoch, EpochStats()), position)
+            sampled = None if start.list_next is None else start.list_next(position.epoch)
+            counters = self._counters.setdefault(position.epoch, EpochStats())
+            return EpochStart(counters, position, sampled, start.list_next)
 
     def permit_until(self, epoch: int) -> None:
         """Permit epochs up to this one to be planned before they are taken over."""

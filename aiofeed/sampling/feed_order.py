@@ -7,13 +7,19 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeAlias
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.sampling.batches import PlanLister
 from aiofeed.sampling.epochs import EpochStart
+from aiofeed.sampling.mixture import MixtureOrder
 from aiofeed.sampling.sampler import BatchSamplerAdapter, SamplerAdapter
 from aiofeed.sampling.schedule import Position, Schedule
+from aiofeed.sampling.weighted import WeightedOrder
+
+Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | WeightedOrder
+"""Lists the epochs of a feeder in place of its schedule."""
 
 log = logging.getLogger("aiofeed.sampling")
 
@@ -27,7 +33,8 @@ class FeedOrder:
     Args:
         base: The order without sampler and shard.
         sampler, shard: See ``Feeder``.
-        batches: A batch sampler or plan instead of a sampler. ``base`` then counts batches and not samples.
+        lister: Another order instead of a sampler. With a batch sampler or a plan, ``base`` counts batches and not
+            samples.
 
     Raises:
         TypeError: The sampler or the shard has the wrong type.
@@ -39,15 +46,15 @@ class FeedOrder:
         base: Schedule,
         sampler: Iterable[int] | None,
         shard: tuple[int, int] | Literal["auto"] | None,
-        batches: BatchSamplerAdapter | PlanLister | None = None,
+        lister: Lister | None = None,
     ) -> None:
         if sampler is not None and base.shuffle:
             raise ValueError(f"sampler= decides the order, so shuffle={base.shuffle!r} has no effect; leave it out")
         self._base = base
-        self._sampler: SamplerAdapter | PlanLister | None = batches
+        self._sampler: SamplerAdapter | Lister | None = lister
         if sampler is not None:
             self._sampler = SamplerAdapter(sampler, base.length)
-        sharded = sampler is None and not (isinstance(batches, BatchSamplerAdapter) and batches.distributed)
+        sharded = sampler is None and not (isinstance(lister, BatchSamplerAdapter) and lister.distributed)
         self._shard: tuple[int, int] | None = None
         if not sharded or shard is None:
             self._shard = (0, 1)
@@ -66,6 +73,8 @@ class FeedOrder:
         size = f"batch_size={self._sampler if isinstance(self._sampler, PlanLister) else self._base.batch_size}"
         if isinstance(self._sampler, SamplerAdapter):
             return f"{size}, sampler={self._sampler}"
+        if isinstance(self._sampler, WeightedOrder):
+            return f"{size}, weights={self._sampler}, seed={self._base.seed}"
         return f"{size}, shuffle={self._base.shuffle!r}, seed={self._base.seed}"
 
     def schedule(self, length: int | None = None) -> Schedule:
@@ -112,7 +121,9 @@ class FeedOrder:
             if start.epoch == position.epoch:
                 self._epoch_used = False
                 self._warn_if_empty(schedule)
-                return schedule, EpochStart(EpochStats(), start, sampled)
+                computed = isinstance(self._sampler, MixtureOrder | WeightedOrder)
+                list_next = partial(self._sampler.list_epoch, resumed=False) if computed else None
+                return schedule, EpochStart(EpochStats(), start, sampled, list_next)
             position = start
 
     def normalize(self, position: Position) -> Position:
@@ -120,6 +131,30 @@ class FeedOrder:
         if position.at_start or not (self._sampler is None or self._sampler.sized):
             return position
         return self.schedule().normalize(position)
+
+    def after(self, position: Position, batches: int) -> Position:
+        """The position so many batches after another one, in a later epoch if need be.
+
+        Raises:
+            ValueError: An epoch has no batches.
+        """
+        sampler = self._sampler
+        if isinstance(sampler, SamplerAdapter):
+            sampler.load_state(sampler.state(position))
+        while True:
+            listed = None if sampler is None else sampler.list_epoch(position.epoch, resumed=not position.at_start)
+            schedule = self.schedule(None if listed is None else len(listed))
+            if not schedule.batches():
+                raise ValueError("an epoch has no batches, so none can be left out")
+            left = schedule.batches(position.consumed) - len(position.ahead)
+            if batches < left:
+                return schedule.after(position, batches)
+            batches -= left
+            position = Position(position.epoch + 1)
+
+    def counts(self, position: Position) -> dict[str, int]:
+        """The samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
+        return self._sampler.counts(position) if isinstance(self._sampler, MixtureOrder | PlanLister) else {}
 
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
@@ -147,9 +182,9 @@ class FeedOrder:
         """The epoch planned last has handed out a batch, so the next plan does not repeat its list."""
         self._epoch_used = True
 
-    def sampler_state(self, epoch: int) -> str:
-        """The state that restores the sampler for an epoch, as JSON; empty without a sampler."""
-        return "" if self._sampler is None else self._sampler.state(epoch)
+    def sampler_state(self, position: Position) -> str:
+        """The state that restores the sampler for the epoch of a position, as JSON; empty without a sampler."""
+        return "" if self._sampler is None else self._sampler.state(position)
 
     def load_sampler_state(self, state: str) -> None:
         """Restore the sampler from ``sampler_state``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from aiofeed.core.random_numbers import MASK64, mix64
+from aiofeed.core.random_numbers import INCREMENT, MASK64, mix64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,7 +55,23 @@ class BatchLists:
         return digest.hexdigest()[:32]
 
 
-EpochList: TypeAlias = "Int64 | BatchLists"
+@dataclass(frozen=True, eq=False)
+class ComputedEpoch:
+    """The indices of an epoch in order, computed for the positions that are asked for."""
+
+    length: int
+    permutation: Permutation
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return self.length
+
+    def __getitem__(self, positions: Int64) -> Int64:
+        """The indices at some positions."""
+        return self.permutation(positions)
+
+
+EpochList: TypeAlias = "Int64 | ComputedEpoch | BatchLists"
 """The indices of an epoch in order, or its batches."""
 
 
@@ -110,6 +126,29 @@ def feistel(n: int, seed: int, epoch: int) -> Permutation:
         return found.astype(np.int64)
 
     return permutation
+
+
+def drawn(n: int, seed: int, epoch: int) -> Permutation:
+    """Independent draws of 0 to n - 1, computed per position; not a permutation."""
+    uniform = _uniform(epoch_seed(seed, epoch))
+    return lambda positions: np.minimum((uniform(positions) * n).astype(np.int64), n - 1)
+
+
+def drawn_from(cumulative: NDArray[np.float64], seed: int) -> Permutation:
+    """Independent draws by weight, computed per position. ``cumulative``: the sums of the weights, up to 1."""
+    uniform, last = _uniform(seed), int(np.searchsorted(cumulative, cumulative[-1]))
+    return lambda positions: np.minimum(np.searchsorted(cumulative, uniform(positions), side="right"), last)
+
+
+def _uniform(seed: int) -> Callable[[Int64], NDArray[np.float64]]:
+    """Random numbers in [0, 1), one for each position: number p of SplitMix64 with the seed."""
+    first, increment = np.uint64(mix64(seed)), np.uint64(INCREMENT)
+
+    def numbers(positions: Int64) -> NDArray[np.float64]:
+        found = _mix_array(first + (positions.astype(np.uint64) + np.uint64(1)) * increment)
+        return (found >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    return numbers
 
 
 def _mix_array(value: UInt64) -> UInt64:

@@ -12,7 +12,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.sampling.order import BatchLists, EpochList
-from aiofeed.sampling.schedule import index_array
+from aiofeed.sampling.schedule import Position, index_array
 
 # A sampler that gives more indices than this many per sample, more than this many in all, and more than its length, is
 # taken for endless.
@@ -122,13 +122,13 @@ class SamplerAdapter:
         if self._loaded is None:
             self._loaded = self._last
 
-    def state(self, epoch: int) -> str:
-        """The state that restores the sampler for ``epoch``, as JSON.
+    def state(self, position: Position) -> str:
+        """The state that restores the sampler for the epoch of a position, as JSON.
 
         Raises:
             StateError: The sampler's state is not JSON.
         """
-        known = self._loaded or self._last
+        epoch, known = position.epoch, self._loaded or self._last
         state = known[1] if known is not None and known[0] == epoch else self._capture()
         try:
             return json.dumps({"epoch": epoch, **state})

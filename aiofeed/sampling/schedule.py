@@ -13,13 +13,24 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from aiofeed.core.types import BatchPlan
-from aiofeed.sampling.order import BatchLists, EpochList, Int64, Permutation, epoch_seed, feistel, sequential, shuffled
+from aiofeed.sampling.order import (
+    BatchLists,
+    ComputedEpoch,
+    EpochList,
+    Int64,
+    Permutation,
+    drawn,
+    epoch_seed,
+    feistel,
+    sequential,
+    shuffled,
+)
 
 # The number of samples whose order is computed at once, for single batches and for batch ranges. Six numpy operations
 # on 64 numbers take ten times as long as the numbers themselves.
@@ -28,7 +39,7 @@ RANGE_BLOCK = 1 << 14
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
 
-Shuffle: TypeAlias = bool | Literal["keyed"]
+Shuffle: TypeAlias = bool | Literal["keyed", "replacement"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,8 @@ class Schedule:
         length: The number of samples of the source, or of the sampler.
         batch_size: Samples per batch and rank.
         seed: Seeds shuffling and each sample's random numbers.
-        shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation computed per position.
+        shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation computed per position, "replacement" for
+            independent draws.
         drop_last: Drop the samples that do not fill a batch on every rank.
         pad: Give each rank the same number of samples by repeating the head of the list, or by cutting the list with
             ``drop_last``.
@@ -105,12 +117,14 @@ class Schedule:
         end = consumed + -(-max(self.length - consumed, 0) // self.world_size) * self.world_size
         return min(consumed + min(batches * self.batch_size, self.samples(consumed)) * self.world_size, end)
 
-    def permutation(self, epoch: int, sampled: Int64 | None = None) -> Permutation:
-        """The permutation of an epoch; ``sampled`` are the indices of a sampler."""
+    def permutation(self, epoch: int, sampled: Int64 | ComputedEpoch | None = None) -> Permutation:
+        """The permutation of an epoch; ``sampled`` are the indices of a sampler or a computed order."""
         if sampled is not None:
             return sampled.__getitem__
         if self.shuffle == "keyed":
             return feistel(self.length, self.seed, epoch)
+        if self.shuffle == "replacement":
+            return drawn(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
     def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
@@ -169,6 +183,14 @@ class Schedule:
         ahead = frozenset(batch - prefix for batch in done if batch > prefix)
         return Position(start.epoch, self.consumed_after(start.consumed, prefix), ahead)
 
+    def after(self, position: Position, batches: int) -> Position:
+        """The position so many batches after another one in the same epoch."""
+        if not position.ahead:
+            return replace(position, consumed=self.consumed_after(position.consumed, batches))
+        numbers = [number for number in range(self.batches(position.consumed)) if number not in position.ahead]
+        skipped = numbers[:batches]
+        return self.position_after(position, skipped[-1], frozenset(skipped)) if skipped else position
+
     def normalize(self, position: Position) -> Position:
         """The position, or the start of the next epoch if no batch of this one is left."""
         if position.at_start or self.batches(position.consumed) > len(position.ahead):
@@ -213,7 +235,7 @@ class BatchRange:
 class BatchRanges:
     """The same batches as from ``Schedule.plans``, several at once and from any number on."""
 
-    def __init__(self, schedule: Schedule, start: Position, sampled: Int64 | None = None) -> None:
+    def __init__(self, schedule: Schedule, start: Position, sampled: Int64 | ComputedEpoch | None = None) -> None:
         self._schedule = schedule
         self._start = start
         self._sampled = sampled

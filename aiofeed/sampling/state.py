@@ -145,9 +145,9 @@ class SavedState:
 
 
 def _shuffle(name: str, value: Any) -> Shuffle:
-    if isinstance(value, bool | str) and value in (True, False, "keyed"):
+    if isinstance(value, bool | str) and value in (True, False, "keyed", "replacement"):
         return value  # type: ignore[return-value]
-    raise ValueError(f'{name} must be True, False or "keyed", got {value!r}')
+    raise ValueError(f'{name} must be True, False, "keyed" or "replacement", got {value!r}')
 
 
 def _text(name: str, value: object) -> str:
@@ -194,6 +194,11 @@ class EpochProgress:
         self._left -= 1
         if self._numbers is not None:
             self._numbers[number] = None
+
+    @property
+    def left(self) -> int:
+        """The number of batches that were not handed out."""
+        return self._left
 
     @property
     def one_left(self) -> bool:

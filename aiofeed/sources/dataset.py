@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from aiofeed.core.errors import add_note
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
+from aiofeed.sampling.schedule import fingerprint
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -114,6 +115,15 @@ class FromDataset:
             name = type(self.dataset).__name__
             raise ValueError(f"{name}.__getitems__ returned {len(found)} samples instead of {len(indices)}")
         return found
+
+
+def fingerprint_of(source: Any, length: int) -> str:
+    """The source's own ``fingerprint()``, or a hash of its type, length and keys."""
+    own = getattr(source, "fingerprint", None)
+    if own is not None and (found := own()) is not None:
+        return str(found)
+    kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
+    return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
 
 
 def is_iterable_dataset(value: object) -> bool:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from aiofeed import ImageFolder
+from aiofeed import ImageFolder, pad_collate
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -257,6 +257,35 @@ def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
     output = run("existing_dataset.py", "--samples", "50", "--batch-size", "16", "--step-s", "0.005")
     for way in ("Feeder(dataset)", "Feeder(FromDataset(dataset, threads=2))", "prefetch(DataLoader(dataset))"):
         assert re.search(rf"^{re.escape(way)} +[0-9.]+ s, batches equal$", output, re.MULTILINE)
+
+
+# --- detection --------------------------------------------------------------------------------------------------------
+
+
+def test_detection_learns_from_pictures_of_two_shapes() -> None:
+    """The loss falls to less than half, over epochs, with batches of both shapes."""
+    output = run("detection.py", "--samples", "320", "--steps", "60", "--report", "20")
+    lines = re.findall(r"^step +(\d+), epoch (\d): loss ([0-9.]+), (\d+) images/s, (.*)$", output, re.MULTILINE)
+    assert [line[0] for line in lines] == ["20", "40", "60"]
+    assert int(lines[-1][1]) > 0
+    assert float(lines[-1][2]) < float(lines[0][2]) / 2
+    assert all(int(line[3]) > 0 for line in lines)
+    assert {line[4] for line in lines} == {"64x96 and 96x64"}
+
+
+def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More padding of the boxes does not change the loss, whatever its values."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import detection as script  # type: ignore[import-not-found, unused-ignore]
+
+    pictures = script.Pictures(40)
+    portraits = [pictures[at] for at, size in enumerate(pictures.sizes) if size == script.PORTRAIT]
+    batch = pad_collate()(portraits)
+    padded = pad_collate({"boxes": 1e6, "labels": -1}, multiple_of=16)(portraits)
+    assert not batch["attention_mask"].all()
+    assert padded["boxes"].shape[1] == 16 > batch["boxes"].shape[1]
+    grid = torch.randn(len(portraits), 7, 12, 8)
+    assert script.detection_loss(grid, padded) == script.detection_loss(grid, batch)
 
 
 # --- several_devices --------------------------------------------------------------------------------------------------

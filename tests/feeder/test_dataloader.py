@@ -185,8 +185,27 @@ def test_resume_over_a_feeder() -> None:
     assert same(list(resumed), after)
 
 
+@pytest.mark.parametrize("options", [{"threads": 2}, {"cache": "host"}, {"engine": "process"}])
+def test_the_batches_of_a_batch_sampler_in_threads(options: dict[str, Any]) -> None:
+    """Torch's batches in two epochs, and a resume in the middle of one."""
+
+    def batches() -> list[list[int]]:
+        return [[index, (7 * index) % 20, 3][: 1 + index % 3] for index in range(13)]
+
+    theirs = torch_data.DataLoader(Plain(20), batch_sampler=batches())
+    ours = DataLoader(Plain(20), batch_sampler=batches(), **options)
+    expected = list(theirs)
+    assert same(list(ours), expected)
+    iterator = iter(ours)
+    assert same([next(iterator) for _ in range(5)], expected[:5])
+    state = ours.state_dict()
+    resumed = DataLoader(Plain(20), batch_sampler=batches(), **options)
+    resumed.load_state_dict(state)
+    assert same(list(resumed), expected[5:])
+
+
 def test_what_the_routes_cannot_do() -> None:
-    """An iterable dataset, ``batch_size=None`` and ``batch_sampler=`` are refused, and named."""
+    """An iterable dataset and ``batch_size=None`` are refused, and named."""
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -195,7 +214,6 @@ def test_what_the_routes_cannot_do() -> None:
     refused: list[tuple[Any, dict[str, Any]]] = [
         (Stream(), {}),
         (Plain(3), {"batch_size": None}),
-        (Plain(3), {"batch_sampler": [[1]]}),
     ]
     for dataset, options in refused:
         with pytest.raises(ValueError, match="leave them out with an IterableDataset"):

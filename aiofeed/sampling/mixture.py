@@ -1,0 +1,365 @@
+"""The order of samples that are drawn from several sources by weight.
+
+Each sample of the mixture gets a window of places. The ideal mixture has drawn ``share * t`` samples of a source before
+sample t, a fraction. Sample j of a source may come as soon as the ideal has begun it, and has to come before the ideal
+has finished it. Of the samples that may come, the one with the earliest deadline comes. This keeps the count of every
+source within one of the ideal at every place: the ideal itself fills every window, so a schedule exists (a bipartite
+matching), and earliest deadline first finds it for jobs of equal length (Horn, 1974). The same holds for weights that
+change.
+
+Counts are exact integers. The order is a function of the counts at one place, so a state has those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from aiofeed.core.errors import StateError
+from aiofeed.core.random_numbers import mix64
+from aiofeed.sampling.order import ComputedEpoch, Int64, drawn_from, feistel
+from aiofeed.sampling.schedule import Position
+
+# Samples that are ordered at once, and between two calls of a function that gives the weights.
+BLOCK = 1024
+# Weights that change are rounded to multiples of 1 / UNIT.
+UNIT = 1 << 32
+# Blocks in which a deadline is looked for while weights change. Beyond them the last weights are taken to stay.
+LOOK_AHEAD = 64
+# Blocks whose order or whose counts are kept: between the planner and the consumer lie fewer.
+KEPT_BLOCKS = 16
+KEPT_COUNTS = 4096
+NEVER = 1 << 62
+
+
+class Shares(ABC):
+    """The samples of each source that the ideal mixture has drawn before each place, in ``unit`` parts of a sample."""
+
+    unit: int
+
+    @abstractmethod
+    def place(self, source: int, amount: int, block: int) -> int:
+        """The first place, or that of the block if it is later, before which ``amount`` parts have been drawn."""
+
+    @abstractmethod
+    def of_block(self, block: int) -> Sequence[int]:
+        """The parts of each source in one sample of a block."""
+
+    @abstractmethod
+    def known_before(self, place: int) -> tuple[int, list[int]]:
+        """A place up to ``place``, as late as possible, where the counts are the ideal; and the counts."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Identifies the weights in a state."""
+
+
+class ConstantShares(Shares):
+    """Shares of weights that stay the same: exact fractions, so that the ideal is whole once per ``unit`` samples."""
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        total = sum(weights)
+        fractions = [weight / total for weight in weights]
+        self.unit = math.lcm(*[fraction.denominator for fraction in fractions])
+        self.parts = [int(fraction * self.unit) for fraction in fractions]
+
+    def place(self, source: int, amount: int, block: int) -> int:
+        """The first place before which ``amount`` parts have been drawn."""
+        return -(-amount // self.parts[source])
+
+    def of_block(self, block: int) -> Sequence[int]:
+        """The same parts for each block."""
+        return self.parts
+
+    def known_before(self, place: int) -> tuple[int, list[int]]:
+        """The last place where the ideal is whole."""
+        times = place // self.unit
+        return times * self.unit, [parts * times for parts in self.parts]
+
+    def describe(self) -> str:
+        """The parts."""
+        return f"{self.parts}"
+
+
+class ChangingShares(Shares):
+    """Shares that a function gives for each block.
+
+    Args:
+        weights: Gives the weights of the sources from the number of samples drawn before.
+        start: Gives the place where a block starts.
+    """
+
+    unit = UNIT
+
+    def __init__(self, weights: Callable[[int], Sequence[float]], start: Callable[[int], int]) -> None:
+        self._weights = weights
+        self._start = start
+        self._parts: list[list[int]] = []
+        # The parts drawn before each block.
+        self._before: list[list[int]] = [[0] * len(self.of_block(0))]
+
+    def of_block(self, block: int) -> Sequence[int]:
+        """The parts of a block; asks for its weights and those of all earlier blocks once."""
+        while len(self._parts) <= block:
+            cumulative = np.cumsum(np.asarray(self._weights(self._start(len(self._parts))), np.float64))
+            self._parts.append(np.diff(np.rint(cumulative / cumulative[-1] * UNIT), prepend=0).astype(int).tolist())
+        return self._parts[block]
+
+    def _drawn_before(self, block: int) -> list[int]:
+        while len(self._before) <= block:
+            last = len(self._before) - 1
+            samples, parts = self._start(last + 1) - self._start(last), self.of_block(last)
+            self._before.append([drawn + samples * part for drawn, part in zip(self._before[last], parts, strict=True)])
+        return self._before[block]
+
+    def place(self, source: int, amount: int, block: int) -> int:
+        """The first place before which ``amount`` parts have been drawn; the block's if that is later."""
+        for number in range(block, block + LOOK_AHEAD):
+            if self._drawn_before(number + 1)[source] >= amount:
+                missing = max(amount - self._drawn_before(number)[source], 0)
+                return self._start(number) + (missing and -(-missing // self.of_block(number)[source]))
+        last = block + LOOK_AHEAD
+        parts = self.of_block(last)[source]
+        missing = amount - self._drawn_before(last)[source]
+        return self._start(last) + -(-missing // parts) if parts else NEVER
+
+    def known_before(self, place: int) -> tuple[int, list[int]]:
+        """The start of the mixture."""
+        return 0, [0] * len(self._before[0])
+
+    def describe(self) -> str:
+        """Functions cannot be compared."""
+        return "a function"
+
+
+class Interleaving:
+    """Which source each sample of an endless mixture is from. An epoch has ``length`` samples, in blocks.
+
+    Args:
+        new_shares: Makes the shares from a function that gives the place where a block starts.
+        length: The samples of an epoch.
+        random_seed: Draws sources independently, with this seed, instead of evenly.
+    """
+
+    def __init__(
+        self, new_shares: Callable[[Callable[[int], int]], Shares], length: int, random_seed: int | None
+    ) -> None:
+        self.length = length
+        self.blocks_per_epoch = -(-length // BLOCK)
+        self.shares = new_shares(self.start)
+        self._random_seed = random_seed
+        # The planner and the consumer ask. Counts before blocks; the sources of blocks, and the samples' numbers.
+        self._lock = threading.RLock()
+        self._counts: dict[int, list[int]] = {}
+        self._blocks: dict[int, tuple[Int64, Int64]] = {}
+
+    def start(self, block: int) -> int:
+        """The place where a block starts."""
+        epoch, number = divmod(block, self.blocks_per_epoch)
+        return epoch * self.length + number * BLOCK
+
+    def counts(self, block: int, samples: int = 0) -> list[int]:
+        """The samples of each source before a place: that of the block, or ``samples`` further."""
+        with self._lock:
+            counts = self._counts.get(block)
+            if counts is None:
+                counts = self._count_up_to(block)
+            if not samples:
+                return counts
+            drawn = np.bincount(self.block(block)[0][:samples], minlength=len(counts))
+            return [before + more for before, more in zip(counts, drawn.tolist(), strict=True)]
+
+    def set_counts(self, block: int, counts: list[int]) -> None:
+        """Set the counts before a block, from a state."""
+        with self._lock:
+            self._counts[block] = counts
+
+    def _count_up_to(self, block: int) -> list[int]:
+        place, counts = (0, [0] * len(self.shares.of_block(0)))
+        if self._random_seed is None:
+            place, counts = self.shares.known_before(self.start(block))
+        nearest = max((known for known in self._counts if known < block), default=None)
+        if nearest is not None and self.start(nearest) > place:
+            place, counts = self.start(nearest), list(self._counts[nearest])
+        while place < self.start(block):
+            number = place // self.length * self.blocks_per_epoch + place % self.length // BLOCK
+            self._choose(place, self.start(number + 1), number, counts)
+            place = self.start(number + 1)
+            self._keep(number + 1, counts)
+        self._keep(block, counts)
+        return self._counts[block]
+
+    def _keep(self, block: int, counts: list[int]) -> None:
+        self._counts[block] = list(counts)
+        old, per_epoch = block - KEPT_COUNTS, self.blocks_per_epoch
+        if old % per_epoch:
+            self._counts.pop(old, None)
+        if block % per_epoch == 0:  # the padding of an epoch needs its start, also if that is long ago
+            self._counts.pop(block - 2 * per_epoch, None)
+
+    def block(self, number: int) -> tuple[Int64, Int64]:
+        """The source of each sample of a block, and the sample's number among all of that source."""
+        with self._lock:
+            found = self._blocks.get(number)
+            if found is None:
+                counts = list(self.counts(number))
+                first = np.array(counts)
+                sources = self._choose(self.start(number), self.start(number + 1), number, counts)
+                self._keep(number + 1, counts)
+                numbers = np.empty_like(sources)
+                for source in range(len(counts)):
+                    at = np.flatnonzero(sources == source)
+                    numbers[at] = first[source] + np.arange(len(at))
+                while len(self._blocks) >= KEPT_BLOCKS:
+                    del self._blocks[next(iter(self._blocks))]
+                found = self._blocks[number] = sources, numbers
+            return found
+
+    def _choose(self, first: int, stop: int, block: int, counts: list[int]) -> Int64:
+        """The sources of the places from ``first`` to ``stop`` in a block; adds them to the counts before."""
+        if self._random_seed is not None:
+            cumulative = np.cumsum(self.shares.of_block(block)) / self.shares.unit
+            sources = drawn_from(cumulative, self._random_seed)(np.arange(first, stop))
+            counts[:] = [
+                before + more
+                for before, more in zip(counts, np.bincount(sources, minlength=len(counts)).tolist(), strict=True)
+            ]
+            return sources
+        place, unit = self.shares.place, self.shares.unit
+        # (first place, source) and (deadline, source) of the next sample of each source.
+        waiting = [(place(source, count * unit + 1, block) - 1, source) for source, count in enumerate(counts)]
+        ready: list[tuple[int, int]] = []
+        heapq.heapify(waiting)
+        chosen = []
+        for at in range(first, stop):
+            while waiting and waiting[0][0] <= at:
+                source = heapq.heappop(waiting)[1]
+                heapq.heappush(ready, (place(source, (counts[source] + 1) * unit, block), source))
+            source = heapq.heappop(ready)[1]
+            chosen.append(source)
+            counts[source] += 1
+            heapq.heappush(waiting, (place(source, counts[source] * unit + 1, block) - 1, source))
+        return np.array(chosen, np.int64)
+
+
+class MixtureOrder:
+    """The order of a feeder over a mixture: lists epochs, like ``SamplerAdapter``.
+
+    Args:
+        lengths: The number of samples of each source, by name. Indices count through the sources in this order.
+        interleaving: Which source each sample is from.
+        seed: Seeds the permutations of the sources.
+        shuffle: Permute each source, anew each time that it starts again.
+    """
+
+    sized = True
+
+    def __init__(self, lengths: Mapping[str, int], interleaving: Interleaving, seed: int, *, shuffle: bool) -> None:
+        self._interleaving = interleaving
+        self._names = list(lengths)
+        self._lengths = list(lengths.values())
+        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
+        self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
+        self._shuffle = shuffle
+
+    def __str__(self) -> str:
+        return f"Mixture({', '.join(self._names)})"
+
+    def __len__(self) -> int:
+        """The samples of an epoch."""
+        return self._interleaving.length
+
+    def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
+        """The indices of an epoch, computed on demand."""
+        return ComputedEpoch(len(self), lambda positions: self._indices(epoch, positions))
+
+    def _indices(self, epoch: int, positions: Int64) -> Int64:
+        blocks, within = np.divmod(positions, BLOCK)
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        edges = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(positions)]
+        for start, stop in pairwise(edges):
+            if start < stop:
+                found = self._interleaving.block(epoch * self._interleaving.blocks_per_epoch + int(blocks[start]))
+                sources[start:stop], numbers[start:stop] = (each[within[start:stop]] for each in found)
+        for source in np.unique(sources).tolist():
+            at = np.flatnonzero(sources == source)
+            passes, local = np.divmod(numbers[at], self._lengths[source])
+            for one in np.unique(passes).tolist() if self._shuffle else ():
+                of_pass = passes == one
+                local[of_pass] = feistel(self._lengths[source], self._seeds[source], one)(local[of_pass])
+            numbers[at] = self._offsets[source] + local
+        return numbers
+
+    def count(self, indices: Int64) -> dict[str, int]:
+        """How many of some indices are of each source."""
+        sources = np.searchsorted(self._offsets, indices, side="right") - 1
+        return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
+
+    def counts(self, position: Position) -> dict[str, int]:
+        """The samples drawn from each source before a position, from the first epoch on."""
+        block, samples = self._block(position)
+        return dict(zip(self._names, self._interleaving.counts(block, samples), strict=True))
+
+    def _block(self, position: Position) -> tuple[int, int]:
+        """The block of a position, and the samples in it before the position; padding does not count."""
+        interleaving = self._interleaving
+        consumed = min(position.consumed, interleaving.length)
+        number, samples = divmod(consumed, BLOCK)
+        if number == interleaving.blocks_per_epoch:
+            number, samples = number - 1, BLOCK
+        return position.epoch * interleaving.blocks_per_epoch + number, samples
+
+    def repeat_last_epoch(self) -> None:
+        """Does nothing: the list of an epoch is always the same."""
+
+    def state(self, position: Position) -> str:
+        """The counts at a position and at the starts of its epoch and its block, as JSON."""
+        interleaving = self._interleaving
+        block, _ = self._block(position)
+        first = position.epoch * interleaving.blocks_per_epoch
+        state = {
+            "mixture": self._describe(),
+            "samples": self.counts(position),
+            "counts": [[number, interleaving.counts(number)] for number in sorted({first, block})],
+        }
+        return json.dumps(state)
+
+    def load_state(self, text: str) -> None:
+        """Go on from the counts of a state.
+
+        Raises:
+            StateError: It is of another mixture, or damaged.
+        """
+        try:
+            state = json.loads(text)
+            mixture = state.get("mixture")
+            counts = [(int(block), _counts(counts, len(self._names))) for block, counts in state.get("counts", [])]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise StateError(f"the state is damaged: its mixture is {text!r}") from error
+        if mixture != self._describe():
+            raise StateError(f"the state is of another order: {mixture} in the state, {self._describe()} here")
+        for block, before in counts:
+            self._interleaving.set_counts(block, before)
+
+    def _describe(self) -> str:
+        lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
+        interleaving = self._interleaving
+        drawn = "random" if interleaving._random_seed is not None else "even"
+        return f"Mixture({lengths}; {drawn}, weights {interleaving.shares.describe()}, {interleaving.length} samples)"
+
+
+def _counts(values: Any, sources: int) -> list[int]:
+    counts = [int(value) for value in values]
+    if len(counts) != sources or min(counts) < 0:
+        raise ValueError("wrong counts")
+    return counts

@@ -1,0 +1,351 @@
+"""Several sources as one, and the weights by which their samples are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import hashlib
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
+
+from aiofeed.core.types import Source, public
+from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.sampling.mixture import ChangingShares, ConstantShares, Interleaving, MixtureOrder
+from aiofeed.sources.dataset import FromDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.tensors import Tensors
+
+Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
+Until: TypeAlias = 'Literal["all", "first"] | int'
+
+
+@public
+@explain_arguments()
+class Mixture:
+    """Several sources, from which samples are drawn by weight. Pass it to ``Feeder`` like a source.
+
+    At every place of an epoch the number of samples drawn from a source differs from its share by less than one. Each
+    source is passed through in an order of its own, shuffled anew each time that it starts again, and goes on where it
+    was in the next epoch of the feeder. The order is a function of seed and epoch, so a state is exact under another
+    world size, too.
+
+    Args:
+        sources: The sources by name: all of them sources of bytes with the same kind of samples, or all of them
+            map-style ``Dataset``.
+        weights: The weight of each source, above 0: a dict by name, or a list in the order of the sources. They need
+            not add up to 1. Default: the number of samples, so that each sample comes equally often. Or a function of
+            the number of samples that all ranks have drawn before, from the first epoch on, which returns the weights,
+            0 for sources that pause. It is called once per 1,024 samples, must always return the same, and runs in the
+            engine's thread.
+        until: The length of an epoch: "all", until every source has been passed through; "first", until one has; or a
+            number of samples, on all ranks together.
+        random: Draw the source of each sample independently, as ``interleave_datasets`` of Hugging Face does.
+        names: Add the name of its source to each sample: to a dict as ``"source"``, to a tuple as its last item;
+            another sample becomes ``(sample, name)``, a sample of a source of bytes ``(sample, name)`` or
+            ``(sample, (target, name))``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, a source is empty, or a weight is not above 0.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Weights | Callable[[int], Weights] | None = None,
+        *,
+        until: Until = "all",
+        random: bool = False,
+        names: bool = False,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
+        self.names = [_checked_name(name) for name in sources]
+        self._random = check_bool("Mixture(random=)", random)
+        self.combined = _combined(dict(zip(self.names, sources.values(), strict=True)), check_bool("names", names))
+        self.lengths = {name: len(source) for name, source in sources.items()}
+        for name, length in self.lengths.items():
+            if not length:
+                raise ValueError(f"Mixture: the source {name!r} is empty")
+        self._function: Callable[[int], Weights] | None = None
+        self._weights: list[Fraction] = []
+        if callable(weights):
+            self._function = weights
+            self._changing_weights(0)
+        else:
+            given = list(self.lengths.values()) if weights is None else self._in_order(weights)
+            self._weights = [_checked_weight(name, each) for name, each in zip(self.names, given, strict=True)]
+        self._length = self._epoch_length(until)
+
+    def __len__(self) -> int:
+        """The number of samples of an epoch, on all ranks together."""
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self.names)})"
+
+    def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
+        """The order of a feeder's epochs."""
+
+        def new_shares(start: Callable[[int], int]) -> ConstantShares | ChangingShares:
+            if self._function is not None:
+                return ChangingShares(self._changing_weights, start)
+            return ConstantShares(self._weights)
+
+        interleaving = Interleaving(new_shares, self._length, seed if self._random else None)
+        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle)
+
+    def _in_order(self, weights: Any) -> list[Any]:
+        if isinstance(weights, Mapping):
+            if set(weights) != set(self.names):
+                raise ValueError(f"Mixture(weights=) is for {sorted(weights)}, but the sources are {self.names}")
+            return [weights[name] for name in self.names]
+        if isinstance(weights, str) or (not isinstance(weights, Sequence) and not hasattr(weights, "tolist")):
+            raise TypeError(f"Mixture(weights=) must be a dict, a list or a function, got {weights!r}")
+        if len(weights) != len(self.names):
+            raise ValueError(f"Mixture(weights=) has {len(weights)} weights for {len(self.names)} sources")
+        return list(weights)
+
+    def _changing_weights(self, samples: int) -> list[float]:
+        assert self._function is not None
+        weights = [float(weight) for weight in self._in_order(self._function(samples))]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+            raise ValueError(
+                f"the function given as Mixture(weights=) returned {weights} for {samples} samples: weights are finite "
+                f"numbers from 0, and one of them above 0"
+            )
+        return weights
+
+    def _epoch_length(self, until: Any) -> int:
+        if until not in ("all", "first"):
+            if isinstance(until, str):
+                raise ValueError(f'Mixture(until=) must be "all", "first" or a number of samples, got {until!r}')
+            return check_positive_int("Mixture(until=)", until)
+        if self._function is not None or self._random:
+            kind = "random=True" if self._random else "weights that change"
+            raise ValueError(f"Mixture(until={until!r}): with {kind} it is not known when that is; pass a number")
+        total = sum(self._weights)
+        ends = [length * total / each for length, each in zip(self.lengths.values(), self._weights, strict=True)]
+        return math.ceil(max(ends)) if until == "all" else math.floor(min(ends))
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
+    return name
+
+
+def _checked_weight(name: str, weight: Any) -> Fraction:
+    if not isinstance(weight, numbers.Real) or isinstance(weight, bool):
+        raise TypeError(f"Mixture: the weight of {name!r} must be a number, got {weight!r}")
+    if not math.isfinite(weight) or weight <= 0:
+        raise ValueError(f"Mixture: the weight of {name!r} must be above 0, got {weight}; leave out sources not wanted")
+    # The decimal that people see, not the nearest binary number: 0.1 is a tenth.
+    return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
+
+
+def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets:
+    """The sources as one, whose indices count through them in order."""
+    datasets = {}
+    for name, source in sources.items():
+        if isinstance(source, Tensors):
+            raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
+        if isinstance(source, FromDataset) or is_map_dataset(source):
+            datasets[name] = source if isinstance(source, FromDataset) else FromDataset(source)
+        elif is_iterable_dataset(source) or not isinstance(source, Source):
+            raise TypeError(
+                f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
+                f"__getitem__, got {source!r}"
+            )
+    if not datasets:
+        return CombinedSource(sources, names)
+    if len(datasets) < len(sources):
+        others = [name for name in sources if name not in datasets]
+        raise TypeError(
+            f"Mixture: {list(datasets)} are Datasets of samples, {others} sources of bytes; make them of one kind, for "
+            f"example with a Dataset that reads and decodes the files"
+        )
+    return CombinedDatasets(datasets, names)
+
+
+class _Parts:
+    """Finds the part of an index that counts through several parts."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def find(self, index: int) -> tuple[int, int]:
+        """The number of the part, and the index in it."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
+
+    def group(self, indices: Sequence[int]) -> dict[int, tuple[list[int], list[int]]]:
+        """For each part the places in ``indices``, and the indices in the part."""
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for place, index in enumerate(indices):
+            number, local = self.find(index)
+            places, locals_ = groups.setdefault(number, ([], []))
+            places.append(place)
+            locals_.append(local)
+        return groups
+
+
+class CombinedSource:
+    """Sources of bytes as one."""
+
+    def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
+        self.sources = dict(sources)
+        self._names, self._sources = list(sources), list(sources.values())
+        self._parts = _Parts(self._sources)
+        self._adds_names = names
+        without = [name for name, source in sources.items() if getattr(source, "target", None) is None]
+        if without and len(without) < len(sources):
+            raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")
+        self._has_targets = not without
+        if self._has_targets or names:
+            self.target = self._target
+        if all(hasattr(source, "read_now") for source in self._sources):
+            self.read_now = self._read_now
+
+    def __len__(self) -> int:
+        """The number of samples of all sources."""
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self._names)})"
+
+    def fingerprint(self) -> str:
+        """Identifies all sources, with their names."""
+        return _digest(f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items())
+
+    def key(self, index: int, /) -> str:
+        """The name of the source, and the sample's key in it."""
+        number, local = self._parts.find(index)
+        return f"{self._names[number]}: {self._sources[number].key(local)}"
+
+    def _target(self, index: int, /) -> Any:
+        number, local = self._parts.find(index)
+        if not self._has_targets:
+            return self._names[number]
+        target = self._sources[number].target(local)
+        return (target, self._names[number]) if self._adds_names else target
+
+    async def read(self, index: int, /) -> Any:
+        """Read a sample."""
+        number, local = self._parts.find(index)
+        return await self._sources[number].read(local)
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Read several samples, those of each source together."""
+        found: list[Any] = [None] * len(indices)
+
+        async def read_part(number: int, places: list[int], local: list[int]) -> None:
+            source = self._sources[number]
+            if hasattr(source, "read_many"):
+                samples = await source.read_many(local)
+            else:
+                samples = await asyncio.gather(*map(source.read, local), return_exceptions=True)
+            for place, sample in zip(places, samples, strict=True):
+                found[place] = sample
+
+        async with asyncio.TaskGroup() as group:
+            for number, (places, local) in self._parts.group(indices).items():
+                group.create_task(read_part(number, places, local))
+        return found
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether every source does."""
+        return all(getattr(source, "answers_at_once", False) for source in self._sources)
+
+    def _read_now(self, indices: Sequence[int], /) -> list[Any]:
+        found: list[Any] = [None] * len(indices)
+        for number, (places, local) in self._parts.group(indices).items():
+            for place, sample in zip(places, self._sources[number].read_now(local), strict=True):
+                found[place] = sample
+        return found
+
+    async def open(self) -> None:
+        """Open every source."""
+        for source in self._sources:
+            if (opener := getattr(source, "open", None)) is not None:
+                await opener()
+
+    async def aclose(self) -> None:
+        """Close every source."""
+        for source in self._sources:
+            if (closer := getattr(source, "aclose", None)) is not None:
+                await closer()
+
+
+class CombinedDatasets(FromDataset):
+    """Datasets as one, called by as many threads as each of them allows."""
+
+    def __init__(self, parts: Mapping[str, FromDataset], names: bool) -> None:
+        given = {name: part.fingerprint() for name, part in parts.items()}
+        self._items = CombinedDataset(parts, names)
+        super().__init__(
+            self._items,
+            threads=min(part.threads for part in parts.values()),
+            setup=CombinedDataset.set_up,
+            fingerprint=None if None in given.values() else _digest(f"{name}={own}" for name, own in given.items()),
+        )
+
+    def key(self, index: int, /) -> str:
+        """The name of the source, and the sample's key in it."""
+        return self._items.key(index)
+
+
+class CombinedDataset:
+    """The items of several datasets."""
+
+    def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
+        self.datasets = {name: source.dataset for name, source in datasets.items()}
+        self._sources, self._names = list(datasets.values()), list(datasets)
+        self._parts = _Parts(self._sources)
+        self._adds_names = names
+        if any(hasattr(source.dataset, "__getitems__") for source in self._sources):
+            self.__getitems__ = self._items
+
+    def __len__(self) -> int:
+        """The number of samples of all datasets."""
+        return len(self._parts)
+
+    def key(self, index: int) -> str:
+        """The name of the dataset, and the item's key in it."""
+        number, local = self._parts.find(index)
+        return f"{self._names[number]}: {self._sources[number].key(local)}"
+
+    def set_up(self) -> None:
+        """Call the ``setup`` hooks of the parts in this thread."""
+        for source in self._sources:
+            source.set_up()
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample."""
+        return self._items([index])[0]
+
+    def _items(self, indices: Sequence[int]) -> list[Any]:
+        found: list[Any] = [None] * len(indices)
+        for number, (places, local) in self._parts.group(indices).items():
+            name = self._names[number]
+            for place, item in zip(places, self._sources[number].items(local), strict=True):
+                found[place] = _with_name(item, name) if self._adds_names else item
+        return found
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _with_name(item: Any, name: str) -> Any:
+    if isinstance(item, Mapping):
+        return {**item, "source": name}
+    if isinstance(item, tuple | list):
+        return (*item, name)
+    return (item, name)

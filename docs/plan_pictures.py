@@ -1,0 +1,143 @@
+"""Draws the pictures of docs/batches.md from the batches of real feeders.
+
+    python docs/plan_pictures.py
+
+A test compares the files in docs/ with what this script draws: run it again after a change of a plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import TypeAlias
+
+import aiofeed
+
+Piece: TypeAlias = "tuple[int, str]"
+"""Tokens and their colour."""
+Row: TypeAlias = "list[Piece]"
+"""A row of a batch: a padded sample is one piece, a packed row has a piece per document."""
+
+WIDTH, MARGIN = 720, 14
+TOKEN, ROW, BAR = 2, 9, 7
+"""Pixels of a token, of a row and of its bar: equal areas in all pictures are equal costs."""
+GAP, LABEL = 14, 44
+"""Pixels between two batches, and at least for the label of one."""
+# Okabe and Ito's colours, which people with any colour vision can tell apart.
+COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
+# The quantiles of a log-normal distribution.
+LENGTHS = [round(24 * math.exp(0.6 * NormalDist().inv_cdf((number + 0.5) / 32))) for number in range(32)]
+SIZES, WEIGHTS = {"web": 400, "books": 120, "code": 60}, {"web": 0.55, "books": 0.3, "code": 0.15}
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    """A filled rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+
+
+def text(x: float, y: float, words: str) -> str:
+    """A line of text that starts at ``x``."""
+    return f'<text x="{x:g}" y="{y:g}">{words}</text>'
+
+
+def svg(title: str, height: float, shapes: Iterable[str]) -> str:
+    """A picture on a light background of its own, with its title in the first line."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" '
+        'font-family="system-ui, sans-serif" font-size="12" fill="#333">',
+        f"<title>{title}</title>",
+        '<pattern id="padding" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f"{rect(0, 0, 5, 5, '#eee')}{rect(0, 0, 2, 5, '#bbb')}</pattern>",
+        f'<rect width="{WIDTH}" height="{height:g}" rx="6" fill="#fff"/>',
+        f'<g font-weight="bold">{text(MARGIN, 24, title)}</g>',
+    )
+    return "\n".join([*head, *shapes, "</svg>", ""])
+
+
+def draw_batches(name: str, batches: Sequence[Sequence[Row]], width: int | None = None) -> str:
+    """Each batch as a block: a bar per row, as long as its tokens, and hatched padding up to the width of the batch.
+
+    Args:
+        name: The kind of batch.
+        batches: The rows of each batch.
+        width: The tokens of a padded row. Default: those of the longest row of the batch.
+    """
+    shapes: list[str] = []
+    x, top, bottom, tokens, places = MARGIN, 58, 58, 0, 0
+    for batch in batches:
+        widest = width or max(sum(length for length, _ in row) for row in batch)
+        if x + widest * TOKEN > WIDTH - MARGIN:
+            x, top = MARGIN, bottom + 32
+        shapes.append(text(x, top - 6, f"{len(batch)} x {widest}"))
+        for number, row in enumerate(batch):
+            at, y = x, top + number * ROW
+            for length, colour in row:
+                shapes.append(rect(at, y, length * TOKEN - 0.5, BAR, colour))
+                at += length * TOKEN
+                tokens += length
+            if at < x + widest * TOKEN:
+                shapes.append(rect(at, y, x + widest * TOKEN - at, BAR, "url(#padding)"))
+        places += len(batch) * widest
+        bottom = max(bottom, top + len(batch) * ROW)
+        x += max(widest * TOKEN, LABEL) + GAP
+    share = 1 - tokens / places
+    title = f"{name}: {len(batches)} batches, {tokens:,} tokens padded to {places:,} ({share:.0%} padding)"
+    legend = [rect(WIDTH - 150, 15, 16, 9, COLOURS[0]), text(WIDTH - 130, 24, "tokens")]
+    legend += [rect(WIDTH - 82, 15, 16, 9, "url(#padding)"), text(WIDTH - 62, 24, "padding")]
+    return svg(title, bottom + MARGIN, [*legend, *shapes])
+
+
+def padded(name: str, batch_size: int | aiofeed.Buckets | aiofeed.TokenBudget) -> str:
+    """The batches of a feeder over samples of 32 lengths."""
+    with aiofeed.Feeder(LENGTHS, batch_size=batch_size, shuffle=True, collate_fn=list, shard=None) as feeder:
+        return draw_batches(name, [[[(length, COLOURS[0])] for length in batch] for batch in feeder])
+
+
+def mixture() -> str:
+    """The source of each sample of a mixture, and the samples of each source so far beside their shares."""
+    sources = {name: range(size) for name, size in SIZES.items()}
+    mixed = aiofeed.Mixture(sources, WEIGHTS, until=40, names=True)
+    with aiofeed.Feeder(mixed, batch_size=8, shuffle=True, collate_fn=list, shard=None) as feeder:
+        batches = [[name for _, name in batch] for batch in feeder]
+    samples = [name for batch in batches for name in batch]
+    cell, strip, low, high = 14, 58, 240, 100
+    end, unit = MARGIN + len(samples) * cell, (low - high) / (len(samples) * max(WEIGHTS.values()))
+    shapes, furthest, start = [], 0.0, MARGIN
+    for number, batch in enumerate(batches):
+        shapes.append(text(start + 3, strip - 6, f"batch {number + 1}"))
+        if number:
+            shapes.append(f'<path d="M{start - 1} {strip - 16}V{low}" stroke="#999" stroke-dasharray="2 3"/>')
+        start += len(batch) * cell
+    for (name, weight), colour in zip(WEIGHTS.items(), COLOURS, strict=False):
+        count, line = 0, f"M{MARGIN} {low}"
+        for number, sample in enumerate(samples):
+            count += sample == name
+            furthest = max(furthest, abs(count - weight * (number + 1)))
+            line += f"H{MARGIN + (number + 1) * cell}" + (f"V{low - count * unit:g}" if sample == name else "")
+            if sample == name:
+                shapes.append(rect(MARGIN + number * cell, strip, cell - 2, cell - 2, colour))
+        ideal = low - weight * len(samples) * unit
+        shapes.append(f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        shapes.append(f'<path d="M{MARGIN} {low}L{end} {ideal:g}" stroke="#333" stroke-dasharray="4 3"/>')
+        shapes.append(text(end + 10, ideal + 4, f"{name}: {count}, share {weight * len(samples):g}"))
+    words = "Squares: the source of each sample. Lines: samples of each source so far. Dashed: its share of them."
+    shapes.append(text(MARGIN, low + 22, words))
+    title = f"Mixture: after each of {len(samples)} samples, every source is within {furthest:.2f} samples of its share"
+    return svg(title, low + 36, shapes)
+
+
+def pictures() -> dict[str, str]:
+    """The text of each picture by the name of its file."""
+    return {
+        "batches-plain.svg": padded("Plain batches", 8),
+        "batches-buckets.svg": padded("Buckets", aiofeed.Buckets(LENGTHS, [20, 36], [12, 6, 4])),
+        "batches-token-budget.svg": padded("TokenBudget", aiofeed.TokenBudget(LENGTHS, max_tokens=256)),
+        "batches-mixture.svg": mixture(),
+    }
+
+
+if __name__ == "__main__":
+    for file, drawing in pictures().items():
+        Path(__file__).with_name(file).write_text(drawing, encoding="utf-8", newline="\n")

@@ -1,0 +1,78 @@
+"""The pictures of docs/batches.md: the files equal what docs/plan_pictures.py draws, and the page describes them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support.paths import ROOT
+
+DOCS = ROOT / "docs"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    """The names of docs/plan_pictures.py."""
+    return runpy.run_path(str(DOCS / "plan_pictures.py"))
+
+
+@pytest.fixture(scope="module")
+def pictures(script: dict[str, Any]) -> dict[str, str]:
+    """What the script draws, by file."""
+    drawn: dict[str, str] = script["pictures"]()
+    return drawn
+
+
+def test_committed_pictures_equal_the_drawn_ones(pictures: dict[str, str]) -> None:
+    """After a change of a plan, `python docs/plan_pictures.py` draws them again."""
+    assert sorted(pictures) == sorted(path.name for path in DOCS.glob("batches-*.svg"))
+    for file, drawn in pictures.items():
+        assert (DOCS / file).read_text(encoding="utf-8") == drawn, file
+
+
+def test_pictures_are_small_and_load_nothing(pictures: dict[str, str]) -> None:
+    """Well-formed, below 30 KB, without scripts and without references to other files."""
+    for drawn in pictures.values():
+        assert len(drawn.encode()) < 30_000
+        root = ElementTree.fromstring(drawn)
+        assert {element.tag for element in root.iter()} <= {
+            SVG + tag for tag in ("svg", "title", "pattern", "rect", "g", "text", "path")
+        }
+        assert "href" not in drawn
+        assert set(re.findall(r"url\(([^)]*)\)", drawn)) <= {"#padding"}
+
+
+def test_alt_texts_are_the_titles(pictures: dict[str, str]) -> None:
+    """The page shows each picture once, with the figures of its title as the text for readers who do not see it."""
+    images = re.findall(r"!\[([^]]*)\]\((batches-[\w-]+\.svg)\)", (DOCS / "batches.md").read_text(encoding="utf-8"))
+    titles = {file: ElementTree.fromstring(drawn).findtext(SVG + "title") for file, drawn in pictures.items()}
+    assert {file: alt for alt, file in images} == titles
+    assert len(images) == len(titles)
+
+
+def test_a_block_shows_its_tokens_and_padding(script: dict[str, Any]) -> None:
+    """A bar per piece, hatched padding up to the widest row, a label with the shape, the share in the title."""
+    drawn = script["draw_batches"]("Rows", [[[(30, "red"), (20, "green")], [(10, "blue")]], [[(60, "red")]]])
+    root, token = ElementTree.fromstring(drawn), script["TOKEN"]
+    bars = [bar for bar in root.iter(SVG + "rect") if bar.get("height") == str(script["BAR"])]
+    widths = [(bar.get("fill"), round((float(bar.get("width", "0")) + 0.25) / token)) for bar in bars]
+    assert widths == [("red", 30), ("green", 20), ("blue", 10), ("url(#padding)", 40), ("red", 60)]
+    labels = [label.text for label in root.iter(SVG + "text")]
+    assert {"2 x 50", "1 x 60"} <= set(labels)
+    assert root.findtext(SVG + "title") == "Rows: 2 batches, 120 tokens padded to 160 (25% padding)"
+
+
+def test_rows_of_a_fixed_width_are_filled_up(script: dict[str, Any]) -> None:
+    """As those of packed documents, also an empty row; batches beyond the width go into the next line."""
+    drawn = script["draw_batches"]("Rows", [[[(100, "red")], []]] * 4, 125)
+    root = ElementTree.fromstring(drawn)
+    assert root.findtext(SVG + "title") == "Rows: 4 batches, 400 tokens padded to 1,000 (60% padding)"
+    labels = [(label.get("x"), label.get("y")) for label in root.iter(SVG + "text") if label.text == "2 x 125"]
+    assert [x for x, _ in labels] == ["14", "278", "14", "278"]
+    assert len({y for _, y in labels}) == 2
+    assert all(float(bar.get("x", "0")) + float(bar.get("width", "0")) <= 720 for bar in root.iter(SVG + "rect"))

@@ -1,0 +1,95 @@
+"""Feeders of every kind of batches over the same small data, for tests that hold for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from aiofeed import Buckets, Feeder, Mixture, TokenBudget, pad_collate
+
+SIZES = {"web": 19, "books": 7, "code": 12}
+SAMPLES = sum(SIZES.values())
+LENGTHS = np.random.default_rng(3).integers(1, 9, SAMPLES)
+
+
+class Documents:
+    """Documents of tokens, each of which tells its document: 100 times the index from ``first`` on, plus its place."""
+
+    def __init__(self, first: int = 0, size: int = SAMPLES) -> None:
+        self.first, self.size = first, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        index += self.first
+        return torch.arange(int(LENGTHS[index])) + 100 * (index + 1)
+
+
+def mixture(**options: Any) -> Mixture:
+    firsts = np.cumsum([0, *SIZES.values()])
+    sources = {name: Documents(int(first), size) for first, (name, size) in zip(firsts, SIZES.items(), strict=False)}
+    return Mixture(sources, **{"weights": [0.5, 0.2, 0.3], **options})
+
+
+def shuffled(**batching: Any) -> Callable[..., Feeder[Any]]:
+    """A factory of shuffled feeders whose collate function pads."""
+
+    def new(**options: Any) -> Feeder[Any]:
+        return Feeder(
+            **{"source": Documents(), "shuffle": True, "seed": 5, "collate_fn": pad_collate(-1), **batching, **options}
+        )
+
+    return new
+
+
+def listed(**options: Any) -> Feeder[Any]:
+    options.pop("drop_last", None)
+    lists = [[(7 * index + at) % SAMPLES for at in range(1 + index % 4)] for index in range(14)]
+    return Feeder(**{"source": Documents(), "collate_fn": pad_collate(-1), "batch_sampler": lists, **options})
+
+
+def weighted(**options: Any) -> Feeder[Any]:
+    weights = np.arange(SAMPLES) % 4
+    return Feeder(
+        **{
+            "source": Documents(),
+            "batch_size": 4,
+            "seed": 5,
+            "collate_fn": pad_collate(-1),
+            "weights": weights,
+            **options,
+        }
+    )
+
+
+KINDS: dict[str, Callable[..., Feeder[Any]]] = {
+    "plain": shuffled(batch_size=4),
+    "keyed": shuffled(batch_size=4, shuffle="keyed"),
+    "replacement": shuffled(batch_size=4, shuffle="replacement"),
+    "weights": weighted,
+    "batch sampler": listed,
+    "buckets": shuffled(batch_size=Buckets(LENGTHS, [3, 6], [6, 4, 3])),
+    "token budget": shuffled(batch_size=TokenBudget(LENGTHS, 24, window=16)),
+    "mixture": shuffled(source=mixture(), batch_size=4),
+    "random mixture": shuffled(source=mixture(random=True, until=50), batch_size=4),
+    "changing mixture": shuffled(
+        source=mixture(weights=lambda drawn: [1, 1 + drawn // 1024, 2], until=50), batch_size=4
+    ),
+    "token budget of a mixture": shuffled(source=mixture(), batch_size=TokenBudget(LENGTHS, 24, window=16)),
+}
+"""Each function makes a feeder; its keyword arguments replace those of ``Feeder``."""
+
+
+def tokens(batch: Any) -> list[int]:
+    """The tokens of a batch, in order, without padding."""
+    tokens: torch.Tensor = batch["tokens"] if isinstance(batch, dict) else batch[0]
+    return [token for token in tokens.flatten().tolist() if token >= 0]
+
+
+def all_tokens(batches: Any) -> list[list[int]]:
+    """The tokens of each batch."""
+    return [tokens(batch) for batch in batches]
