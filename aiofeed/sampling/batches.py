@@ -369,6 +369,8 @@ class PlanLister:
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.indices[: lists.offsets[min(position.consumed, len(lists))]]
+        if lists.spans is not None:  # one part of each sample begins at its start
+            consumed = consumed[lists.spans[: len(consumed), 1] == 0]
         before = self._order.counts(Position(position.epoch))
         return {name: before[name] + more for name, more in self._order.count(consumed).items()}
 
