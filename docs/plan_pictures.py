@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import NormalDist
 from typing import TypeAlias
@@ -29,6 +30,8 @@ GAP, LABEL = 14, 44
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 # The quantiles of a log-normal distribution.
 LENGTHS = [round(24 * math.exp(0.6 * NormalDist().inv_cdf((number + 0.5) / 32))) for number in range(32)]
+PACKED = 116
+"""The context of the packed rows."""
 SIZES, WEIGHTS = {"web": 400, "books": 120, "code": 60}, {"web": 0.55, "books": 0.3, "code": 0.15}
 
 
@@ -95,6 +98,18 @@ def padded(name: str, batch_size: int | aiofeed.Buckets | aiofeed.TokenBudget) -
         return draw_batches(name, [[[(length, COLOURS[0])] for length in batch] for batch in feeder])
 
 
+def packed(name: str, *, split: bool) -> str:
+    """The batches of ``Pack``; neighbouring pieces have different colours."""
+    pack = aiofeed.Pack(LENGTHS, PACKED, rows=4, split=split, pad=-1)
+    with aiofeed.Feeder([list(range(each)) for each in LENGTHS], batch_size=pack, shuffle=True, shard=None) as feeder:
+        batches = [batch["document_ids"].tolist() for batch in feeder]
+    rows = [
+        [[(len(list(run)), COLOURS[number % 3]) for number, run in groupby(row) if number >= 0] for row in batch]
+        for batch in batches
+    ]
+    return draw_batches(name, rows, PACKED)
+
+
 def mixture() -> str:
     """The source of each sample of a mixture, and the samples of each source so far beside their shares."""
     sources = {name: range(size) for name, size in SIZES.items()}
@@ -134,6 +149,8 @@ def pictures() -> dict[str, str]:
         "batches-plain.svg": padded("Plain batches", 8),
         "batches-buckets.svg": padded("Buckets", aiofeed.Buckets(LENGTHS, [20, 36], [12, 6, 4])),
         "batches-token-budget.svg": padded("TokenBudget", aiofeed.TokenBudget(LENGTHS, max_tokens=256)),
+        "batches-pack.svg": packed("Pack", split=True),
+        "batches-pack-whole.svg": packed("Pack, split=False", split=False),
         "batches-mixture.svg": mixture(),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiofeed import Buckets, Feeder, Mixture, TokenBudget, pad_collate
+from aiofeed import Buckets, Feeder, Mixture, Pack, TokenBudget, pad_collate
 
 SIZES = {"web": 19, "books": 7, "code": 12}
 SAMPLES = sum(SIZES.values())
@@ -79,6 +79,11 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "changing mixture": shuffled(
         source=mixture(weights=lambda drawn: [1, 1 + drawn // 1024, 2], until=50), batch_size=4
     ),
+    "pack": shuffled(batch_size=Pack(LENGTHS, 10, 2, pad=-1), collate_fn=None),
+    "pack of whole documents": shuffled(
+        batch_size=Pack(LENGTHS, 12, 2, pad=-1, split=False, separator=9999), collate_fn=None
+    ),
+    "pack of a mixture": shuffled(source=mixture(), batch_size=Pack(LENGTHS, 10, 2, pad=-1), collate_fn=None),
     "token budget of a mixture": shuffled(source=mixture(), batch_size=TokenBudget(LENGTHS, 24, window=16)),
 }
 """Each function makes a feeder; its keyword arguments replace those of ``Feeder``."""
