@@ -288,6 +288,20 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
     assert script.detection_loss(grid, padded) == script.detection_loss(grid, batch)
 
 
+# --- packed_text ------------------------------------------------------------------------------------------------------
+
+
+def test_packed_text_goes_on_with_another_number_of_processes() -> None:
+    """The loss falls, also after the resume, whose batches are those of one uninterrupted process."""
+    output = run("packed_text.py")
+    found = re.findall(r"^([12]) processes: loss ([0-9.]+) to ([0-9.]+), [0-9,]+ tokens/s; drawn: prose", output, re.M)
+    (two, first, last), (one, resumed, _) = found
+    assert (two, one) == ("2", "1")
+    assert float(last) < 0.8 * float(first)
+    assert float(resumed) < float(last) * 1.2
+    assert "the batches are those of one uninterrupted process: True" in output
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 
