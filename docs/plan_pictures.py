@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import NormalDist
 from typing import TypeAlias
+
+import torch
 
 import aiofeed
 
@@ -28,10 +29,9 @@ GAP, LABEL = 14, 44
 """Pixels between two batches, and at least for the label of one."""
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
+CONTEXT = 100
 # The quantiles of a log-normal distribution.
 LENGTHS = [round(24 * math.exp(0.6 * NormalDist().inv_cdf((number + 0.5) / 32))) for number in range(32)]
-PACKED = 116
-"""The context of the packed rows."""
 SIZES, WEIGHTS = {"web": 400, "books": 120, "code": 60}, {"web": 0.55, "books": 0.3, "code": 0.15}
 
 
@@ -98,16 +98,20 @@ def padded(name: str, batch_size: int | aiofeed.Buckets | aiofeed.TokenBudget) -
         return draw_batches(name, [[[(length, COLOURS[0])] for length in batch] for batch in feeder])
 
 
-def packed(name: str, *, split: bool) -> str:
-    """The batches of ``Pack``; neighbouring pieces have different colours."""
-    pack = aiofeed.Pack(LENGTHS, PACKED, rows=4, split=split, pad=-1)
-    with aiofeed.Feeder([list(range(each)) for each in LENGTHS], batch_size=pack, shuffle=True, shard=None) as feeder:
-        batches = [batch["document_ids"].tolist() for batch in feeder]
-    rows = [
-        [[(len(list(run)), COLOURS[number % 3]) for number, run in groupby(row) if number >= 0] for row in batch]
-        for batch in batches
-    ]
-    return draw_batches(name, rows, PACKED)
+def packed() -> str:
+    """The same documents in rows of one length; each colour is a document."""
+    documents = [torch.zeros(length, dtype=torch.int64) for length in LENGTHS]
+    plan = aiofeed.Pack(LENGTHS, CONTEXT, rows=5, split=False)
+    with aiofeed.Feeder(documents, batch_size=plan, shuffle=True, shard=None) as feeder:
+        batches = []
+        for batch in feeder:
+            rows = []
+            for row in batch["document_ids"]:
+                numbers, counts = row.unique_consecutive(return_counts=True)
+                pieces = zip(numbers.tolist(), counts.tolist(), strict=True)
+                rows.append([(count, COLOURS[number % len(COLOURS)]) for number, count in pieces if number >= 0])
+            batches.append(rows)
+        return draw_batches("Pack", batches, width=CONTEXT)
 
 
 def mixture() -> str:
@@ -149,8 +153,7 @@ def pictures() -> dict[str, str]:
         "batches-plain.svg": padded("Plain batches", 8),
         "batches-buckets.svg": padded("Buckets", aiofeed.Buckets(LENGTHS, [20, 36], [12, 6, 4])),
         "batches-token-budget.svg": padded("TokenBudget", aiofeed.TokenBudget(LENGTHS, max_tokens=256)),
-        "batches-pack.svg": packed("Pack", split=True),
-        "batches-pack-whole.svg": packed("Pack, split=False", split=False),
+        "batches-packed.svg": packed(),
         "batches-mixture.svg": mixture(),
     }
 

@@ -48,10 +48,12 @@ class Texts(torch.utils.data.Dataset[torch.Tensor]):
 
 def new_feeder(**options: Any) -> aiofeed.Feeder[dict[str, torch.Tensor]]:
     library = Path(sysconfig.get_path("stdlib"))
-    code = [(library / name).read_text(encoding="utf-8") for name in ("argparse.py", "textwrap.py", "heapq.py")]
+    texts = {
+        "prose": list(pydoc_data.topics.topics.values()),
+        "code": [(library / name).read_text(encoding="utf-8") for name in ("argparse.py", "textwrap.py", "heapq.py")],
+    }
     sources = {
-        "prose": Texts(list(pydoc_data.topics.topics.values())),
-        "code": Texts([part for text in code for part in text.split("\n\n")]),
+        name: Texts([part for text in of_kind for part in text.split("\n\n")]) for name, of_kind in texts.items()
     }
     lengths = [len(text) for source in sources.values() for text in source.texts]
     return aiofeed.Feeder(

@@ -17,12 +17,12 @@ def split(batch: Any, parts: int) -> list[Any]:
     tuples of length N without tensors (texts, keys) are split alike. As with ``torch.tensor_split``, the first
     ``N % parts`` parts get one sample more, and the last parts are empty if there are fewer samples than parts. Other
     leaves, including tensors without dimensions, are repeated in every part. In a list of lists of length N, the inner
-    lists are split. One part is the batch itself, whatever the sizes of its tensors.
+    lists are split.
 
     Raises:
         ValueError: Tensors differ in size along dimension 0.
     """
-    samples = None if parts == 1 else _samples(batch)
+    samples = _samples(batch)
     if samples is None:
         return [batch] * parts
     is_rows = partial(_is_rows, samples=samples)

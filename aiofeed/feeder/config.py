@@ -417,7 +417,7 @@ def _check_packed(config: FeederConfig, cache: object, static_batches: bool) -> 
             "Pack plans the place of every token, and a replacement has another length and comes twice: pass "
             "on_error='skip', which leaves padding, or 'raise'"
         )
-    if isinstance(config.backend, DeviceGroup) and len(config.backend.backends) > 1:
+    if isinstance(config.backend, DeviceGroup):
         raise ValueError(
             "Pack makes one cu_seqlens for all rows of a batch, which cannot be split over devices: create one feeder "
             "for each, with shard=(rank, world_size)"

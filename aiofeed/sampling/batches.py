@@ -368,9 +368,10 @@ class PlanLister:
         if not isinstance(self._order, MixtureOrder):
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
-        consumed = lists.indices[: lists.offsets[min(position.consumed, len(lists))]]
-        if lists.spans is not None:  # one part of each sample begins at its start
-            consumed = consumed[lists.spans[: len(consumed), 1] == 0]
+        end = lists.offsets[min(position.consumed, len(lists))]
+        consumed = lists.indices[:end]
+        if lists.spans is not None:  # a document with several parts counts with its first tokens
+            consumed = consumed[lists.spans[:end, 1] == 0]
         before = self._order.counts(Position(position.epoch))
         return {name: before[name] + more for name, more in self._order.count(consumed).items()}
 

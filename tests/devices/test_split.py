@@ -111,11 +111,6 @@ class TestSplit:
         """A batch without tensors is repeated in every part."""
         assert split(["a", "b"], 2) == [["a", "b"], ["a", "b"]]
 
-    def test_one_part_is_the_batch(self):
-        """Its tensors may differ in size."""
-        batch = [torch.zeros(4, 2), torch.zeros(3)]
-        assert split(batch, 1)[0] is batch
-
     def test_different_lengths_are_refused(self):
         """Tensors that differ in size along dimension 0 are an error."""
         with pytest.raises(ValueError, match=r"first has 4 rows; found shape \[3\].*transform="):

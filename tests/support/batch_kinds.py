@@ -74,16 +74,16 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "batch sampler": listed,
     "buckets": shuffled(batch_size=Buckets(LENGTHS, [3, 6], [6, 4, 3])),
     "token budget": shuffled(batch_size=TokenBudget(LENGTHS, 24, window=16)),
+    "packed": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None),
+    "packed whole": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, split=False, pad=-1), collate_fn=None),
     "mixture": shuffled(source=mixture(), batch_size=4),
     "random mixture": shuffled(source=mixture(random=True, until=50), batch_size=4),
     "changing mixture": shuffled(
         source=mixture(weights=lambda drawn: [1, 1 + drawn // 1024, 2], until=50), batch_size=4
     ),
-    "pack": shuffled(batch_size=Pack(LENGTHS, 10, 2, pad=-1), collate_fn=None),
-    "pack of whole documents": shuffled(
-        batch_size=Pack(LENGTHS, 12, 2, pad=-1, split=False, separator=9999), collate_fn=None
+    "packed mixture": shuffled(
+        source=mixture(), batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None
     ),
-    "pack of a mixture": shuffled(source=mixture(), batch_size=Pack(LENGTHS, 10, 2, pad=-1), collate_fn=None),
     "token budget of a mixture": shuffled(source=mixture(), batch_size=TokenBudget(LENGTHS, 24, window=16)),
 }
 """Each function makes a feeder; its keyword arguments replace those of ``Feeder``."""
