@@ -23,6 +23,7 @@ from aiofeed.core.types import Transform, public
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
+from aiofeed.processes.loader_workers import random_state as rng
 from aiofeed.processes.loader_workers.fetching import dataset_state
 from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
 from aiofeed.processes.loader_workers.protocol import Answer
@@ -30,7 +31,6 @@ from aiofeed.processes.loader_workers.state import VERSION, LoaderState, OrderSt
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.threads import JOIN_S
-from aiofeed.sampling import random_state as rng
 from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:

@@ -261,3 +261,22 @@ def test_samples_that_are_tuples_are_an_error() -> None:
     """A dict of columns has a name for each."""
     with feeder(source=TensorDataset(torch.zeros(60, 3))) as wrong, pytest.raises(CollateError, match="in a tuple"):
         list(wrong)
+
+
+# --- several sources ---
+
+
+def test_a_mixture_of_documents() -> None:
+    """Each drawn document comes whole, as often as it is drawn; a split one counts once, with its first part."""
+    sources = {"web": Documents(LENGTHS[:40]), "code": Documents(LENGTHS[40:])}
+    mixed = aiofeed.Mixture(sources, {"web": 0.5, "code": 0.5}, names=False)
+    with feeder(source=mixed, batch_size=Pack(LENGTHS, 32, 2, pad=PAD)) as whole:
+        found: list[list[int]] = []
+        for batch in whole:
+            found += pieces(batch)
+            begun = sum(piece[0] % STEP == 0 for piece in found)
+            assert sum(whole.statistics().by_source.values()) == begun
+        assert whole.statistics().by_source == {"web": 40, "code": 40}
+    code = tokens_of(document(index, length).tolist() for index, length in enumerate(LENGTHS[40:]))
+    web = tokens_of(document(index, length).tolist() for index, length in enumerate(LENGTHS[:40]))
+    assert tokens_of(found) == code + code + web

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from aiofeed.core.errors import StateError
+from aiofeed.processes.loader_workers import random_state as rng
 from aiofeed.processes.loader_workers.iterators import LoaderPosition
-from aiofeed.sampling import random_state as rng
 
 VERSION = 1
 

@@ -29,14 +29,14 @@ from aiofeed.processes.ipc.ring import Slot, SlotPool
 from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.protocol import Answer, Fetch, Release, Restore, Resume
-from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
-from aiofeed.sampling.random_state import (
+from aiofeed.processes.loader_workers.random_state import (
     pack_random_state,
     random_state,
     same_random_state,
     set_random_state,
     unpack_random_state,
 )
+from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 
 # Batches of all workers in shared memory that the user keeps; later ones are sent through the channel. A mapping costs
 # a descriptor, of which a process may have 1024 on many systems; if fewer, a quarter of them are used.
