@@ -24,6 +24,7 @@ from aiofeed.runtime import machine
 from aiofeed.sampling.batches import LengthPlan, PlanLister
 from aiofeed.sampling.sampler import BatchSamplerAdapter
 from aiofeed.sampling.schedule import Schedule, Shuffle, fingerprint
+from aiofeed.sampling.state import InOrder
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors, tensors_of
 
@@ -88,7 +89,7 @@ class FeederConfig:
     policy: FailurePolicy
     limits: ResolvedLimits
     user_limits: Limits
-    in_order: bool
+    in_order: InOrder
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
@@ -103,6 +104,16 @@ def complete_config(
         TypeError, ValueError: An argument has the wrong type or is out of range, or two exclude each other.
     """
     static_batches = check_bool("static_batches", static_batches)
+    if config.in_order == "samples" and listed:
+        raise ValueError(
+            'in_order="samples" moves samples to other batches, and batch_sampler= or a plan decides which samples are '
+            "in a batch: pass in_order=False, which hands out whole batches as they are finished"
+        )
+    if config.in_order == "samples" and config.engines:
+        raise ValueError(
+            'in_order="samples" fills batches from samples of this process; engine="process" gets whole batches from '
+            'its workers: pass engine="thread", or in_order=False'
+        )
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
     if config.engines:

@@ -43,8 +43,9 @@ from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.batches import LengthPlan
 from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import Schedule, Shuffle
-from aiofeed.sampling.state import Checkpoint, SavedState
+from aiofeed.sampling.state import Checkpoint, SavedState, check_in_order
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
         cache: Literal["host", "device"] | HostCache | DiskCache | None
         limits: Limits | None
         shard: tuple[int, int] | Literal["auto"] | None
-        in_order: bool
+        in_order: bool | Literal["samples"]
         engine: Engine
         static_batches: bool
 
@@ -232,13 +233,14 @@ class Feeder(Generic[BatchT]):
         cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
-        in_order: bool = True,
+        in_order: bool | Literal["samples"] = True,
         engine: Engine = "thread",
         static_batches: bool = False,
     ) -> None:
         self._source = adopt_source(source)
         self._length = len(self._source)
-        order = Schedule(
+        in_order = check_in_order("in_order", in_order)
+        order = (SampleSchedule if in_order == "samples" else Schedule)(
             length=self._length,
             batch_size=1,
             shuffle=a_shuffle(shuffle),
@@ -263,7 +265,7 @@ class Feeder(Generic[BatchT]):
             policy=as_policy(on_error),
             limits=limits_for(limits, typical, self._source, engines),
             user_limits=limits or Limits(),
-            in_order=check_bool("in_order", in_order),
+            in_order=in_order,
             engines=engines,
         )
         config = complete_config(
