@@ -205,15 +205,15 @@ class SampleEngine(Engine):
         """The number of samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
         while len(self._epochs) > 1 and not self._epochs[0].open:
             self._epochs.popleft()
-        # One chunk more than threads, for the thread that ends first.
+        # The next chunk of a thread waits for it in the pool.
         threads = self._executor.max_running
-        if not self._epochs or not (read := len(self._epochs[0].read)) or self._chunks > threads:
+        if not self._epochs or not (read := len(self._epochs[0].read)) or self._chunks >= 2 * threads:
             return 0
         buffer = self._buffer
         used = buffer.waiting * self._batch_size + self._decoded + self._decoding
         room = buffer.prefetch_batches * self._batch_size - used
         if room <= 0:
-            if buffer.waiting or self._full or self._chunks >= threads:
+            if buffer.waiting or self._full > buffer.prefetch_batches or self._chunks >= threads:
                 return 0
             room = self.chunk_size
         # Fewer samples than a chunk, or than the first batch lacks, would cost more than they gain.
