@@ -140,6 +140,8 @@ class Feeder(Generic[BatchT]):
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
+            "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
+            number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
         engine: "thread" reads and decodes in threads of this process. "process", or "process:4" for four, uses worker
             processes, which do not hold the GIL of the training loop. Type checkers know the numbers up to 32, 48, 64,
             96 and 128; for a computed number write ``cast(Any, f"process:{n}")``. The processes share
@@ -384,7 +386,7 @@ class Feeder(Generic[BatchT]):
         """Make the next ``iter()`` go on from a state.
 
         World size and batch size may differ from those of the state: samples that any rank had handed out do not come
-        again in that epoch, all others do.
+        again in that epoch, all others do. In mid-epoch, ``in_order=False`` fixes both, and "samples" the world size.
 
         Raises:
             StateError: The state does not belong to such a feeder; the message says what differs.

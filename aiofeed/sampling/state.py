@@ -136,8 +136,10 @@ class SavedState:
                 f"{units[self.in_order]} that were handed out before others)"
             ]
         if self.in_order == "samples":
-            # Each rank has handed out other samples.
-            why, fixed = 'in_order="samples"', ("world_size", "rank")
+            why = (
+                'in_order="samples" each rank has handed out other samples, and must load the state that it has saved:'
+            )
+            fixed = ("world_size", "rank")
         elif self.position.ahead or not (self.in_order and mine.in_order):
             # The state has the numbers of batches, which mean other samples with another batch size. And each rank has
             # handed out other numbers.
