@@ -69,9 +69,10 @@ class Engine:
         tuner: chooses decode threads and read concurrency; ``None``: ``limits`` fixes both.
         on_gil_limit: called once, on the loop, if the GIL limits decoding.
         buffer: replaces the engine's reorder buffer.
-        stage: the class of the decode stage.
         late_s: returns the seconds in all by which the loop was late; reads do not count them.
     """
+
+    stage: type[DecodeStage] = DecodeStage
 
     def __init__(
         self,
@@ -92,7 +93,6 @@ class Engine:
         tuner: Tuner | None = None,
         on_gil_limit: Callable[[GilLimit], None] | None = None,
         buffer: ReorderBuffer | None = None,
-        stage: type[DecodeStage] = DecodeStage,
         late_s: Callable[[], float] = float,
     ) -> None:
         self._steps = steps
@@ -111,7 +111,7 @@ class Engine:
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         self._stop = threading.Event()
-        self._decode_stage = stage(
+        self._decode_stage = self.stage(
             fetcher=fetcher,
             new_builder=new_builder,
             wrap=wrap,
@@ -176,7 +176,7 @@ class Engine:
             batch = self._new_batch(step, self._budget.reserve(samples))
             self._buffer.entries.append(batch)
             self._buffer.assembling += 1
-            self._buffer.grant_permits()
+            self._grant_permits()
             await self._start_chunks(batch, samples)
 
     def _new_batch(self, plan: BatchPlan, reserved: int) -> Batch:
@@ -202,6 +202,10 @@ class Engine:
     def _samples_per_read(self) -> int:
         """How many samples one task reads."""
         return self.chunk_size
+
+    def _grant_permits(self) -> None:
+        """Permit decoding of what may be decoded."""
+        self._buffer.grant_permits()
 
     # --- reading and decoding
 
@@ -233,7 +237,7 @@ class Engine:
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
             batch.unread -= 1
             if not self._buffer.in_order:
-                self._buffer.grant_permits()
+                self._grant_permits()
             # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
             # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
             for _ in range(3 if read.waited else 0):
@@ -281,7 +285,7 @@ class Engine:
         while not self._admission.closed and (entry := self._buffer.pop()) is not None:
             if isinstance(entry, EpochEnds):
                 self._queue.put(EndOfEpoch())
-                self._buffer.grant_permits()
+                self._grant_permits()
             else:
                 self._deliver_batch(entry)
         if self._full_since is None and self._buffer.waiting >= self._buffer.prefetch_batches:
@@ -329,7 +333,7 @@ class Engine:
             if asked_at := item.counters.asked_at:
                 item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
             self._full_since = None
-        self._buffer.grant_permits()
+        self._grant_permits()
         self._admission.room.set()
 
 

@@ -3,9 +3,9 @@
 Plans, limits and delivery are those of ``Engine``. In between, samples do not belong to the batch they were planned in:
 
 1. ``_read_and_decode`` reads samples and adds them to those that were read, in whichever order reads end.
-2. ``_start_decoding`` forms chunks of the samples that were read. Each is a ``Batch`` of its own with a builder of its
+2. ``_grant_permits`` forms chunks of the samples that were read. Each is a ``Batch`` of its own with a builder of its
    own, and is decoded, and its failed samples skipped or replaced, as usual.
-3. ``_assign`` gives the samples of a decoded chunk to the first planned batches with places left.
+3. ``_fill`` gives the samples of decoded chunks to the first planned batches with places left.
 4. ``_assemble`` copies the samples of a full batch from their chunks, in a decode thread. Batches are delivered in
    order, so their number, their sizes and the end of an epoch are those of ``in_order=True``.
 
@@ -27,7 +27,7 @@ from typing import Any
 from aiofeed.core.errors import CollateError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
-from aiofeed.engine.batch import Batch, BatchKeys, ReorderBuffer
+from aiofeed.engine.batch import Batch, BatchKeys
 from aiofeed.engine.decode_stage import BuilderFactory, DecodeStage, nothing_left
 from aiofeed.engine.engine import Engine, cancellation_error
 from aiofeed.engine.fetch.collate import BatchBuilder, ChunkBuilder, DefaultCollateBuilder, RowBatchBuilder, SampleList
@@ -77,19 +77,6 @@ class ChunkStage(DecodeStage):
         pass
 
 
-class PlannedBuffer(ReorderBuffer):
-    """Planned batches in order. Decoding is permitted by samples, not by batches."""
-
-    def __init__(self, prefetch_batches: int, start_decoding: Callable[[], None]) -> None:
-        super().__init__(in_order=True, prefetch_batches=prefetch_batches)
-        self.first_alone = False
-        self._start_decoding = start_decoding
-
-    def grant_permits(self) -> None:
-        """Start decoding what may be decoded."""
-        self._start_decoding()
-
-
 class SampleEngine(Engine):
     """Turns batch plans into finished batches of the samples that are ready first.
 
@@ -97,6 +84,8 @@ class SampleEngine(Engine):
         stream: epochs with a ``SampleSchedule``.
         options: other arguments of ``Engine``.
     """
+
+    stage = ChunkStage
 
     def __init__(
         self,
@@ -120,10 +109,9 @@ class SampleEngine(Engine):
             memory=HostBufferPool(executor.max_threads + 1),
             executor=executor,
             limits=limits,
-            buffer=PlannedBuffer(limits.prefetch_batches, self._start_decoding),
-            stage=ChunkStage,
             **options,
         )
+        self._buffer.first_alone = False
         assert isinstance(stream.schedule, SampleSchedule)
         self._schedule = stream.schedule
         self._batch_size = batch_size
@@ -133,8 +121,10 @@ class SampleEngine(Engine):
         self._executor = executor
         # The first epoch with places left, and those planned after it.
         self._epochs: deque[_Epoch] = deque()
-        # Chunks and samples that are being decoded, samples in places of batches that are not delivered, and how many
-        # of these batches are full.
+        # Decoded chunks with the positions of their samples that have no place yet.
+        self._ready: deque[tuple[Batch, range]] = deque()
+        # Chunks and samples that are being decoded, decoded samples that are not delivered, and full batches that are
+        # not delivered.
         self._chunks = self._decoding = self._decoded = self._full = 0
         self._read_s = 0.0
         self._reads_singly = False
@@ -147,7 +137,9 @@ class SampleEngine(Engine):
             # Samples that were read and wait for the consumer have no task of their own.
             await self._admission.until(lambda: self._admission.closed or not any(epoch.open for epoch in self._epochs))
         finally:
-            self._epochs.clear()  # the feeder may keep this engine
+            # The feeder may keep this engine.
+            self._epochs.clear()
+            self._ready.clear()
 
     async def _plan_step(self, step: Step) -> None:
         if isinstance(step, EpochStart):
@@ -176,12 +168,13 @@ class SampleEngine(Engine):
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
         for at, encoded in enumerate(read.samples, start):
             batch.epoch.read.append((batch.plan, at, encoded))
-        self._start_decoding()
+        self._grant_permits()
 
     # --- decoding
 
-    def _start_decoding(self) -> None:
-        """Start a chunk for each thread that may decode one."""
+    def _grant_permits(self) -> None:
+        """Form chunks of samples that were read, and start those that may be decoded."""
+        self._fill()
         while not self._admission.closed and (count := self._next_chunk()):
             epoch = self._epochs[0]
             samples = [epoch.read.popleft() for _ in range(count)]
@@ -213,12 +206,12 @@ class SampleEngine(Engine):
         used = buffer.waiting * self._batch_size + self._decoded + self._decoding
         room = buffer.prefetch_batches * self._batch_size - used
         if room <= 0:
-            if buffer.waiting or self._full > buffer.prefetch_batches or self._chunks >= threads:
+            if buffer.waiting or self._ready or self._chunks >= threads:
                 return 0
-            room = self.chunk_size
+            room = self._batch_size
         # Fewer samples than a chunk, or than the first batch lacks, would cost more than they gain.
         lacking = self._epochs[0].open[0].free - self._decoding
-        most = min(self.chunk_size, room)
+        most = min(self._fetcher.chunk_size(self._batch_size, self._admission.limits), room)
         return min(read, most) if read >= min(most, lacking) else 0
 
     async def _decode(self, chunk: Batch, encoded: list[Any]) -> None:
@@ -233,37 +226,45 @@ class SampleEngine(Engine):
         if isinstance(batch, PlannedBatch):
             super()._complete(batch)
         else:
-            self._assign(batch)
+            self._add(batch)
 
     # --- filling batches
 
-    def _assign(self, chunk: Batch) -> None:
-        """Give the samples of a decoded chunk, also those that were skipped, to the first batches with places left."""
-        if self._admission.closed:
-            return
-        epoch, first, samples = self._epochs[0], 0, len(chunk.plan.indices)
+    def _add(self, chunk: Batch) -> None:
+        """Add a decoded chunk to those whose samples wait for places."""
+        samples = len(chunk.plan.indices)
         self._chunks -= 1
         self._decoding -= samples
-        batch = epoch.open[0]
-        batch.failures += chunk.failures
-        batch.encoded_bytes += chunk.encoded_bytes
-        if chunk.error is not None and chunk.kept is None:  # a chunk all of whose samples are skipped has an error, too
-            batch.error = batch.error or chunk.error
-            super()._complete(batch)
-            return
         self._decoded += samples
-        while first < samples:
+        self._ready.append((chunk, range(samples)))
+        self._grant_permits()
+
+    def _fill(self) -> None:
+        """Give decoded samples, also those that were skipped, to the first batches with places left."""
+        while self._ready and not self._admission.closed:
+            chunk, positions = self._ready.popleft()
+            epoch = self._epochs[0]
             batch = epoch.open[0]
-            places = range(first, min(first + batch.free, samples))
+            if chunk.error is not None and chunk.kept is None:  # not that of a chunk of which nothing is left
+                batch.error, batch.failures = chunk.error, batch.failures + chunk.failures
+                super()._complete(batch)
+                return
+            if self._full + self._buffer.waiting >= self._buffer.prefetch_batches:
+                self._ready.appendleft((chunk, positions))
+                return
+            if positions.start == 0:
+                batch.failures += chunk.failures
+                batch.encoded_bytes += chunk.encoded_bytes
+            places = positions[: batch.free]
             batch.parts.append((chunk, places))
-            first = places.stop
+            if len(places) < len(positions):
+                self._ready.appendleft((chunk, positions[len(places) :]))
             if not batch.free:
                 epoch.open.popleft()
                 self._full += 1
                 filled = [part.plan.positions[at] for part, places in batch.parts for at in places]
                 batch.handed_out = epoch.tracker.add(filled)
                 self._group.create_task(self._assemble(batch))
-        self._start_decoding()
 
     async def _assemble(self, batch: PlannedBatch) -> None:
         outcome = ChunkOutcome()
