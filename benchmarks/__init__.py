@@ -10,6 +10,7 @@ MODULES = (
     "jpeg",
     "overlap",
     "slow_reads",
+    "slow_samples",
     "tiny_files",
     "tuning",
     "stages",

@@ -52,9 +52,7 @@ class Admission:
         buffer = self._buffer
         if buffer.assembling + buffer.waiting >= self._max_batches:
             return False
-        # In order, the first batch runs alone until its size is known. Out of order it may be a slow one, which must
-        # not delay the others.
-        return self._budget.admits(samples) or not (buffer.in_order or self._budget.known)
+        return self._budget.admits(samples) or not (buffer.first_alone or self._budget.known)
 
     def may_read(self, samples: int) -> bool:
         """Whether ``samples`` more may be read now; always if nothing is being read.

@@ -42,6 +42,7 @@ class Batch:
         failures: errors of samples that were skipped or replaced, in a fixed order.
         error: raised to the consumer instead of the batch.
         complete: whether it may be delivered.
+        handed_out: see ``ReadyBatch``.
     """
 
     plan: BatchPlan
@@ -62,6 +63,7 @@ class Batch:
     failures: list[SampleError] = field(default_factory=list)
     error: FeedError | None = None
     complete: bool = False
+    handed_out: tuple[int, int] | None = None
 
     def count_read(self, read: ReadResult) -> None:
         """Add a read to the statistics; on the loop."""
@@ -107,10 +109,14 @@ class ReorderBuffer:
     Args:
         in_order: deliver batches in order; otherwise each epoch's batches as they finish.
         prefetch_batches: most batches that are being decoded, or are finished and wait for the consumer.
+
+    Attributes:
+        first_alone: the first batch runs alone until its size is known. Out of order it may be a slow one, which must
+            not delay the others.
     """
 
     def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:
-        self.in_order = in_order
+        self.in_order = self.first_alone = in_order
         self.prefetch_batches = prefetch_batches
         self.entries: deque[Batch | EpochEnds] = deque()
         # Number of batches in `entries`, of those with a decode permit, and of those in the queue to the consumer.

@@ -232,13 +232,18 @@ def skip_failed(plan: BatchPlan, failed: Sequence[tuple[int, SampleError]]) -> R
     kept = [position for position in range(len(plan.indices)) if position not in positions]
     recovery = Recovery(kept, [error for _, error in failed])
     if not kept:
-        last = recovery.failures[-1]
-        recovery.error = BatchFailedError(
-            f"all {len(plan.indices)} samples of batch {plan.number} failed, so there is no batch to deliver; the "
-            f"last: {last}; feeder.failures lists them"
-        )
-        recovery.error.__cause__ = last
+        recovery.error = nothing_left(plan, recovery.failures[-1])
     return recovery
+
+
+def nothing_left(plan: BatchPlan, last: SampleError) -> BatchFailedError:
+    """The error of a batch all of whose samples failed, ``last`` as the last one."""
+    error = BatchFailedError(
+        f"all {len(plan.indices)} samples of batch {plan.number} failed, so there is no batch to deliver; the last: "
+        f"{last}; feeder.failures lists them"
+    )
+    error.__cause__ = last
+    return error
 
 
 async def replace_failed(

@@ -8,7 +8,7 @@ A batch passes through these steps, all on the engine's event loop except decodi
 3. The decode job of the last chunk puts the batch together. If samples failed, ``_recover`` skips or replaces them, or
    sets the batch's error.
 4. ``_deliver`` puts complete batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
-   a ``FeedFailure``, after which nothing is delivered.
+   a ``FeedFailure``, after which nothing is delivered. (With ``in_order="samples"`` see ``samples.py``.)
 5. ``taken`` ends the batch's memory reservation when the consumer has taken it, and permits the next one.
 
 The end of an epoch is an entry between batches, and becomes an ``EndOfEpoch`` after the epoch's last batch. The next
@@ -32,10 +32,12 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.failures import FailureCounter
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import BatchPlan
 from aiofeed.engine.admission import Admission, MemoryBudget
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
 from aiofeed.engine.decode_stage import BuilderFactory, DecodeStage
+from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
@@ -70,6 +72,8 @@ class Engine:
         buffer: replaces the engine's reorder buffer.
         late_s: returns the seconds in all by which the loop was late; reads do not count them.
     """
+
+    stage: type[DecodeStage] = DecodeStage
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class Engine:
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         self._stop = threading.Event()
-        self._decode_stage = DecodeStage(
+        self._decode_stage = self.stage(
             fetcher=fetcher,
             new_builder=new_builder,
             wrap=wrap,
@@ -177,16 +181,19 @@ class Engine:
                 await admission.until(partial(admission.has_room, samples))
             if admission.closed:
                 return
-            batch = Batch(step, self._counters, self._failure_counter, self._budget.reserve(samples))
+            batch = self._new_batch(step, self._budget.reserve(samples))
             self._buffer.entries.append(batch)
             self._buffer.assembling += 1
-            self._buffer.grant_permits()
+            self._grant_permits()
             await self._start_chunks(batch, samples)
+
+    def _new_batch(self, plan: BatchPlan, reserved: int) -> Batch:
+        return Batch(plan, self._counters, self._failure_counter, reserved)
 
     async def _start_chunks(self, batch: Batch, samples: int) -> None:
         admission = self._admission
-        size = min(self._fetcher.chunk_size(samples, admission.limits), admission.limits.read_concurrency)
-        self.chunk_size = size
+        self.chunk_size = min(self._fetcher.chunk_size(samples, admission.limits), admission.limits.read_concurrency)
+        size = self._samples_per_read()
         self._concurrency.resize_executor()
         starts = range(0, samples, size)
         if log.isEnabledFor(logging.DEBUG):
@@ -200,32 +207,45 @@ class Engine:
             admission.reading += stop - start
             self._group.create_task(self._read_and_decode(batch, start, stop))
 
+    def _samples_per_read(self) -> int:
+        """How many samples one task reads."""
+        return self.chunk_size
+
+    def _grant_permits(self) -> None:
+        """Permit decoding of what may be decoded."""
+        self._buffer.grant_permits()
+
     # --- reading and decoding
+
+    async def _read(self, batch: Batch, start: int, stop: int) -> ReadResult:
+        """Read samples of a batch."""
+        started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
+        late_s = self._late_s()
+        try:
+            read = await self._fetcher.read(batch.plan.indices[start:stop])
+            if self._tuner is not None and not read.retries:
+                seconds = time.perf_counter() - started
+                self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
+        finally:
+            self._admission.reading -= stop - start
+            self._admission.room.set()
+        ended = time.perf_counter()
+        # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time of
+        # the storage.
+        batch.counters.read_s += max(0.0, ended - started - (self._late_s() - late_s))
+        batch.count_read(read)
+        if log.isEnabledFor(logging.DEBUG):
+            ms = (ended - started) * 1e3
+            log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
+        return read
 
     async def _read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
         try:
-            started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
-            late_s = self._late_s()
-            try:
-                read = await self._fetcher.read(batch.plan.indices[start:stop])
-                if self._tuner is not None and not read.retries:
-                    seconds = time.perf_counter() - started
-                    self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
-            finally:
-                self._admission.reading -= stop - start
-                self._admission.room.set()
-            ended = time.perf_counter()
-            # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time
-            # of the storage.
-            batch.counters.read_s += max(0.0, ended - started - (self._late_s() - late_s))
-            batch.count_read(read)
+            read = await self._read(batch, start, stop)
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
             batch.unread -= 1
             if not self._buffer.in_order:
-                self._buffer.grant_permits()
-            if log.isEnabledFor(logging.DEBUG):
-                ms = (ended - started) * 1e3
-                log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
+                self._grant_permits()
             # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
             # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
             for _ in range(3 if read.waited else 0):
@@ -236,7 +256,7 @@ class Engine:
             del read
             self._count(batch, await decoding)
         except asyncio.CancelledError:
-            raise _cancellation_error(batch) from None
+            raise cancellation_error(batch) from None
 
     def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Count a decoded chunk; after a batch's last chunk, recover from its errors or complete it."""
@@ -258,7 +278,7 @@ class Engine:
         try:
             await self._decode_stage.recover(batch)
         except asyncio.CancelledError:
-            raise _cancellation_error(batch) from None
+            raise cancellation_error(batch) from None
         self._complete(batch)
 
     def _complete(self, batch: Batch) -> None:
@@ -276,7 +296,7 @@ class Engine:
                     self._deliver_failure(entry.error)
                     return
                 self._queue.put(EndOfEpoch())
-                self._buffer.grant_permits()
+                self._grant_permits()
             else:
                 self._deliver_batch(entry)
         if self._full_since is None and self._buffer.waiting >= self._buffer.prefetch_batches:
@@ -309,6 +329,7 @@ class Engine:
                 self.taken,
                 batch.counters,
                 failures,
+                batch.handed_out,
                 on_taken=self._note,
             )
         )
@@ -323,11 +344,11 @@ class Engine:
             if asked_at := item.counters.asked_at:
                 item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
             self._full_since = None
-        self._buffer.grant_permits()
+        self._grant_permits()
         self._admission.room.set()
 
 
-def _cancellation_error(batch: Batch) -> BaseException:
+def cancellation_error(batch: Batch) -> BaseException:
     """``CancelledError`` if the engine ends; otherwise an error, which tells the consumer of a foreign cancellation."""
     if is_cancelled():
         return asyncio.CancelledError()

@@ -29,6 +29,7 @@ from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
 from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle
+from aiofeed.sampling.state import InOrder
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
@@ -96,7 +97,7 @@ class FeederConfig:
     policy: FailurePolicy
     limits: ResolvedLimits
     user_limits: Limits
-    in_order: bool
+    in_order: InOrder
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
@@ -111,6 +112,16 @@ def complete_config(
         TypeError, ValueError: An argument has the wrong type or is out of range, or two exclude each other.
     """
     static_batches = check_bool("static_batches", static_batches)
+    if config.in_order == "samples" and listed:
+        raise ValueError(
+            'in_order="samples" moves samples to other batches, and batch_sampler= or a plan decides which samples are '
+            "in a batch: pass in_order=False, which hands out whole batches as they are finished"
+        )
+    if config.in_order == "samples" and config.engines:
+        raise ValueError(
+            'in_order="samples" fills batches from samples of this process; engine="process" gets whole batches from '
+            'its workers: pass engine="thread", or in_order=False'
+        )
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.collate_fn, PackCollate):
@@ -386,6 +397,7 @@ def check_stream(source: object, **arguments: Any) -> None:
         ("batch_sampler", arguments["batch_sampler"] is not None, "has no indices: pass batch_size="),
         ("batch_size", isinstance(arguments["batch_size"], LengthPlan), "has no list of lengths: pass a number"),
         ("cache", arguments["cache"] is not None, "has no indices, by which a cache finds samples: leave it out"),
+        ("in_order", arguments["in_order"] == "samples", "gives the items of a batch together: pass in_order=False"),
         ("engine", an_engine(arguments["engine"]), 'is read in this process: pass engine="thread"'),
         (
             "on_error",

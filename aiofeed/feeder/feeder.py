@@ -47,8 +47,9 @@ from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import Schedule, Shuffle
-from aiofeed.sampling.state import Checkpoint, SavedState
+from aiofeed.sampling.state import Checkpoint, SavedState, check_in_order
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
@@ -97,7 +98,7 @@ if TYPE_CHECKING:
         cache: Literal["host", "device"] | HostCache | DiskCache | None
         limits: Limits | None
         shard: tuple[int, int] | Literal["auto"] | None
-        in_order: bool
+        in_order: bool | Literal["samples"]
         engine: Engine
         static_batches: bool
 
@@ -152,6 +153,8 @@ class Feeder(Generic[BatchT]):
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
+            "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
+            number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
         engine: "thread" reads and decodes in threads of this process. "process", or "process:4" for four, uses worker
             processes, which do not hold the GIL of the training loop. Type checkers know the numbers up to 32, 48, 64,
             96 and 128; for a computed number write ``cast(Any, f"process:{n}")``. The processes share
@@ -246,7 +249,7 @@ class Feeder(Generic[BatchT]):
         cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
-        in_order: bool = True,
+        in_order: bool | Literal["samples"] = True,
         engine: Engine = "thread",
         static_batches: bool = False,
     ) -> None:
@@ -261,9 +264,11 @@ class Feeder(Generic[BatchT]):
             on_error=on_error,
             cache=cache,
             engine=engine,
+            in_order=in_order,
         )
         self._length = length_of(self._source)
-        order = Schedule(
+        in_order = check_in_order("in_order", in_order)
+        order = (SampleSchedule if in_order == "samples" else Schedule)(
             length=self._length,
             batch_size=1,
             shuffle=a_shuffle(shuffle),
@@ -290,7 +295,7 @@ class Feeder(Generic[BatchT]):
             policy=as_policy(on_error),
             limits=limits_for(limits, typical, self._source, engines),
             user_limits=limits or Limits(),
-            in_order=check_bool("in_order", in_order),
+            in_order=in_order,
             engines=engines,
         )
         config = complete_config(
@@ -438,7 +443,7 @@ class Feeder(Generic[BatchT]):
         """Make the next ``iter()`` go on from a state.
 
         World size and batch size may differ from those of the state: samples that any rank had handed out do not come
-        again in that epoch, all others do.
+        again in that epoch, all others do. In mid-epoch, ``in_order=False`` fixes both, and "samples" the world size.
 
         Raises:
             StateError: The state does not belong to such a feeder; the message says what differs.

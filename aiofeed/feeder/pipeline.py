@@ -18,6 +18,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.factory import builder_factory, new_fetcher
+from aiofeed.engine.samples import SampleEngine
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.config import FeederConfig
@@ -91,7 +92,7 @@ class StreamingPipeline(LoopProducer):
         """Start an engine for the epochs of a stream; call it after ``start``."""
         config = self._config
         make: Callable[..., Engine] = partial(
-            Engine,
+            SampleEngine if config.in_order == "samples" else Engine,
             new_builder=self._new_builder,
             tuner=self.tuner,
             on_gil_limit=partial(_warn_of_gil, config),
@@ -113,7 +114,7 @@ class StreamingPipeline(LoopProducer):
             queue=self.queue,
             limits=limits,
             budget=self._budget,
-            in_order=config.in_order,
+            in_order=bool(config.in_order),
             policy=config.policy,
             length=config.length,
             late_s=self.loop_thread.late_s,
@@ -193,7 +194,7 @@ def _new_workers(config: FeederConfig) -> WorkerPool | None:
         read_concurrency=limits.read_concurrency * copies,
         decode_threads=limits.decode_threads * copies,
         keep=limits.prefetch_batches + 1,
-        in_order=config.in_order,
+        in_order=bool(config.in_order),
         policy=config.policy,
         cache=config.cache,
         reads_given=config.user_limits.read_concurrency is not None,

@@ -415,7 +415,7 @@ class _SessionObserver(EpochObserver):
             self._delivery.watch(session)
 
     def handed_out(self, item: ReadyBatch) -> None:
-        self._epoch.record(item.number)
+        self._epoch.record(item.number, item.handed_out)
 
     def failed(self, item: FeedFailure) -> None:
         session = self._session

@@ -148,6 +148,8 @@ class ReadyBatch:
             loop does not need to be woken.
         counters: Statistics of its epoch.
         failures: The samples that were skipped or replaced.
+        handed_out: With ``in_order="samples"`` the samples that are handed out with this batch and those before it, see
+            ``sampling/samples.py``.
         transform_begun, transformed: Whether the consumer's transform was called for ``batch``, and has replaced it.
         taken: Whether the producer was notified that the consumer takes the batch.
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
@@ -162,6 +164,7 @@ class ReadyBatch:
     release: Callable[[ReadyBatch], None] | None = None
     counters: EpochStats = field(default_factory=EpochStats)
     failures: tuple[SampleError, ...] = ()
+    handed_out: tuple[int, int] | None = None
     transform_begun: bool = False
     transformed: bool = False
     taken: bool = False

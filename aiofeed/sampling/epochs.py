@@ -11,7 +11,7 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
 from aiofeed.sampling.order import EpochList
 from aiofeed.sampling.schedule import Position, Schedule
-from aiofeed.sampling.state import EpochProgress
+from aiofeed.sampling.state import EpochProgress, InOrder
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class EpochStream:
             yield EpochEnds()
             start = self.after(start)
 
-    def new_progress(self, start: Position, in_order: bool) -> EpochProgress:
+    def new_progress(self, start: Position, in_order: InOrder) -> EpochProgress:
         """Count the batches of an epoch that the consumer takes over; call it before the first is handed out."""
         return EpochProgress(self.schedule, start, in_order)
 

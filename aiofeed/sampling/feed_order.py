@@ -146,7 +146,7 @@ class FeedOrder:
             schedule = self.schedule(None if listed is None else len(listed))
             if not schedule.batches():
                 raise ValueError("an epoch has no batches, so none can be left out")
-            left = schedule.batches(position.consumed) - len(position.ahead)
+            left = schedule.batches_left(position)
             if batches < left:
                 return schedule.after(position, batches)
             batches -= left

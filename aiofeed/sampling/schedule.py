@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -49,8 +49,8 @@ class Position:
     Args:
         epoch: The number of the epoch.
         consumed: The number of samples that all ranks have handed out, in order and without a gap.
-        ahead: The numbers of further batches that were handed out, counted from ``consumed`` on; with
-            ``in_order=False`` only.
+        ahead: What was handed out besides, counted from ``consumed`` on: with ``in_order=False`` the numbers of
+            batches, with ``in_order="samples"`` those of samples of this rank.
     """
 
     epoch: int = 0
@@ -94,14 +94,17 @@ class Schedule:
 
     def samples(self, consumed: int = 0) -> int:
         """The remaining samples of this rank, without a last batch that is dropped."""
+        return self._without_dropped(self._undropped(consumed))
+
+    def _undropped(self, consumed: int) -> int:
+        """The remaining samples of this rank, with those of a last batch that is dropped."""
         left = max(self.length - consumed, 0)
         if not self.pad:
-            mine = max(-(-(left - self.rank) // self.world_size), 0)
-        elif self.drop_last:
-            mine = left // self.world_size
-        else:
-            mine = -(-left // self.world_size)
-        return mine - mine % self.batch_size if self.drop_last else mine
+            return max(-(-(left - self.rank) // self.world_size), 0)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def _without_dropped(self, samples: int) -> int:
+        return samples - samples % self.batch_size if self.drop_last else samples
 
     def batches(self, consumed: int = 0) -> int:
         """The remaining batches of this rank."""
@@ -111,6 +114,22 @@ class Schedule:
         """The positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
         first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples(consumed))
         return consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
+
+    def batch_numbers(self, start: Position) -> int:
+        """The number after that of the last batch, counted from ``start``."""
+        return self.batches(start.consumed)
+
+    def batches_ahead(self, start: Position) -> Set[int]:
+        """The numbers of batches that were handed out before ``start``."""
+        return start.ahead
+
+    def batches_left(self, start: Position) -> int:
+        """The batches of this rank that were not handed out before ``start``."""
+        return self.batch_numbers(start) - len(self.batches_ahead(start))
+
+    def positions_from(self, start: Position, batch: int, count: int = 1) -> Int64:
+        """Like ``positions``, for batch numbers counted from ``start``."""
+        return self.positions(start.consumed, batch, count)
 
     def consumed_after(self, consumed: int, batches: int) -> int:
         """The positions handed out by all ranks, after ``batches`` more on each rank."""
@@ -133,7 +152,7 @@ class Schedule:
         The first batch computes the permutation, in the engine's thread: shuffling a list of 100 million indices takes
         a second, which the caller of ``iter()`` should not wait.
         """
-        batches, size = self.batches(start.consumed), self.batch_size
+        batches, size, ahead = self.batch_numbers(start), self.batch_size, self.batches_ahead(start)
         if not batches:
             return
         if isinstance(sampled, BatchLists):
@@ -143,10 +162,10 @@ class Schedule:
         order = PermutedOrder(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)
         for first in range(0, batches, several):
-            found = self.positions(start.consumed, first, several)
+            found = self.positions_from(start, first, several)
             indices, positions = permutation(found % self.length).tolist(), found.tolist()
             for number in range(first, min(first + several, batches)):
-                if number not in start.ahead:
+                if number not in ahead:
                     piece = slice((number - first) * size, (number - first + 1) * size)
                     yield BatchPlan(number, indices[piece], positions[piece], seed, order)
 
@@ -185,15 +204,17 @@ class Schedule:
 
     def after(self, position: Position, batches: int) -> Position:
         """The position so many batches after another one in the same epoch."""
-        if not position.ahead:
-            return replace(position, consumed=self.consumed_after(position.consumed, batches))
-        numbers = [number for number in range(self.batches(position.consumed)) if number not in position.ahead]
-        skipped = numbers[:batches]
-        return self.position_after(position, skipped[-1], frozenset(skipped)) if skipped else position
+        if not batches:
+            return position
+        ahead = self.batches_ahead(position)
+        if not ahead:
+            return self.position_after(position, batches - 1)
+        numbers = [number for number in range(self.batch_numbers(position)) if number not in ahead][:batches]
+        return self.position_after(position, numbers[-1], frozenset(numbers))
 
     def normalize(self, position: Position) -> Position:
         """The position, or the start of the next epoch if no batch of this one is left."""
-        if position.at_start or self.batches(position.consumed) > len(position.ahead):
+        if position.at_start or self.batches_left(position) > 0:
             return position
         return Position(position.epoch + 1)
 
@@ -246,10 +267,10 @@ class BatchRanges:
 
     def at(self, first: int, most: int) -> BatchRange | None:
         """Up to ``most`` batches from number ``first`` on; ``None`` if none is left."""
-        schedule, skip = self._schedule, self._start.ahead
+        schedule, skip = self._schedule, self._schedule.batches_ahead(self._start)
         while first in skip:
             first += 1
-        count = min(most, schedule.batches(self._start.consumed) - first)
+        count = min(most, schedule.batch_numbers(self._start) - first)
         if count <= 0:
             return None
         numbers: Sequence[int] = range(first, first + count)
@@ -258,8 +279,9 @@ class BatchRanges:
             indices = np.concatenate([self._indices(number, 1) for number in numbers])
         else:
             indices = self._indices(first, count)
-        # With one rank there is no padding, so the positions are consecutive.
-        run = self._permutation is sequential and schedule.world_size == 1 and isinstance(numbers, range)
+        # Sequential indices ascend, and with one rank there is no padding.
+        ascending = self._permutation is sequential and schedule.world_size == 1
+        run = ascending and int(indices[-1] - indices[0]) == len(indices) - 1
         return BatchRange(numbers, indices, schedule.batch_size, run)
 
     def _indices(self, first: int, count: int) -> Int64:
@@ -269,7 +291,7 @@ class BatchRanges:
             if self._permutation is None:
                 self._permutation = schedule.permutation(start.epoch, self._sampled)
             several = max(count, RANGE_BLOCK // schedule.batch_size)
-            self._block = self._permutation(schedule.positions(start.consumed, first, several) % schedule.length)
+            self._block = self._permutation(schedule.positions_from(start, first, several) % schedule.length)
             self._block_numbers = range(first, first + several)
         at = (first - self._block_numbers.start) * schedule.batch_size
         return self._block[at : at + count * schedule.batch_size]

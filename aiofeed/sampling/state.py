@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.validation import check_bool, check_int_from, check_positive_int, check_seed
+from aiofeed.sampling.samples import HandedOut, SampleSchedule
 from aiofeed.sampling.schedule import Position, Schedule, Shuffle
 
 T = TypeVar("T")
+
+InOrder: TypeAlias = bool | Literal["samples"]
 
 VERSION = 1
 
@@ -29,14 +32,14 @@ class SavedState:
         schedule: The order of samples.
         position: The position of the user.
         fingerprint: Identifies the source.
-        in_order: Whether batches are handed out in order.
+        in_order: The order in which batches are handed out, see ``Feeder``.
         sampler: The state of the sampler as JSON; empty without one.
     """
 
     schedule: Schedule
     position: Position
     fingerprint: str
-    in_order: bool = True
+    in_order: InOrder = True
     sampler: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class SavedState:
                 ),
                 position,
                 field_of("fingerprint", _text),
-                field_of("in_order", check_bool),
+                field_of("in_order", check_in_order),
                 field_of("sampler", _text),
             )
         except (TypeError, ValueError) as error:
@@ -126,7 +129,18 @@ class SavedState:
         fixed: tuple[str, ...]
         if self.position.at_start:
             return []
-        if self.position.ahead or not (self.in_order and mine.in_order):
+        if self.position.ahead and self.in_order != mine.in_order and "samples" in (self.in_order, mine.in_order):
+            units = {"samples": "samples", False: "batches"}
+            return [
+                f"in_order: {self.in_order!r} in the state, {mine.in_order!r} here (the state lists the "
+                f"{units[self.in_order]} that were handed out before others)"
+            ]
+        if self.in_order == "samples":
+            why = (
+                'in_order="samples" each rank has handed out other samples, and must load the state that it has saved:'
+            )
+            fixed = ("world_size", "rank")
+        elif self.position.ahead or not (self.in_order and mine.in_order):
             # The state has the numbers of batches, which mean other samples with another batch size. And each rank has
             # handed out other numbers.
             why = "in_order=False"
@@ -142,6 +156,13 @@ class SavedState:
             for name in fixed
             if getattr(self.schedule, name) != getattr(mine.schedule, name)
         ]
+
+
+def check_in_order(name: str, value: Any) -> InOrder:
+    """``value`` if it is True, False or "samples"."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "samples"):
+        return value  # type: ignore[return-value]
+    raise TypeError(f'{name} must be True, False or "samples", got {value!r}')
 
 
 def _shuffle(name: str, value: Any) -> Shuffle:
@@ -168,32 +189,40 @@ class EpochProgress:
     Args:
         schedule: The order of samples.
         start: Where the iterator began.
-        in_order: Whether batches are handed out in order.
+        in_order: The order in which batches are handed out, see ``Feeder``.
 
     Attributes:
         ended: Whether the consumer has seen the end of the epoch, after the last batch.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, in_order: bool) -> None:
+    def __init__(self, schedule: Schedule, start: Position, in_order: InOrder) -> None:
         self.start = start
         self._schedule = schedule
         self._last = -1
-        self._batches = self._left = schedule.batches(start.consumed) - len(start.ahead)
+        self._batches = self._left = schedule.batches_left(start)
         # The batches that `_left` counts and that do not exist, because the epoch is shorter than the schedule.
         self._surplus = 0
         self.ended = False
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
+        # ``None`` if the batches handed out are those that were planned.
+        self._handed_out: HandedOut | None = None
 
     @property
     def started(self) -> bool:
         """Whether a batch was handed out."""
         return self._last >= 0
 
-    def record(self, number: int) -> None:
-        """Count a batch. Makes no call, so that Ctrl-C arrives before or after it and never in the middle."""
+    def record(self, number: int, handed_out: HandedOut | None = None) -> None:
+        """Count a batch. Makes no call, so that Ctrl-C arrives before or after it and never in the middle.
+
+        Args:
+            number: The number of the batch.
+            handed_out: With ``in_order="samples"`` the samples that are now handed out.
+        """
         self._last = number
         self._left -= 1
+        self._handed_out = handed_out
         if self._numbers is not None:
             self._numbers[number] = None
 
@@ -225,6 +254,9 @@ class EpochProgress:
         """The position after the batches that were handed out."""
         if not self.started:
             return self._schedule.normalize(self.start)
+        if self._handed_out is not None:
+            assert isinstance(self._schedule, SampleSchedule)
+            return self._schedule.position_at(self.start, self._handed_out)
         numbers = None if self._numbers is None else self._numbers.keys()
         return self._schedule.position_after(self.start, self._last, numbers)
 

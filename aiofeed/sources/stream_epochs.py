@@ -22,7 +22,7 @@ from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
 from aiofeed.sampling.order import epoch_seed, feistel
 from aiofeed.sampling.schedule import Position, Schedule
-from aiofeed.sampling.state import EpochProgress
+from aiofeed.sampling.state import EpochProgress, InOrder
 from aiofeed.sources.stream import Block, ItemNumber, Snapshot, Stream, StreamReader
 
 UNKNOWN_LENGTH = 1 << 61
@@ -136,7 +136,7 @@ class StreamEpochs(EpochStream):
         self._lengths: dict[int, int] = {}
         self._progress: EpochProgress | None = None
 
-    def new_progress(self, start: Position, in_order: bool) -> EpochProgress:
+    def new_progress(self, start: Position, in_order: InOrder) -> EpochProgress:
         """Count the batches of an epoch, whose end may have been read already."""
         # The engine's thread sets a length before it reads `_progress`, so that one of both threads passes it on.
         self._order.epochs = self

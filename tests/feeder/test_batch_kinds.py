@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiofeed import Feeder, Limits, attach, serve
+from aiofeed import Feeder, Limits, StateError, attach, serve
 from aiofeed.testing import SimulatedDevice
 from tests.support.batch_kinds import KINDS, all_tokens, tokens
 
@@ -49,6 +49,10 @@ def three_epochs(feeder: Feeder[Any]) -> list[list[int]]:
 )
 def test_the_same_batches_with_any_option(kind: str, options: dict[str, Any], expected: list[list[int]]) -> None:
     """In three epochs, of which the next is read ahead; or the option is refused with the reason."""
+    if kind.startswith("samples") and "engine" in options:
+        with pytest.raises(ValueError, match=r'^in_order="samples" fills batches from samples of this process'):
+            KINDS[kind](shard=None, **options)
+        return
     if kind == "stream" and ("engine" in options or "on_error" in options):
         with pytest.raises(ValueError, match=r"is not possible with Stream\(documents"):
             KINDS[kind](shard=None, **options)
@@ -104,7 +108,15 @@ def test_ranks_have_equally_many_batches_that_are_those_of_one_process(
         list(itertools.islice(whole.steps(7), 4))
         state = json.loads(json.dumps(whole.state_dict()))
         rest = all_tokens(whole.steps(len(complete) - 4))
-    for start, wanted in ((None, complete), (state, rest)):
+    starts = [(None, complete), (state, rest)]
+    if kind.startswith("samples"):  # each rank has handed out other samples
+        with (
+            KINDS[kind](shard=(0, world_size), drop_last=drop_last) as part,
+            pytest.raises(StateError, match="world_size"),
+        ):
+            part.load_state_dict(state)
+        starts.pop()
+    for start, wanted in starts:
         ranks = []
         for rank in range(world_size):
             with KINDS[kind](shard=(rank, world_size), drop_last=drop_last) as part:

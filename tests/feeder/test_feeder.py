@@ -732,8 +732,8 @@ def test_dataset_is_the_given_object() -> None:
 
 
 @pytest.mark.parametrize("drop", [False, True], ids=["iterator kept", "iterator dropped"])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_consumer_that_counts_batches_completes_its_epochs(drop: bool, in_order: bool) -> None:
+@pytest.mark.parametrize("in_order", [True, False, "samples"])
+def test_a_consumer_that_counts_batches_completes_its_epochs(drop: bool, in_order: Any) -> None:
     """A consumer that takes len() batches and never asks for the end, like Lightning, keeps its threads."""
     feeder = feeder_of(40, shuffle=True, in_order=in_order)
     threads = set()

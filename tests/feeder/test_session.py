@@ -119,7 +119,7 @@ def wait_until_idle(feeder: Feeder[Any], source: Watched) -> None:
 # --- reading ahead ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"in_order": False}, {"device": SimulatedDevice}])
+@pytest.mark.parametrize("options", [{}, {"in_order": False}, {"in_order": "samples"}, {"device": SimulatedDevice}])
 def test_the_next_epoch_is_read_before_the_last_batch_is_taken(make: MakeFeeder, options: dict[str, Any]) -> None:
     """Inside epochs(n) the next epoch is read while this one is consumed; nothing is read beyond the last."""
     source = Watched(20)

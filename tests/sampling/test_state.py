@@ -168,7 +168,13 @@ def test_after_an_error_in_the_first_batch_it_is_that_epoch(make: MakeFeeder) ->
 @pytest.mark.parametrize("seen_the_end", [True, False])
 @pytest.mark.parametrize(
     ("options", "batches"),
-    [({}, 5), ({"batch_size": 4}, 3), ({"batch_size": 4, "drop_last": True}, 2), ({"in_order": False}, 5)],
+    [
+        ({}, 5),
+        ({"batch_size": 4}, 3),
+        ({"batch_size": 4, "drop_last": True}, 2),
+        ({"in_order": False}, 5),
+        ({"batch_size": 4, "drop_last": True, "in_order": "samples"}, 2),
+    ],
 )
 def test_after_the_last_batch_it_is_the_next_epoch(
     make: MakeFeeder, options: dict[str, Any], batches: int, seen_the_end: bool

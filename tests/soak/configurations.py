@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ class Configuration:
     batch_size: int
     width: int = 4
     shuffle: Any = False
-    in_order: bool = True
+    in_order: Any = True
     drop_last: bool = False
     seed: int = 0
     source: str = "coroutine"
@@ -77,7 +78,7 @@ def draw(random: random.Random, folder: Path, **fixed: Any) -> Configuration:
         batch_size=random.choice((1, 2, 3, 4, 7, 8, 16)),
         width=FILE_WIDTH if source == "files" else random.choice((1, 4, 4, 64, 4096)),
         shuffle=random.choice((False, True, "keyed")),
-        in_order=random.random() < 0.75,
+        in_order=random.choice((True, True, True, False, "samples")),
         drop_last=random.random() < 0.3,
         seed=random.randrange(1 << 40),
         source=source,
@@ -178,7 +179,10 @@ class EpochRecord:
         self.received.append(indices)
         self.rig.counts["batches"] += 1
         self.rig.counts["samples"] += len(indices)
-        if self.rig.configuration.in_order:
+        if self.rig.configuration.in_order == "samples":
+            if position >= len(self.expected) or len(indices) != len(self.expected[position]):
+                self._fail(f"batch {position} has {len(indices)} samples")
+        elif self.rig.configuration.in_order:
             expected = self.expected[position] if position < len(self.expected) else None
             if indices != expected:
                 self._fail(f"batch {position} is {indices}, expected {expected}")
@@ -188,7 +192,10 @@ class EpochRecord:
     def check_complete(self) -> None:
         """Check, at the end of the epoch, that every batch was received once."""
         self.rig.counts["epochs"] += 1
-        if sorted(self.received) != sorted(self.expected):
+        received, expected = sorted(self.received), sorted(self.expected)
+        if self.rig.configuration.in_order == "samples":
+            received, expected = ([sorted(itertools.chain(*batches))] for batches in (received, expected))
+        if received != expected:
             self._fail(f"{len(self.received)} of {len(self.expected)} batches received")
 
     def _fail(self, message: str) -> None:

@@ -61,7 +61,9 @@ def policy(episode: Episode) -> None:
         decode_timeout_s=random.choice((None, None, 30.0)),
         max_failures=random.choice((0.05, 0.3, 1.0, 1, 5)),
     )
-    rig = episode.rig(fixed={"source": random.choice(("coroutine", "many", "dataset"))}, on_error=drawn)
+    # With in_order="samples", which batch a failed sample is in differs from run to run.
+    fixed = {"source": random.choice(("coroutine", "many", "dataset")), "in_order": random.choice((True, False))}
+    rig = episode.rig(fixed=fixed, on_error=drawn)
     episode.allowed += ["skipped: cannot", "replaced: cannot", "samples failed"]
     length = rig.configuration.length
     for _ in range(random.randint(1, 3)):

@@ -64,7 +64,7 @@ def _spawned(feeder: Any, results: Any) -> None:
 
 def spawn(episode: Episode) -> None:
     """A feeder passed to a spawned process delivers its epoch there."""
-    rig = episode.rig(fixed={"latency": None, "width": 4})
+    rig = episode.rig(fixed={"latency": None, "width": 4, "in_order": True})
     if episode.random.random() < 0.5:
         whole_epoch(rig)
     context = multiprocessing.get_context("spawn")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiofeed import Buckets, Feeder, Mixture, Pack, Stream, TokenBudget, pad_collate
+from aiofeed import Buckets, Feeder, Limits, Mixture, Pack, Stream, TokenBudget, pad_collate
 
 SIZES = {"web": 19, "books": 7, "code": 12}
 SAMPLES = sum(SIZES.values())
@@ -96,6 +96,10 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "packed": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None),
     "packed whole": shuffled(batch_size=Pack(LENGTHS, 9, rows=2, split=False, pad=-1), collate_fn=None),
     "stream": stream,
+    "samples": shuffled(batch_size=4, in_order="samples", limits=Limits(read_concurrency=1, decode_threads=1)),
+    "samples of a mixture": shuffled(
+        source=mixture(), batch_size=4, in_order="samples", limits=Limits(read_concurrency=1, decode_threads=1)
+    ),
     "mixture": shuffled(source=mixture(), batch_size=4),
     "random mixture": shuffled(source=mixture(random=True, until=50), batch_size=4),
     "changing mixture": shuffled(

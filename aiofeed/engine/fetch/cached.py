@@ -27,7 +27,14 @@ from aiofeed.core.errors import CacheError, FeedError, SampleError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, HostTensor, Row
 from aiofeed.engine.fetch.async_reader import ReadResult
-from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, Positions, RowBatchBuilder, compact
+from aiofeed.engine.fetch.collate import (
+    BatchBuilder,
+    ChunkBuilder,
+    DefaultCollateBuilder,
+    Positions,
+    RowBatchBuilder,
+    compact,
+)
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.source import SourceFetcher, generator_of, seed_of
@@ -408,6 +415,13 @@ class DeviceBatchBuilder(RowBatchBuilder):
     def nbytes(self) -> int:
         """Bytes of the batch's memory."""
         return super().nbytes + sum(column.nbytes for column in self._columns[1:])
+
+    def take_over(self, chunk: ChunkBuilder, positions: Sequence[int], first: int, keys: Sequence[str]) -> None:
+        """Copy the rows and marks of a chunk, and store its targets."""
+        assert isinstance(chunk, DeviceBatchBuilder)
+        super().take_over(chunk, positions, first, keys)
+        own, places = slice(first, first + len(positions)), list(positions)
+        self._indices[own], self._cached[own] = chunk._indices[places], chunk._cached[places]
 
     def mark(self, at: int | slice, indices: int | NDArray[np.int64], *, cached: bool) -> None:
         """Record which samples are at these positions, and whether the device has them."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError
 from aiofeed.core.formatting import format_error
-from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, total_nbytes
+from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
 from aiofeed.core.types import Collate, HostTensor, Row
 from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_tensor, stage
@@ -63,6 +63,18 @@ class BatchBuilder(ABC):
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         """The batch before ``encode``."""
 
+    def take_over(self, chunk: ChunkBuilder, positions: Sequence[int], first: int, keys: Sequence[str]) -> None:
+        """Store samples of a chunk at ``first``, ``first + 1``, ...
+
+        Raises:
+            CollateError: A sample does not fit to those before it; the message names some of ``keys``.
+        """
+        try:
+            for at, position in enumerate(positions, first):
+                self.put(at, chunk.sample(position))
+        except MisfitError as misfit:
+            raise CollateError(misfit.explain([keys[at] for at in misfit.positions])) from misfit.__cause__
+
 
 class DefaultCollateBuilder(BatchBuilder):
     """Builder of a batch by the rules of torch's ``default_collate``.
@@ -78,7 +90,7 @@ class DefaultCollateBuilder(BatchBuilder):
     def __init__(self, samples: int, lease: BufferLease, *, may_keep: bool = False) -> None:
         self._samples = samples
         self._lease = lease
-        self._may_keep = may_keep
+        self.may_keep = may_keep
         # One of both, from the first sample on.
         self._root: _Node | None = None
         self._kept: list[Any] | None = None
@@ -94,7 +106,7 @@ class DefaultCollateBuilder(BatchBuilder):
         if root is None:
             with self._lock:
                 if self._kept is None and self._root is None:
-                    if self._may_keep and _has_small_tensor(sample):
+                    if self.may_keep and _has_small_tensor(sample):
                         self._kept = [None] * self._samples
                     else:
                         self._root = _node(sample, self._samples, self._lease)
@@ -318,7 +330,32 @@ class RowBatchBuilder(BatchBuilder):
             torch_dtype=torch_dtype,
             pinned=lease.pinned,
         )
-        self._targets = DefaultCollateBuilder(samples, lease) if targets else None
+        self._targets: DefaultCollateBuilder | SampleList | None = None
+        if targets:
+            self._targets = DefaultCollateBuilder(samples, lease)
+
+    def keep_targets(self) -> None:
+        """Keep targets separate, for ``take_over``."""
+        if self._targets is not None:
+            self._targets = SampleList(len(self.rows), copies=True)
+
+    def sample(self, position: int) -> Any:
+        """A sample as a view of its row, with its target, after ``keep_targets``."""
+        row = as_tensor(HostTensor(self.rows[position : position + 1], self._leaf.axes, self._leaf.torch_dtype))[0]
+        return row if self._targets is None else (row, self._separate_targets().sample(position))
+
+    def _separate_targets(self) -> SampleList:
+        assert isinstance(self._targets, SampleList)
+        return self._targets
+
+    def take_over(self, chunk: ChunkBuilder, positions: Sequence[int], first: int, keys: Sequence[str]) -> None:
+        """Copy the rows of a chunk, and store its targets."""
+        assert isinstance(chunk, RowBatchBuilder)
+        for at, position in enumerate(positions, first):
+            for own, row in zip(self.arrays(at), chunk.arrays(position), strict=True):
+                own[...] = row
+        if self._targets is not None:
+            self._targets.take_over(chunk._separate_targets(), positions, first, keys)
 
     def arrays(self, position: int) -> list[NDArray[Any]]:
         """The memory of a sample."""
@@ -341,22 +378,48 @@ class RowBatchBuilder(BatchBuilder):
         return self.rows.nbytes + (self._targets.nbytes if self._targets is not None else 0)
 
 
-class CollateBatchBuilder(BatchBuilder):
-    """Builder of a batch by the user's ``collate_fn``, whose tensors are copied into memory of the lease, if given."""
+class SampleList(BatchBuilder):
+    """Collects samples in a list. ``copies``: copy arrays, because the decoder may use their memory again."""
 
     nbytes = 0
 
+    def __init__(self, samples: int, *, copies: bool = False) -> None:
+        self.samples: list[Any] = [None] * samples
+        self._copies = copies
+
+    def put(self, position: int, sample: Any) -> None:
+        """Store one sample."""
+        self.samples[position] = map_leaves(_copied, sample) if self._copies else sample
+
+    def sample(self, position: int) -> Any:
+        """The sample at a position."""
+        return self.samples[position]
+
+    def _build(self, keys: Sequence[str], positions: Positions) -> Any:
+        return pick(self.samples, positions)
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of a plain array or tensor; other values as they are."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf.clone() if is_tensor(leaf) and as_array(leaf)[0] is not None else leaf
+
+
+ChunkBuilder: TypeAlias = SampleList | RowBatchBuilder
+"""A builder of samples that batches take over."""
+
+
+class CollateBatchBuilder(SampleList):
+    """Builder of a batch by the user's ``collate_fn``, whose tensors are copied into memory of the lease, if given."""
+
     def __init__(self, samples: int, collate_fn: Collate, lease: BufferLease | None) -> None:
-        self._samples: list[Any] = [None] * samples
+        super().__init__(samples)
         self._collate_fn = collate_fn
         self._lease = lease
 
-    def put(self, position: int, sample: Any) -> None:
-        """Store one sample for ``collate_fn``."""
-        self._samples[position] = sample
-
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        samples, self._samples = pick(self._samples, positions), []
+        samples, self.samples = pick(self.samples, positions), []
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named

@@ -1,0 +1,327 @@
+"""The engine of ``in_order="samples"``: batches of whichever samples are ready, so that a slow one joins a later batch.
+
+Plans, limits and delivery are those of ``Engine``. In between, samples do not belong to the batch they were planned in:
+
+1. ``_read_and_decode`` reads samples and adds them to those that were read, in whichever order reads end.
+2. ``_grant_permits`` forms chunks of the samples that were read. Each is a ``Batch`` of its own with a builder of its
+   own, and is decoded, and its failed samples skipped or replaced, as usual.
+3. ``_fill`` gives the samples of decoded chunks to the first planned batches with places left.
+4. ``_assemble`` copies the samples of a full batch from their chunks, in a decode thread. Batches are delivered in
+   order, so their number, their sizes and the end of an epoch are those of ``in_order=True``.
+
+What waits is bounded: planned batches by ``Admission``, and samples that are being decoded or are decoded by
+``prefetch_batches``. A slow sample uses one place of both. If no finished batch waits, each thread may decode a chunk
+beyond the second limit, because slow samples may use all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from aiofeed.core.errors import CollateError
+from aiofeed.core.limits import ResolvedLimits
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.batch import Batch, BatchKeys
+from aiofeed.engine.decode_stage import BuilderFactory, DecodeStage, nothing_left
+from aiofeed.engine.engine import Engine, cancellation_error
+from aiofeed.engine.fetch.collate import BatchBuilder, ChunkBuilder, DefaultCollateBuilder, RowBatchBuilder, SampleList
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
+from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
+from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.sampling.epochs import EpochStart, EpochStream, Step
+from aiofeed.sampling.samples import SampleSchedule, SampleTracker
+
+# If a group of reads takes longer, samples are read one by one, so that a slow read delays no others. A task for each
+# sample costs some 30 us. Groups come back if a single read takes less than the second figure.
+SLOW_GROUP_S = 0.010
+FAST_READ_S = 0.001
+
+
+@dataclass(eq=False)
+class _SampleEpoch:
+    """The samples of an epoch that are read, as (plan, position in it, encoded), and its batches with places left."""
+
+    tracker: SampleTracker
+    read: deque[tuple[BatchPlan, int, Any]] = field(default_factory=deque)
+    open: deque[PlannedBatch] = field(default_factory=deque)
+
+
+@dataclass(eq=False, kw_only=True)
+class PlannedBatch(Batch):
+    """A batch with places for samples.
+
+    Args:
+        epoch: its epoch.
+        parts: chunks, each with the positions of its samples that fill the next places.
+    """
+
+    epoch: _SampleEpoch
+    parts: list[tuple[Batch, range]] = field(default_factory=list)
+
+    @property
+    def free(self) -> int:
+        """Number of places left."""
+        return len(self.plan.indices) - sum(len(places) for _, places in self.parts)
+
+
+class ChunkStage(DecodeStage):
+    """Leaves the samples of a chunk in its builder."""
+
+    def _finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        pass
+
+
+class SampleEngine(Engine):
+    """Turns batch plans into finished batches of the samples that are ready first.
+
+    Args:
+        stream: epochs with a ``SampleSchedule``.
+        options: other arguments of ``Engine``.
+    """
+
+    stage = ChunkStage
+
+    def __init__(
+        self,
+        stream: EpochStream,
+        *,
+        batch_size: int,
+        fetcher: Fetcher,
+        new_builder: BuilderFactory,
+        wrap: Callable[[Any], Any],
+        memory: BufferPool,
+        executor: ThreadPool,
+        limits: ResolvedLimits,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            stream,
+            batch_size=batch_size,
+            fetcher=fetcher,
+            new_builder=partial(_new_chunk_builder, new_builder),
+            wrap=wrap,
+            memory=HostBufferPool(executor.max_threads + 1),
+            executor=executor,
+            limits=limits,
+            **options,
+        )
+        self._buffer.first_alone = False
+        assert isinstance(stream.schedule, SampleSchedule)
+        self._schedule = stream.schedule
+        self._batch_size = batch_size
+        self._new_builder = new_builder
+        self._wrap = wrap
+        self._memory = memory
+        self._executor = executor
+        # The first epoch with places left, and those planned after it.
+        self._epochs: deque[_SampleEpoch] = deque()
+        # Decoded chunks with the positions of their samples that have no place yet.
+        self._ready: deque[tuple[Batch, range]] = deque()
+        # Chunks and samples that are being decoded, decoded samples that are not delivered, and full batches that are
+        # not delivered.
+        self._chunks = self._decoding = self._decoded = self._full = 0
+        self._read_s = 0.0
+        self._reads_singly = False
+
+    # --- planning and reading
+
+    async def _plan(self) -> None:
+        try:
+            await super()._plan()
+            # Samples that were read and wait for the consumer have no task of their own.
+            await self._admission.until(lambda: self._admission.closed or not any(epoch.open for epoch in self._epochs))
+        finally:
+            # The feeder may keep this engine.
+            self._epochs.clear()
+            self._ready.clear()
+
+    async def _plan_step(self, step: Step) -> None:
+        if isinstance(step, EpochStart):
+            self._epochs.append(_SampleEpoch(self._schedule.tracker(step.position)))
+        await super()._plan_step(step)
+
+    def _new_batch(self, plan: BatchPlan, reserved: int) -> PlannedBatch:
+        batch = PlannedBatch(plan, self._counters, self._failure_counter, reserved, epoch=self._epochs[-1])
+        batch.epoch.open.append(batch)
+        return batch
+
+    def _samples_per_read(self) -> int:
+        return 1 if self._reads_singly else self.chunk_size
+
+    async def _read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
+        assert isinstance(batch, PlannedBatch)
+        started = time.perf_counter()
+        try:
+            read = await self._read(batch, start, stop)
+        except asyncio.CancelledError:
+            raise cancellation_error(batch) from None
+        if read.waited:
+            self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
+            self._reads_singly = self._read_s > (FAST_READ_S if self._reads_singly else SLOW_GROUP_S)
+        if not batch.complete:  # otherwise other samples took its places, and its reservation was corrected
+            batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
+        for at, encoded in enumerate(read.samples, start):
+            batch.epoch.read.append((batch.plan, at, encoded))
+        self._grant_permits()
+
+    # --- decoding
+
+    def _grant_permits(self) -> None:
+        """Form chunks of samples that were read, and start those that may be decoded."""
+        self._fill()
+        while not self._admission.closed and (count := self._next_chunk()):
+            epoch = self._epochs[0]
+            samples = [epoch.read.popleft() for _ in range(count)]
+            planned, plan = epoch.open[0], samples[0][0]
+            indices = [plan.indices[at] for plan, at, _ in samples]
+            positions = [plan.positions[at] for plan, at, _ in samples]
+            chunk = Batch(
+                BatchPlan(planned.plan.number, indices, positions, plan.epoch_seed, plan.order),
+                planned.counters,
+                planned.failure_counter,
+                reserved=0,
+                unread=0,
+                uncounted=1,
+                undecoded=1,
+            )
+            self._chunks += 1
+            self._decoding += count
+            self._group.create_task(self._decode(chunk, [encoded for _, _, encoded in samples]))
+
+    def _next_chunk(self) -> int:
+        """The number of samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
+        while len(self._epochs) > 1 and not self._epochs[0].open:
+            self._epochs.popleft()
+        # The next chunk of a thread waits for it in the pool.
+        threads = self._executor.max_running
+        if not self._epochs or not (read := len(self._epochs[0].read)) or self._chunks >= 2 * threads:
+            return 0
+        buffer = self._buffer
+        used = buffer.waiting * self._batch_size + self._decoded + self._decoding
+        room = buffer.prefetch_batches * self._batch_size - used
+        if room <= 0:
+            if buffer.waiting or self._ready or self._chunks >= threads:
+                return 0
+            room = self._batch_size
+        # Fewer samples than a chunk, or than the first batch lacks, would cost more than they gain.
+        lacking = self._epochs[0].open[0].free - self._decoding
+        most = min(self._fetcher.chunk_size(self._batch_size, self._admission.limits), room)
+        return min(read, most) if read >= min(most, lacking) else 0
+
+    async def _decode(self, chunk: Batch, encoded: list[Any]) -> None:
+        try:
+            decoding = self._decode_stage.decode(chunk, 0, encoded)
+            del encoded
+            self._count(chunk, await decoding)
+        except asyncio.CancelledError:
+            raise cancellation_error(chunk) from None
+
+    def _complete(self, batch: Batch) -> None:
+        if isinstance(batch, PlannedBatch):
+            super()._complete(batch)
+        else:
+            self._add(batch)
+
+    # --- filling batches
+
+    def _add(self, chunk: Batch) -> None:
+        """Add a decoded chunk to those whose samples wait for places."""
+        samples = len(chunk.plan.indices)
+        self._chunks -= 1
+        self._decoding -= samples
+        self._decoded += samples
+        self._ready.append((chunk, range(samples)))
+        self._grant_permits()
+
+    def _fill(self) -> None:
+        """Give decoded samples, also those that were skipped, to the first batches with places left."""
+        while self._ready and not self._admission.closed:
+            chunk, positions = self._ready.popleft()
+            epoch = self._epochs[0]
+            batch = epoch.open[0]
+            if chunk.error is not None and chunk.kept is None:  # not that of a chunk of which nothing is left
+                batch.error, batch.failures = chunk.error, batch.failures + chunk.failures
+                super()._complete(batch)
+                return
+            if self._full + self._buffer.waiting >= self._buffer.prefetch_batches:
+                self._ready.appendleft((chunk, positions))
+                return
+            if positions.start == 0:
+                batch.failures += chunk.failures
+                batch.encoded_bytes += chunk.encoded_bytes
+            places = positions[: batch.free]
+            batch.parts.append((chunk, places))
+            if len(places) < len(positions):
+                self._ready.appendleft((chunk, positions[len(places) :]))
+            if not batch.free:
+                epoch.open.popleft()
+                self._full += 1
+                filled = [part.plan.positions[at] for part, places in batch.parts for at in places]
+                batch.handed_out = epoch.tracker.add(filled)
+                self._group.create_task(self._assemble(batch))
+
+    async def _assemble(self, batch: PlannedBatch) -> None:
+        outcome = ChunkOutcome()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._put_together, batch, outcome)
+        except asyncio.CancelledError:
+            raise cancellation_error(batch) from None
+        batch.count(outcome)
+        super()._complete(batch)
+
+    def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:
+        """Copy the samples of a batch from their chunks and collate them; runs in a decode thread."""
+        started = time.perf_counter()
+        parts = [(chunk, _remaining(chunk, places)) for chunk, places in batch.parts]
+        last_failures = batch.parts[-1][0].failures
+        batch.parts = []
+        indices = [chunk.plan.indices[at] for chunk, positions in parts for at in positions]
+        if len(indices) < len(batch.plan.indices):
+            batch.kept = range(len(indices))
+        if not indices:
+            batch.error = nothing_left(batch.plan, last_failures[-1])
+            return
+        filled = replace(batch.plan, indices=indices)
+        keys = BatchKeys(filled, self._fetcher)
+        batch.lease = self._memory.lease()
+        builder = self._new_builder(filled, batch.lease)
+        builders = [chunk.builder for chunk, _ in parts]
+        if isinstance(builder, RowBatchBuilder) and any(isinstance(each, SampleList) for each in builders):
+            builder = DefaultCollateBuilder(len(indices), batch.lease)  # a cache has learned its layout meanwhile
+        batch.builder = builder
+        first = 0
+        try:
+            for chunk, positions in parts:
+                assert isinstance(chunk.builder, ChunkBuilder)
+                builder.take_over(chunk.builder, positions, first, keys)
+                first += len(positions)
+            batch.result = self._wrap(builder.finish(keys))
+        except CollateError as error:
+            batch.error = error
+        outcome.collate_s = time.perf_counter() - started
+
+    def _deliver_batch(self, batch: Batch) -> None:
+        assert isinstance(batch, PlannedBatch)
+        self._full -= 1
+        self._decoded -= len(batch.plan.indices)
+        super()._deliver_batch(batch)
+
+
+def _new_chunk_builder(new_builder: BuilderFactory, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
+    """A builder of a chunk, whose samples the builders of batches take over."""
+    builder = new_builder(plan, lease)
+    if isinstance(builder, RowBatchBuilder):
+        builder.keep_targets()
+        return builder
+    return SampleList(len(plan.indices), copies=isinstance(builder, DefaultCollateBuilder) and not builder.may_keep)
+
+
+def _remaining(chunk: Batch, positions: range) -> Sequence[int]:
+    """The positions of the samples that were not skipped."""
+    return positions if chunk.kept is None else [at for at in chunk.kept if at in positions]
