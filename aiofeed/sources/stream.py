@@ -423,7 +423,7 @@ class StreamReader:
         else:
             closing = asyncio.get_running_loop().run_in_executor(self._pool, self._close_in_thread)
         if not (await asyncio.wait([closing], timeout=CLOSE_S))[0]:
-            log.warning("%r gave no item within %.0f s after it was closed and is left behind", self._stream, CLOSE_S)
+            log.warning("%r did not return within %.0f s after it was closed and is left behind", self._stream, CLOSE_S)
 
     def _close_in_thread(self) -> None:
         try:
