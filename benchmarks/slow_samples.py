@@ -6,7 +6,7 @@ of the mean cost: 2 threads / 19 ms and 64 reads / 38 ms. ``DataLoader`` has two
 
 Batches of 32, and slow decodes also in batches of 2, as large samples need it. The look-ahead is the default, or a
 batch (``prefetch_batches=1``). In order, large batches and a long look-ahead average the costs of samples and so hide
-slow decodes, but not slow reads. The end of an epoch, at which nothing is left to start beside the slow samples, counts.
+slow decodes, but not slow reads. The end of an epoch counts, when nothing is left to start beside the slow samples.
 
 Targets for ``in_order="samples"``: at least 0.95 of the bound; at least 1.5 times ``in_order=True`` for slow reads, and
 for slow decodes with the short look-ahead.
