@@ -41,6 +41,7 @@ from aiofeed import (
     serve,
 )
 from aiofeed.engine import samples
+from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.engine.samples import SampleEngine
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
@@ -159,6 +160,18 @@ def test_a_stuck_decode_delays_its_own_chunk_only(make: MakeFeeder, batch_size: 
     assert stuck not in itertools.chain(*got)
     gate.open()
     assert sorted([*itertools.chain(*got), *flat(iterator)]) == list(range(24))
+
+
+def test_stuck_chunks_do_not_use_up_the_look_ahead(make: MakeFeeder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While all threads but one decode stuck chunks as large as batches, the last thread decodes the others."""
+    monkeypatch.setattr(SourceFetcher, "chunk_size", lambda *_: 8)
+    gate = Gate(0, 8, 16)
+    limits = Limits(prefetch_batches=1, decode_threads=4, read_concurrency=64)
+    feeder = make(Numbers(64), decode=gate, batch_size=8, limits=limits)
+    iterator = iter(feeder)
+    assert sorted(flat(next(iterator) for _ in range(5))) == list(range(24, 64))
+    gate.open()
+    assert sorted(flat(iterator)) == list(range(24))
 
 
 def test_slow_reads_are_read_one_by_one(make: MakeFeeder, monkeypatch: pytest.MonkeyPatch) -> None:
