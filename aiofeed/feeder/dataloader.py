@@ -89,6 +89,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         threads: int | None = None,
         limits: Limits | None = None,
     ) -> None:
+        if isinstance(in_order, str):
+            raise TypeError(
+                f"in_order must be a bool, got {in_order!r}: a DataLoader's workers make whole batches; aiofeed.Feeder "
+                f'takes in_order="samples"'
+            )
         super().__init__(
             dataset,
             batch_size,

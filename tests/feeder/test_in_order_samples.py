@@ -11,7 +11,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from aiofeed import (
     BatchFailedError,
     Buckets,
     CollateError,
+    DataLoader,
     DecodeImage,
     DiskCache,
     FailurePolicy,
@@ -39,6 +40,8 @@ from aiofeed import (
     attach,
     serve,
 )
+from aiofeed.engine import samples
+from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.engine.samples import SampleEngine
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
@@ -159,19 +162,33 @@ def test_a_stuck_decode_delays_its_own_chunk_only(make: MakeFeeder, batch_size: 
     assert sorted([*itertools.chain(*got), *flat(iterator)]) == list(range(24))
 
 
-def test_slow_reads_are_read_one_by_one(make: MakeFeeder) -> None:
-    """After reads that take long, a stuck read delays no sample but itself."""
-    source = Numbers(64, {33})
-    feeder = make(source, batch_size=8, limits=Limits(decode_threads=1, read_concurrency=64))
+def test_stuck_chunks_do_not_use_up_the_look_ahead(make: MakeFeeder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While all threads but one decode stuck chunks as large as batches, the last thread decodes the others."""
+    monkeypatch.setattr(SourceFetcher, "chunk_size", lambda *_: 8)
+    gate = Gate(0, 8, 16)
+    limits = Limits(prefetch_batches=1, decode_threads=4, read_concurrency=64)
+    feeder = make(Numbers(64), decode=gate, batch_size=8, limits=limits)
     iterator = iter(feeder)
-    assert len(next(iterator)) == 8
-    engine = feeder._session.pipeline._engine  # type: ignore[union-attr]
-    assert isinstance(engine, SampleEngine)
-    assert engine._samples_per_read() > 1
-    engine._reads_singly = True
-    assert engine._samples_per_read() == 1
-    source.unblock()
-    assert len(flat(iterator)) == 56
+    assert sorted(flat(next(iterator) for _ in range(5))) == list(range(24, 64))
+    gate.open()
+    assert sorted(flat(iterator)) == list(range(24))
+
+
+def test_slow_reads_are_read_one_by_one(make: MakeFeeder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a group of reads that takes long, each sample is read alone, also by read_many."""
+    monkeypatch.setattr(samples, "SLOW_GROUP_S", 0.0)
+    monkeypatch.setattr(samples, "FAST_READ_S", 0.0)
+    groups = []
+
+    class Many(Numbers):
+        async def read_many(self, indices: Sequence[int]) -> list[int]:
+            groups.append(len(indices))
+            return list(indices)
+
+    feeder = make(Many(64), batch_size=8, limits=Limits(decode_threads=1, read_concurrency=8, prefetch_batches=1))
+    assert sorted(flat(feeder)) == list(range(64))
+    assert groups[0] > 1
+    assert set(groups[-32:]) == {1}
 
 
 def test_stuck_samples_use_a_place_each_and_no_more(make: MakeFeeder) -> None:
@@ -563,9 +580,9 @@ def test_collate_fn_gets_the_samples_of_a_batch(make: MakeFeeder) -> None:
     feeder = make(Jittery(21), decode=decode, collate_fn=list, batch_size=4)
     batches = list(feeder)
     assert list(map(len, batches)) == sizes(21, 4)
-    samples = list(itertools.chain(*batches))
-    assert all(made[int(sample[0])] is sample for sample in samples)
-    assert len(samples) == 21
+    seen = list(itertools.chain(*batches))
+    assert all(made[int(sample[0])] is sample for sample in seen)
+    assert len(seen) == 21
 
 
 @pytest.fixture
@@ -815,6 +832,12 @@ def test_what_cannot_be_is_refused(
     """The message says why and what to write instead."""
     with pytest.raises(error, match=message):
         make(Numbers(8), **options)
+
+
+def test_a_data_loader_refuses_it() -> None:
+    """`aiofeed.DataLoader` takes what torch's takes; the error names `Feeder`."""
+    with pytest.raises(TypeError, match=r"got 'samples'.*Feeder takes in_order="):
+        DataLoader(Squares(), in_order="samples")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampler", [[3, 1, 4, 1, 5, 9, 2, 6], DistributedSampler(range(16), 2, 1, shuffle=True)])
