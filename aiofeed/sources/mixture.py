@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
-from aiofeed.sampling.listers.mixture import ChangingShares, ConstantShares, Interleaving, MixtureOrder
+from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.dataset import FromDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 
@@ -88,13 +88,13 @@ class Mixture:
 
     def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
         """The order of a feeder's epochs."""
-
-        def new_shares(start: Callable[[int], int]) -> ConstantShares | ChangingShares:
-            if self._function is not None:
-                return ChangingShares(self._changing_weights, start)
-            return ConstantShares(self._weights)
-
-        interleaving = Interleaving(new_shares, self._length, seed if self._random else None)
+        blocks = Blocks(self._length)
+        shares: Shares
+        if self._function is None:
+            shares = ConstantShares(self._weights)
+        else:
+            shares = ChangingShares(self._changing_weights, blocks)
+        interleaving = Interleaving(shares, blocks, seed if self._random else None)
         return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle)
 
     def _in_order(self, weights: Any) -> list[Any]:

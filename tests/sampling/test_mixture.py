@@ -17,11 +17,11 @@ from aiofeed import StateError
 from aiofeed.sampling.listers.mixture import (
     BLOCK,
     KEPT_COUNTS,
+    Blocks,
     ChangingShares,
     ConstantShares,
     Interleaving,
     MixtureOrder,
-    Shares,
 )
 from aiofeed.sampling.order import ComputedEpoch
 from aiofeed.sampling.schedule import Position, Schedule
@@ -35,14 +35,12 @@ LENGTHS = st.integers(1, 5 * BLOCK)
 
 
 def constant(weights: Sequence[Any], length: int, random_seed: int | None = None) -> Interleaving:
-    return Interleaving(lambda _: ConstantShares([Fraction(weight) for weight in weights]), length, random_seed)
+    return Interleaving(ConstantShares([Fraction(weight) for weight in weights]), Blocks(length), random_seed)
 
 
 def changing(weights: Callable[[int], Sequence[float]], length: int) -> Interleaving:
-    def new_shares(start: Callable[[int], int]) -> Shares:
-        return ChangingShares(weights, start)
-
-    return Interleaving(new_shares, length, None)
+    blocks = Blocks(length)
+    return Interleaving(ChangingShares(weights, blocks), blocks)
 
 
 def sources_of(interleaving: Interleaving, blocks: int) -> np.ndarray:
@@ -73,8 +71,8 @@ def test_changing_weights_are_within_one_of_their_ideal(phases: list[list[float]
     sources = sources_of(interleaving, 6)
     shares = []
     for block in range(6):
-        weights = np.array(phases[interleaving.start(block) // 1500 % len(phases)])
-        shares += [weights / weights.sum()] * (interleaving.start(block + 1) - interleaving.start(block))
+        weights = np.array(phases[interleaving.blocks.start(block) // 1500 % len(phases)])
+        shares += [weights / weights.sum()] * (interleaving.blocks.start(block + 1) - interleaving.blocks.start(block))
     assert worst_distance(sources, np.array(shares)) < 1 + 1e-3
 
 

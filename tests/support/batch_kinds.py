@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,12 @@ def mixture(**options: Any) -> Mixture:
     return Mixture(sources, **{"weights": [0.5, 0.2, 0.3], **options})
 
 
-def shuffled(**batching: Any) -> Callable[..., Feeder[Any]]:
-    """A factory of shuffled feeders whose collate function pads."""
+def shuffled(source: Callable[[], Any] = Documents, **batching: Any) -> Callable[..., Feeder[Any]]:
+    """A factory of shuffled feeders, each over a source of its own, whose collate function pads."""
 
     def new(**options: Any) -> Feeder[Any]:
         return Feeder(
-            **{"source": Documents(), "shuffle": True, "seed": 5, "collate_fn": pad_collate(-1), **batching, **options}
+            **{"source": source(), "shuffle": True, "seed": 5, "collate_fn": pad_collate(-1), **batching, **options}
         )
 
     return new
@@ -98,17 +99,17 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "stream": stream,
     "samples": shuffled(batch_size=4, in_order="samples", limits=Limits(read_concurrency=1, decode_threads=1)),
     "samples of a mixture": shuffled(
-        source=mixture(), batch_size=4, in_order="samples", limits=Limits(read_concurrency=1, decode_threads=1)
+        source=mixture, batch_size=4, in_order="samples", limits=Limits(read_concurrency=1, decode_threads=1)
     ),
-    "mixture": shuffled(source=mixture(), batch_size=4),
-    "random mixture": shuffled(source=mixture(random=True, until=50), batch_size=4),
+    "mixture": shuffled(source=mixture, batch_size=4),
+    "random mixture": shuffled(source=partial(mixture, random=True, until=50), batch_size=4),
     "changing mixture": shuffled(
-        source=mixture(weights=lambda drawn: [1, 1 + drawn // 1024, 2], until=50), batch_size=4
+        source=partial(mixture, weights=lambda drawn: [1, 1 + drawn // 1024, 2], until=50), batch_size=4
     ),
     "packed mixture": shuffled(
-        source=mixture(), batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None
+        source=mixture, batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None
     ),
-    "token budget of a mixture": shuffled(source=mixture(), batch_size=TokenBudget(LENGTHS, 24, window=16)),
+    "token budget of a mixture": shuffled(source=mixture, batch_size=TokenBudget(LENGTHS, 24, window=16)),
 }
 """Each function makes a feeder; its keyword arguments replace those of ``Feeder``."""
 

@@ -19,6 +19,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -40,6 +41,28 @@ LOOK_AHEAD = 64
 KEPT_BLOCKS = 16
 KEPT_COUNTS = 4096
 NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of epochs of ``length`` samples; the last block of an epoch may be shorter."""
+
+    length: int
+
+    @property
+    def per_epoch(self) -> int:
+        """The blocks of an epoch."""
+        return -(-self.length // BLOCK)
+
+    def start(self, block: int) -> int:
+        """The place where a block starts."""
+        epoch, number = divmod(block, self.per_epoch)
+        return epoch * self.length + number * BLOCK
+
+    def at(self, place: int) -> int:
+        """The block of a place."""
+        epoch, position = divmod(place, self.length)
+        return epoch * self.per_epoch + position // BLOCK
 
 
 class Shares(ABC):
@@ -96,14 +119,14 @@ class ChangingShares(Shares):
 
     Args:
         weights: Gives the weights of the sources from the number of samples drawn before.
-        start: Gives the place where a block starts.
+        blocks: The blocks.
     """
 
     unit = UNIT
 
-    def __init__(self, weights: Callable[[int], Sequence[float]], start: Callable[[int], int]) -> None:
+    def __init__(self, weights: Callable[[int], Sequence[float]], blocks: Blocks) -> None:
         self._weights = weights
-        self._start = start
+        self._start = blocks.start
         self._parts: list[list[int]] = []
         # The parts drawn before each block.
         self._before: list[list[int]] = [[0] * len(self.of_block(0))]
@@ -143,30 +166,22 @@ class ChangingShares(Shares):
 
 
 class Interleaving:
-    """Which source each sample of an endless mixture is from. An epoch has ``length`` samples, in blocks.
+    """Which source each sample of an endless mixture is from.
 
     Args:
-        new_shares: Makes the shares from a function that gives the place where a block starts.
-        length: The samples of an epoch.
+        shares: The shares of the sources.
+        blocks: The blocks of an epoch.
         random_seed: Draws sources independently, with this seed, instead of evenly.
     """
 
-    def __init__(
-        self, new_shares: Callable[[Callable[[int], int]], Shares], length: int, random_seed: int | None
-    ) -> None:
-        self.length = length
-        self.blocks_per_epoch = -(-length // BLOCK)
-        self.shares = new_shares(self.start)
+    def __init__(self, shares: Shares, blocks: Blocks, random_seed: int | None = None) -> None:
+        self.shares = shares
+        self.blocks = blocks
         self._random_seed = random_seed
         # The planner and the consumer ask. Counts before blocks; the sources of blocks, and the samples' numbers.
         self._lock = threading.RLock()
         self._counts: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[Int64, Int64]] = {}
-
-    def start(self, block: int) -> int:
-        """The place where a block starts."""
-        epoch, number = divmod(block, self.blocks_per_epoch)
-        return epoch * self.length + number * BLOCK
 
     def counts(self, block: int, samples: int = 0) -> list[int]:
         """The samples of each source before a place: that of the block, or ``samples`` further."""
@@ -185,23 +200,23 @@ class Interleaving:
             self._counts[block] = counts
 
     def _count_up_to(self, block: int) -> list[int]:
-        place, counts = (0, [0] * len(self.shares.of_block(0)))
+        start, place, counts = self.blocks.start, 0, [0] * len(self.shares.of_block(0))
         if self._random_seed is None:
-            place, counts = self.shares.known_before(self.start(block))
+            place, counts = self.shares.known_before(start(block))
         nearest = max((known for known in self._counts if known < block), default=None)
-        if nearest is not None and self.start(nearest) > place:
-            place, counts = self.start(nearest), list(self._counts[nearest])
-        while place < self.start(block):
-            number = place // self.length * self.blocks_per_epoch + place % self.length // BLOCK
-            self._choose(place, self.start(number + 1), number, counts)
-            place = self.start(number + 1)
+        if nearest is not None and start(nearest) > place:
+            place, counts = start(nearest), list(self._counts[nearest])
+        while place < start(block):
+            number = self.blocks.at(place)
+            self._choose(place, start(number + 1), number, counts)
+            place = start(number + 1)
             self._keep(number + 1, counts)
         self._keep(block, counts)
         return self._counts[block]
 
     def _keep(self, block: int, counts: list[int]) -> None:
         self._counts[block] = list(counts)
-        old, per_epoch = block - KEPT_COUNTS, self.blocks_per_epoch
+        old, per_epoch = block - KEPT_COUNTS, self.blocks.per_epoch
         if old % per_epoch:
             self._counts.pop(old, None)
         if block % per_epoch == 0:  # the padding of an epoch needs its start, also if that is long ago
@@ -214,7 +229,7 @@ class Interleaving:
             if found is None:
                 counts = list(self.counts(number))
                 first = np.array(counts)
-                sources = self._choose(self.start(number), self.start(number + 1), number, counts)
+                sources = self._choose(self.blocks.start(number), self.blocks.start(number + 1), number, counts)
                 self._keep(number + 1, counts)
                 numbers = np.empty_like(sources)
                 for source in range(len(counts)):
@@ -277,7 +292,7 @@ class MixtureOrder:
 
     def __len__(self) -> int:
         """The samples of an epoch."""
-        return self._interleaving.length
+        return self._interleaving.blocks.length
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
         """The indices of an epoch, computed on demand."""
@@ -285,11 +300,12 @@ class MixtureOrder:
 
     def _indices(self, epoch: int, positions: Int64) -> Int64:
         blocks, within = np.divmod(positions, BLOCK)
+        first = epoch * self._interleaving.blocks.per_epoch
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
         edges = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(positions)]
         for start, stop in pairwise(edges):
             if start < stop:
-                found = self._interleaving.block(epoch * self._interleaving.blocks_per_epoch + int(blocks[start]))
+                found = self._interleaving.block(first + int(blocks[start]))
                 sources[start:stop], numbers[start:stop] = (each[within[start:stop]] for each in found)
         for source in np.unique(sources).tolist():
             at = np.flatnonzero(sources == source)
@@ -312,12 +328,11 @@ class MixtureOrder:
 
     def _block(self, position: Position) -> tuple[int, int]:
         """The block of a position, and the samples in it before the position; padding does not count."""
-        interleaving = self._interleaving
-        consumed = min(position.consumed, interleaving.length)
-        number, samples = divmod(consumed, BLOCK)
-        if number == interleaving.blocks_per_epoch:
+        blocks = self._interleaving.blocks
+        number, samples = divmod(min(position.consumed, blocks.length), BLOCK)
+        if number == blocks.per_epoch:
             number, samples = number - 1, BLOCK
-        return position.epoch * interleaving.blocks_per_epoch + number, samples
+        return position.epoch * blocks.per_epoch + number, samples
 
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
@@ -326,7 +341,7 @@ class MixtureOrder:
         """The counts at a position and at the starts of its epoch and its block, as JSON."""
         interleaving = self._interleaving
         block, _ = self._block(position)
-        first = position.epoch * interleaving.blocks_per_epoch
+        first = position.epoch * interleaving.blocks.per_epoch
         state = {
             "mixture": self._describe(),
             "samples": self.counts(position),
@@ -355,7 +370,7 @@ class MixtureOrder:
         lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
         interleaving = self._interleaving
         drawn = "random" if interleaving._random_seed is not None else "even"
-        return f"Mixture({lengths}; {drawn}, weights {interleaving.shares.describe()}, {interleaving.length} samples)"
+        return f"Mixture({lengths}; {drawn}, weights {interleaving.shares.describe()}, {len(self)} samples)"
 
 
 def _counts(values: Any, sources: int) -> list[int]:
