@@ -42,6 +42,30 @@ class EpochStats:
 
 @public
 @dataclass(frozen=True)
+class StorageStatistics:
+    """Requests for objects at URLs, since their source was made.
+
+    Args:
+        requests: Requests that were sent, retries and hedges included.
+        bytes: Bytes received, those between joined ranges included.
+        retries: Requests that were sent again after a fault.
+        hedges: Requests that were sent a second time because the first took unusually long.
+        latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
+        latency_p95_s: The 95th percentile.
+        latency_p99_s: The 99th percentile.
+    """
+
+    requests: int = 0
+    bytes: int = 0
+    retries: int = 0
+    hedges: int = 0
+    latency_p50_s: float = 0.0
+    latency_p95_s: float = 0.0
+    latency_p99_s: float = 0.0
+
+
+@public
+@dataclass(frozen=True)
 class FeedStatistics:
     """Where the time went, in one epoch or in all epochs of a feeder. Durations are wall-clock seconds.
 

@@ -133,6 +133,19 @@ def _open(path: str, rules: ReadRules) -> int:
         raise
 
 
+def open_file(path: str) -> int:
+    """The descriptor of a regular file.
+
+    Raises:
+        OSError: An error of the system, or ``ENXIO``: not a regular file.
+    """
+    descriptor = _open(path, _ANY)
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path, mode)
+    return descriptor
+
+
 def read_group(reader: GroupReader, paths: Sequence[str], rules: ReadRules) -> Sequence[bytes | None] | None:
     """The contents of small files in one call; ``None`` for each file, or for all, that ``read_file`` must read."""
     if rules.follow_symlinks:
