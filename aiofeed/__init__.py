@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiofeed.core.failure_policy import FailurePolicy
     from aiofeed.core.failures import Failure
     from aiofeed.core.limits import Limits
-    from aiofeed.core.statistics import FeedStatistics
+    from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
@@ -79,6 +79,7 @@ _HOMES = {
     "Limits": "aiofeed.core.limits",
     "FailurePolicy": "aiofeed.core.failure_policy",
     "FeedStatistics": "aiofeed.core.statistics",
+    "StorageStatistics": "aiofeed.core.statistics",
     "Failure": "aiofeed.core.failures",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
@@ -123,6 +124,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Limits",
     "FailurePolicy",
     "FeedStatistics",
+    "StorageStatistics",
     "Failure",
     "device_report",
     "DeviceReport",

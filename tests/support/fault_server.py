@@ -165,6 +165,8 @@ class _Connection(asyncio.Protocol):
                 self._answer(request, fault)
 
     def _answer(self, request: Request, fault: Fault) -> None:
+        if self._transport.is_closing():
+            return
         if fault.close:
             self._transport.abort()
         elif fault.status:

@@ -74,6 +74,14 @@ class StoreClient:
                 self._made = self._new_store()
                 self._version += 1
 
+    def endpoint(self) -> str | None:
+        """The server of this store, without credentials; ``None`` for a given store in memory or in a folder."""
+        config = self.options if self._given is None else getattr(self._given, "config", None)
+        if config is None:
+            return None
+        account = config.get("account_name", os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"))
+        return redacted(f"{_endpoint(config)} {account} {getattr(self._given, 'prefix', None)}")
+
     def redact(self, text: str) -> str:
         """A text without credentials."""
         arguments = getattr(self._given, "__getnewargs_ex__", None)

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.sources.file_io import open_file, read_file
+from aiofeed.sources.file_io import ReadRules, open_file, read_file
 from aiofeed.sources.objects.faults import ObjectInfo, changed, too_short
 
 _PAGE = 1000
@@ -27,9 +27,9 @@ class LocalObjects:
         """Size, etag and time of change of a file."""
         return _info(await asyncio.to_thread(os.stat, self.url(key)))
 
-    async def read(self, key: str) -> bytes:
+    async def read(self, key: str, max_bytes: int) -> bytes:
         """A whole file."""
-        return await asyncio.to_thread(read_file, self.url(key))
+        return await asyncio.to_thread(read_file, self.url(key), ReadRules(max_bytes))
 
     async def read_ranges(
         self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None

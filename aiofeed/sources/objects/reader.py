@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import logging
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
+from aiofeed.sources.file_io import MAX_BYTES, too_large
 from aiofeed.sources.objects.clients import open_requests, shared_client
 from aiofeed.sources.objects.faults import Fault, ObjectInfo, fault_of, too_short
 from aiofeed.sources.objects.local import LocalObjects
 from aiofeed.sources.objects.requests import RequestMonitor, percentile
 from aiofeed.sources.objects.urls import join_url, split_url
+
+ResultT = TypeVar("ResultT")
+
+Page: TypeAlias = list[tuple[str, ObjectInfo]]
 
 log = logging.getLogger("aiofeed.sources")
 
@@ -84,6 +90,12 @@ class ObjectReader:
     def __repr__(self) -> str:
         return f"ObjectReader({self.url('')!r})"
 
+    @property
+    def identity(self) -> str | None:
+        """What distinguishes the listing of this root from others; ``None`` if it should not be cached."""
+        endpoint = None if self._local is not None else self._client.endpoint()
+        return None if endpoint is None else f"{self.url('')} {endpoint}"
+
     def url(self, key: str) -> str:
         """The URL of an object, or the path of a file, without credentials."""
         return self._local.url(key) if self._local is not None else join_url(self._base, self._prefix + key)
@@ -100,14 +112,20 @@ class ObjectReader:
             return await self._local.head(key)
         return _info((await self._get(key, {"head": True}, 0))[0].meta)
 
-    async def read(self, key: str) -> bytes:
-        """A whole object; a large one in parallel parts. Raises as ``head``."""
+    async def read(self, key: str, *, max_bytes: int = MAX_BYTES) -> bytes:
+        """A whole object; a large one in parallel parts.
+
+        Raises:
+            OSError: As in ``head``; or the object has more than ``max_bytes``, of which none are read.
+        """
         if self._local is not None:
-            return await self._local.read(key)
-        answer, body = await self._get(key, None, None)
+            return await self._local.read(key, max_bytes)
+        answer, body = await self._get(key, None, None, min(WHOLE_BYTES, max_bytes))
         start, end = answer.range
         if body is None:
             meta = answer.meta
+            if end > max_bytes:
+                raise too_large(self.url(key), f"{end} bytes are", max_bytes)
             del answer  # ends its body
             [data] = await self.read_ranges(key, [start], [end], etag=meta["e_tag"])
             return data
@@ -147,7 +165,7 @@ class ObjectReader:
                 data[at] = bytes(view[starts[at] - first : ends[at] - first])
         return data
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[list[tuple[str, ObjectInfo]]]:
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[Page]:
         """Pages of keys with their information, of all objects below a folder, in the order of the store.
 
         Args:
@@ -168,37 +186,38 @@ class ObjectReader:
             nonlocal stream
             if stream is None:
                 stream = _obstore().list(store, self._prefix + prefix, offset=last, chunk_size=PAGE)
-            future = stream.__anext__()
-            open_requests.add(future)
+            open_requests.add(next_page)
             try:
-                return await future
+                return await stream.__anext__()
             except StopAsyncIteration:
                 return None
             except BaseException:
                 stream = None  # the next attempt begins after the last key
                 raise
             finally:
-                open_requests.discard(future)
+                open_requests.discard(next_page)
 
         while (page := await self._retried(prefix, next_page)) is not None:
             last = page[-1]["path"]
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
+    async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
+        """The folders at the top of a bucket or prefix, and the objects beside them."""
+
+        async def attempt(store: Any) -> Any:
+            open_requests.add(attempt)
+            try:
+                return await _obstore().list_with_delimiter_async(store, self._prefix or None)
+            finally:
+                open_requests.discard(attempt)
+
+        found, cut = await self._retried("", attempt), len(self._prefix)
+        objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
+        return [folder[cut:] for folder in found["common_prefixes"]], objects
+
     def statistics(self) -> StorageStatistics | None:
         """The requests of this reader in this process; ``None`` for a folder."""
-        if self._local is not None:
-            return None
-        monitors = list(self._monitors.values())
-        latencies = [latency for each in monitors for window in each.windows.values() for latency in window.latencies]
-        return StorageStatistics(
-            requests=sum(each.requests for each in monitors),
-            bytes=sum(each.nbytes for each in monitors),
-            retries=sum(each.retries for each in monitors),
-            hedges=sum(each.hedges for each in monitors),
-            latency_p50_s=percentile(latencies, 0.5),
-            latency_p95_s=percentile(latencies, 0.95),
-            latency_p99_s=percentile(latencies, 0.99),
-        )
+        return statistics_of([self])
 
     async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], etag: str | None) -> Sequence[bytes]:
         """The bytes of each range; long ones in parts, some of them at the same time."""
@@ -208,15 +227,9 @@ class ObjectReader:
             async with turn:
                 return await self._read_part(key, start, end, etag)
 
-        tasks: list[list[asyncio.Task[Any]]] = []
-        try:
-            async with asyncio.TaskGroup() as group:
-                for each in ranges:
-                    bounds = [*range(each.start, each.end, PART_BYTES), each.end]
-                    tasks.append([group.create_task(read_part(*pair)) for pair in pairwise(bounds)])
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [b"".join([task.result() for task in parts]) for parts in tasks]
+        bounds = [list(pairwise([*range(each.start, each.end, PART_BYTES), each.end])) for each in ranges]
+        parts = iter(await run_all([read_part(start, end) for pairs in bounds for start, end in pairs]))
+        return [b"".join(islice(parts, len(pairs))) for pairs in bounds]
 
     async def _read_part(self, key: str, start: int, end: int, etag: str | None) -> Any:
         options = {"range": (start, end)} if etag is None else {"range": (start, end), "if_match": etag}
@@ -225,11 +238,13 @@ class ObjectReader:
             raise too_short(self.url(key), start, end)
         return body
 
-    async def _get(self, key: str, options: Mapping[str, Any] | None, nbytes: int | None) -> tuple[Any, Any]:
+    async def _get(
+        self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
+    ) -> tuple[Any, Any]:
         path, monitor, get = self._prefix + key, self._monitor(), _obstore().get_async
 
         def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
-            return monitor.send(partial(get, store, path, options=options), nbytes, WHOLE_BYTES)
+            return monitor.send(partial(get, store, path, options=options), nbytes, most)
 
         found: tuple[Any, Any] = await self._retried(key, attempt)
         return found
@@ -279,6 +294,36 @@ class ObjectReader:
         return monitor
 
 
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """The results of coroutines that run at the same time; the first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in coroutines]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def statistics_of(readers: Iterable[ObjectReader]) -> StorageStatistics | None:
+    """The requests of readers together; ``None`` if all read folders."""
+    remote = [reader for reader in readers if reader._local is None]
+    if not remote:
+        return None
+    monitors = [monitor for reader in remote for monitor in list(reader._monitors.values())]
+    latencies = [
+        latency for each in monitors for window in list(each.windows.values()) for latency in list(window.latencies)
+    ]
+    return StorageStatistics(
+        requests=sum(each.requests for each in monitors),
+        bytes_read=sum(each.nbytes for each in monitors),
+        retries=sum(each.retries for each in monitors),
+        hedges=sum(each.hedges for each in monitors),
+        latency_p50_s=percentile(latencies, 0.5),
+        latency_p95_s=percentile(latencies, 0.95),
+        latency_p99_s=percentile(latencies, 0.99),
+    )
+
+
 class JoinedRange(NamedTuple):
     """A range that is read at once, and the positions of the requested ranges in it."""
 
@@ -314,5 +359,6 @@ def _info(meta: Mapping[str, Any]) -> ObjectInfo:
     return ObjectInfo(meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
 
 
+@functools.cache
 def _obstore() -> Any:
     return importlib.import_module("obstore")

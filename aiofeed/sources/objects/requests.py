@@ -82,6 +82,7 @@ class RequestMonitor:
         loop = asyncio.get_running_loop()
         request = _Request(self, begin, loop.create_future(), most if nbytes is None else None)
         window.open[request] = None
+        open_requests.add(request)
         if self._timer is None and window.late_s < float("inf"):
             self._timer = loop.call_later(window.late_s / 4, self._check, loop)
         try:
@@ -89,6 +90,7 @@ class RequestMonitor:
             answer, body = await request.result
         finally:
             window.open.pop(request, None)
+            open_requests.discard(request)
             request.cancel()
         window.add(time.perf_counter() - request.started)
         self.nbytes += 0 if body is None else len(body)
@@ -157,7 +159,6 @@ class _Request:
 
     def _follow(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
         self._futures.append(future)
-        open_requests.add(future)
         future.add_done_callback(then)
 
     def _answered(self, future: asyncio.Future[Any]) -> None:
@@ -176,7 +177,6 @@ class _Request:
     def _take(self, future: asyncio.Future[Any]) -> Any:
         """The result of a future; ``None`` if it failed, which fails the request if nothing else is under way."""
         self._futures.remove(future)
-        open_requests.discard(future)
         if future.cancelled():
             return None
         error = future.exception()  # one that is not retrieved would be logged
