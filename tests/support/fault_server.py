@@ -85,6 +85,11 @@ class FaultServer:
         keys = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
         return {"endpoint": self.endpoint, **keys}
 
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        return len(self._connections)
+
     def __enter__(self) -> FaultServer:
         self.start()
         return self

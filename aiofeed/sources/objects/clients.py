@@ -71,8 +71,13 @@ class StoreClient:
         """Make a new store, which obtains credentials again, unless that was done since ``version``."""
         with self._lock:
             if version == self._version:
-                self._made = self._new_store()
                 self._version += 1
+                self._made = self._new_store()
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the store was given."""
+        return self._given is not None
 
     def endpoint(self) -> str | None:
         """The server of this store, without credentials; ``None`` for a given store in memory or in a folder."""
@@ -86,7 +91,7 @@ class StoreClient:
         """A text without credentials."""
         arguments = getattr(self._given, "__getnewargs_ex__", None)
         of_store = {} if arguments is None else arguments()[1]
-        return redacted(text, secrets_of({"store": of_store, **self.options}))
+        return redacted(text, secrets_of(self.root, {"store": of_store, **self.options}))
 
     def _new_store(self) -> Any:
         if self._given is not None:

@@ -173,12 +173,15 @@ class ObjectReader:
             after: The key after which to begin.
 
         Raises:
-            OSError: As in ``head``; or the store cannot list.
+            ValueError: The root is a web server, which cannot be listed.
+            OSError: As in ``head``.
         """
         if self._local is not None:
             async for found in self._local.list(prefix):
                 yield found
             return
+        if self._base.startswith("http") and not self._client.is_given:
+            raise ValueError(f"{self.url(prefix)!r}: a web server cannot be listed; pass URLs to aiofeed.Files")
         cut, last = len(self._prefix), self._prefix + after if after else None
         stream: Any = None
 

@@ -20,8 +20,6 @@ KEPT = 512
 # A request is late after this many times the 95th percentile: half of the requests between 1 and 1.25 times end by
 # themselves.
 LATE_TIMES = 1.25
-# A part of the open requests; if more are late, the storage as a whole is slow, and more requests make that worse.
-LATE_SHARE = 0.25
 # No second requests for so long after a request failed.
 CALM_S = 1.0
 # Shorter latencies are not worth a second request.
@@ -34,13 +32,18 @@ class LatencyWindow:
     def __init__(self) -> None:
         self.latencies: deque[float] = deque(maxlen=KEPT)
         self.late_s = float("inf")
+        # When the latest of the requests that were answered in time was sent.
+        self.in_time_to = 0.0
         # In the order in which they were sent.
         self.open: dict[_Request, None] = {}
         self._unseen = LEAST_KNOWN
 
-    def add(self, seconds: float) -> None:
-        """Add the latency of a request that has ended."""
+    def add(self, started: float) -> None:
+        """Add a request that was answered now."""
+        seconds = time.perf_counter() - started
         self.latencies.append(seconds)
+        if seconds < self.late_s:
+            self.in_time_to = max(self.in_time_to, started)
         self._unseen -= 1
         if not self._unseen:
             self._unseen = LEAST_KNOWN
@@ -92,7 +95,7 @@ class RequestMonitor:
             window.open.pop(request, None)
             open_requests.discard(request)
             request.cancel()
-        window.add(time.perf_counter() - request.started)
+        window.add(request.started)
         self.nbytes += 0 if body is None else len(body)
         return answer, body
 
@@ -103,18 +106,13 @@ class RequestMonitor:
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send late requests a second time."""
         now = time.perf_counter()
-        for window in self.windows.values():
-            late = []
+        for window in self.windows.values() if now > self._calm_at else ():
             for request in window.open:
-                if now - request.started < window.late_s:
+                # If no later request was answered in time, the storage as a whole is slow, and more requests would make
+                # that worse.
+                if now - request.started < window.late_s or request.started > window.in_time_to:
                     break
-                late.append(request)
-            if now < self._calm_at or len(late) > max(1.0, LATE_SHARE * len(window.open)):
-                continue
-            for request in late:
-                if self._allowed < 1.0:
-                    break
-                if request.hedge():
+                if self._allowed >= 1.0 and request.hedge():
                     self._allowed -= 1.0
                     self.hedges += 1
         delay_s = min((window.late_s for window in self.windows.values() if window.open), default=float("inf"))

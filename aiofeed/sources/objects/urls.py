@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 from urllib.request import url2pathname
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -68,7 +68,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 def join_url(root: str, key: str) -> str:
     """The URL of a key, without credentials."""
-    return f"{redacted(root.partition('?')[0])}/{key}" if root else key
+    return redacted(f"{root.partition('?')[0]}/{key}") if root else key
 
 
 def _local_path(url: str) -> str:
@@ -85,9 +85,11 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     return _QUERY_VALUE.sub(rf"\1={_HIDDEN}", _USER_INFO.sub(f"{_HIDDEN}@", text))
 
 
-def secrets_of(options: Mapping[str, Any]) -> list[str]:
-    """The secret values in options and in the environment, the longest first."""
-    found: set[str] = set()
+def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
+    """The secret values in a root, in options and in the environment, the longest first."""
+    parts = urlsplit(root)
+    found = {part for part in (parts.username, parts.password) if part is not None}
+    found.update(value for _, value in parse_qsl(parts.query))
     for name, value in os.environ.items():
         if name.startswith(_ENVIRONMENT) and _SECRET.search(name):
             found.add(value)
