@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
+    from aiofeed.sources.shards.mds import MDSShards
+    from aiofeed.sources.shards.parquet import ParquetRows
+    from aiofeed.sources.shards.tar import TarShards
+    from aiofeed.sources.shards.tfrecord import TFRecordShards
+    from aiofeed.sources.shards.zip import ZipShards
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -66,6 +71,11 @@ _HOMES = {
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "Mixture": "aiofeed.sources.mixture",
+    "TarShards": "aiofeed.sources.shards.tar",
+    "ZipShards": "aiofeed.sources.shards.zip",
+    "MDSShards": "aiofeed.sources.shards.mds",
+    "TFRecordShards": "aiofeed.sources.shards.tfrecord",
+    "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
@@ -113,6 +123,11 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FromDataset",
     "Tensors",
     "Mixture",
+    "TarShards",
+    "ZipShards",
+    "MDSShards",
+    "TFRecordShards",
+    "ParquetRows",
     "DecodeImage",
     "HostCache",
     "DiskCache",
