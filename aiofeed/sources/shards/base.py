@@ -10,13 +10,14 @@ import os
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.validation import check_callable
+from aiofeed.sources.files import AT_ONCE_S
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import run_all, statistics_of
 from aiofeed.sources.shards import indexing
@@ -32,6 +33,8 @@ SCAN = 8
 LABEL_BYTES = 32 << 20
 LOG_EVERY_S = 5.0
 
+_Group: TypeAlias = tuple[Shard, list[int], list[int]]
+
 
 class Shards(ABC):
     """Samples in shards. Index i counts through the shards in their order.
@@ -43,12 +46,17 @@ class Shards(ABC):
     """
 
     rules: ClassVar[indexing.IndexRules]
+    # Whether the format can be read without a loop.
+    _blocking: ClassVar[bool] = True
     # Whether making samples of bytes takes so long that a thread does it.
     _in_thread: ClassVar[bool] = False
 
     def __init__(self, urls: Urls, *, store: Any = None, options: Mapping[str, Any] | None = None) -> None:
         finder = ShardFinder(store, options)
         self._shards: list[Shard] = run_blocking(lambda: self._open_all(finder, urls))
+        self._local = self._blocking and all([shard.local for shard in self._shards])
+        # The average time of reading a sample.
+        self._seconds = 0.0
         self._starts = [0, *accumulate([self._samples(shard) for shard in self._shards])]
         if not len(self):
             raise ValueError(f"{type(self).__name__}: {self._shards[0].url} and all other shards are without samples")
@@ -75,19 +83,27 @@ class Shards(ABC):
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Samples, or the error of each that cannot be read. All ranges of a shard are read together."""
-        found: list[Any] = [None] * len(indices)
-        groups: dict[int, tuple[Shard, list[int], list[int]]] = {}
-        for place, index in enumerate(indices):
-            shard, sample = self._find(index)
-            _, places, samples = groups.setdefault(id(shard), (shard, [], []))
-            places.append(place)
-            samples.append(sample)
-        reads = [self._read_group(shard, samples) for shard, _, samples in groups.values()]
+        if self.answers_at_once:
+            return await asyncio.to_thread(self.read_now, indices)
+        started = time.perf_counter()
+        groups = self._groups(indices)
+        reads = [self._read_group(shard, samples) for shard, _, samples in groups]
         parts = [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
-        for (_, places, _), part in zip(groups.values(), parts, strict=True):
-            for place, sample in zip(places, part, strict=True):
-                found[place] = sample
-        return found
+        self._observe(len(indices), time.perf_counter() - started)
+        return _in_order(len(indices), groups, parts)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether samples are read as fast as from the page cache, so that decode threads may read them."""
+        return self._local and 0.0 < self._seconds < AT_ONCE_S
+
+    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+        """``read_many`` of files in the calling thread."""
+        started = time.perf_counter()
+        groups = self._groups(indices)
+        parts = [self._read_group_now(shard, samples) for shard, _, samples in groups]
+        self._observe(len(indices), time.perf_counter() - started)
+        return _in_order(len(indices), groups, parts)
 
     def fingerprint(self) -> str:
         """Names, sizes, lengths and keys of the shards, and which part of the samples is read."""
@@ -177,32 +193,72 @@ class Shards(ABC):
         number = bisect.bisect_right(self._starts, index) - 1
         return self._shards[number], index - self._starts[number]
 
+    def _groups(self, indices: Sequence[int]) -> list[_Group]:
+        """For each shard the places in ``indices``, and the samples."""
+        groups: dict[Shard, _Group] = {}
+        for place, index in enumerate(indices):
+            shard, sample = self._find(index)
+            _, places, samples = groups.setdefault(shard, (shard, [], []))
+            places.append(place)
+            samples.append(sample)
+        return list(groups.values())
+
+    def _observe(self, samples: int, seconds: float) -> None:
+        # A moving average adapts to faster or slower storage within a few reads.
+        if samples:
+            self._seconds += (seconds / samples - self._seconds) * (0.2 if self._seconds else 1.0)
+
     async def _read_group(self, shard: Shard, samples: Sequence[int], index: ShardIndex | None = None) -> list[Any]:
         """Samples of one shard."""
         index = index or shard.index
-        members = [index.members(sample) for sample in samples]
-        starts, ends = index.starts, index.ends
-        ranges = [(int(starts[member]), int(ends[member])) for each in members for member in each]
+        if shard.local:
+            return await asyncio.to_thread(self._read_group_now, shard, samples, index)
+        ranges = _ranges(index, samples)
         try:
             parts = await shard.read(ranges) if ranges else []
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
             return [error.with_traceback(None)] * len(samples)
         if self._in_thread:
-            return await asyncio.to_thread(self._parse_all, shard, index, samples, members, parts)
-        return self._parse_all(shard, index, samples, members, parts)
+            return await asyncio.to_thread(self._parse_all, shard, index, samples, parts)
+        return self._parse_all(shard, index, samples, parts)
 
-    def _parse_all(
-        self, shard: Shard, index: ShardIndex, samples: Sequence[int], members: Sequence[range], parts: list[bytes]
-    ) -> list[Any]:
+    def _read_group_now(self, shard: Shard, samples: Sequence[int], index: ShardIndex | None = None) -> list[Any]:
+        """Samples of one file."""
+        index = index or shard.index
+        try:
+            parts = shard.read_now(_ranges(index, samples))
+        except Exception as error:  # noqa: BLE001 - the error of each of these samples
+            return [error.with_traceback(None)] * len(samples)
+        return self._parse_all(shard, index, samples, parts)
+
+    def _parse_all(self, shard: Shard, index: ShardIndex, samples: Sequence[int], parts: list[bytes]) -> list[Any]:
         found: list[Any] = []
         at = 0
-        for sample, each in zip(samples, members, strict=True):
+        for sample in samples:
+            count = len(index.members(sample))
             try:
-                found.append(self._parse(index, sample, parts[at : at + len(each)]))
+                found.append(self._parse(index, sample, parts[at : at + count]))
             except Exception as error:  # noqa: BLE001 - damaged bytes may raise anything
                 found.append(ValueError(f"{shard.url}: {error}"))
-            at += len(each)
+            at += count
         return found
+
+
+def _ranges(index: ShardIndex, samples: Iterable[int]) -> list[tuple[int, int]]:
+    """The ranges of all members of samples."""
+    starts, ends = index.starts, index.ends
+    return [(int(starts[member]), int(ends[member])) for sample in samples for member in index.members(sample)]
+
+
+def _in_order(count: int, groups: Sequence[_Group], parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """Samples of several shards in the order in which they were requested."""
+    if len(groups) == 1:
+        return list(parts[0])
+    found: list[Any] = [None] * count
+    for (_, places, _), part in zip(groups, parts, strict=True):
+        for place, sample in zip(places, part, strict=True):
+            found[place] = sample
+    return found
 
 
 def some_samples(index: ShardIndex) -> list[int]:
@@ -303,11 +359,10 @@ class FieldShards(Shards):
         step = max(len(index) * LABEL_BYTES // shard.size, 1) if shard.size else 1
         for begin in range(0, len(index), step):
             samples = range(begin, min(begin + step, len(index)))
-            members = [selected.members(sample) for sample in samples]
-            ranges = [(int(selected.starts[m]), int(selected.ends[m])) for each in members for m in each]
+            ranges = _ranges(selected, samples)
             parts = iter(await shard.read(ranges) if ranges else [])
-            for sample, each in zip(samples, members, strict=True):
-                fields = self._unpack(selected, sample, [next(parts) for _ in each])
+            for sample in samples:
+                fields = self._unpack(selected, sample, [next(parts) for _ in selected.members(sample)])
                 labels.append(next((fields[field] for field in self._target_fields if field in fields), None))
         return with_labels(index, labels)
 

@@ -69,6 +69,7 @@ class ParquetRows(Shards):
         OSError: A file cannot be read.
     """
 
+    _blocking = False
     target: Callable[[int], Any]
 
     def __init__(

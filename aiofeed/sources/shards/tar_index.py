@@ -129,12 +129,12 @@ def member_size(header: bytes) -> int:
 
 
 def _octal(field: bytes) -> int:
-    if field[:1] and field[0] & 0x80:
-        return int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
     try:
-        return int(field.replace(b"\0", b" ").split(maxsplit=1)[0], 8) if field.strip(b" \0") else 0
+        return int(field.split(b"\0", 1)[0] or b"0", 8)
     except ValueError:
-        return -1
+        if field[0] & 0x80:
+            return int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
+        return 0 if not field.strip(b" \0") else -1
 
 
 def _checksum(header: bytes) -> int:

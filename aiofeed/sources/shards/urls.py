@@ -7,11 +7,13 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from aiofeed.sources.file_io import open_file
+from aiofeed.sources.objects.faults import changed, too_short
 from aiofeed.sources.objects.reader import ObjectReader
 from aiofeed.sources.objects.urls import redacted, split_url
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
@@ -62,13 +64,39 @@ class Shard:
 
     async def open(self) -> None:
         """Find out size and version."""
-        info = await self.reader.head(self.key)
-        self.size, self.etag, self.version = info.size, info.etag, info.etag or str(info.modified)
+        if self.local:
+            status = await asyncio.to_thread(os.stat, self.key)
+            self.size, self.version = status.st_size, _version(status)
+        else:
+            info = await self.reader.head(self.key)
+            self.size, self.etag, self.version = info.size, info.etag, info.etag or str(info.modified)
 
-    async def read(self, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
-        """The bytes of ranges, which is an error if the shard has changed since it was opened."""
+    async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges.
+
+        Raises:
+            OSError: The shard cannot be read, or has changed since it was opened.
+        """
+        if self.local:
+            return await asyncio.to_thread(self.read_now, ranges)
         starts, ends = zip(*ranges, strict=True)
         return await self.reader.read_ranges(self.key, starts, ends, etag=self.etag)
+
+    def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges of a file."""
+        with open(open_file(self.key), "rb", buffering=0) as file:
+            if _version(os.fstat(file.fileno())) != self.version:
+                raise changed(self.key)
+            found = []
+            for start, end in ranges:
+                file.seek(start)
+                data = file.read(end - start)
+                while len(data) < end - start and (more := file.read(end - start - len(data))):
+                    data += more
+                if len(data) != end - start:
+                    raise too_short(self.key, start, end)
+                found.append(data)
+            return found
 
 
 class ShardFinder:
@@ -171,6 +199,10 @@ def expand_braces(text: str) -> list[str]:
     else:
         raise ValueError(f"{redacted(text)!r}: braces contain a range {{000..099}} or a list {{a,b}}, not {{{body}}}")
     return [f"{head}{part}{rest}" for part in parts for rest in expand_braces(tail)]
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def _local_matches(path: str) -> list[str]:

@@ -7,6 +7,7 @@ import gzip
 import io
 import pickle
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,21 @@ def test_fingerprint(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> No
     renamed = {key.replace("d/", "e/"): sample for key, sample in numbered(0, 30).items()}
     write_tar(moved / "a-000.tar", members_of(renamed))
     assert TarShards(moved / "a-*.tar").fingerprint() != known
+
+
+@pytest.mark.integration
+def test_shards_of_webdataset(tmp_path: Path, read_all: Any) -> None:
+    """Samples of shards that WebDataset writes are those that it reads."""
+    webdataset = pytest.importorskip("webdataset")
+    for shard in range(2):
+        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as writer:
+            for number in range(30):
+                fields = {"jpg.bin": bytes(number), "cls": number, "json": {"text": "é" * number}, "TXT": "ü"}
+                writer.write({"__key__": f"é.{'x' * 4 * number}/{shard}/{number:03}".replace(".", "-"), **fields})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = list(webdataset.WebDataset([str(path) for path in sorted(tmp_path.iterdir())], shardshuffle=False))
+    source = TarShards(tmp_path / "*.tar")
+    known = [{name: data for name, data in each.items() if not name.startswith("__")} for each in expected]
+    assert read_all(source) == known
+    assert [source.key(at).partition(".tar/")[2] for at in range(60)] == [each["__key__"] for each in expected]
