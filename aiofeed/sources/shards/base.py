@@ -54,7 +54,7 @@ class Shards(ABC):
     def __init__(self, urls: Urls, *, store: Any = None, options: Mapping[str, Any] | None = None) -> None:
         finder = ShardFinder(store, options)
         self._shards: list[Shard] = run_blocking(lambda: self._open_all(finder, urls))
-        self._local = self._blocking and all([shard.local for shard in self._shards])
+        self._local = self._blocking and all(shard.local for shard in self._shards)
         # The average time of reading a sample.
         self._seconds = 0.0
         self._starts = [0, *accumulate([self._samples(shard) for shard in self._shards])]
@@ -298,9 +298,9 @@ class FieldShards(Shards):
     ) -> None:
         name = type(self).__name__
         self._data = data.split(";") if isinstance(data, str) else None
-        if data is not None and self._data is None and not all(isinstance(each, str) for each in data):
-            raise TypeError(f"{name}(data=) must be the name of a field or a list of names, got {data!r}")
         self._fields = None if data is None or self._data is not None else list(data)
+        if self._fields is not None and not (self._fields and all(isinstance(each, str) for each in self._fields)):
+            raise TypeError(f"{name}(data=) must be the name of a field or a list of names, got {data!r}")
         if target is not None and not isinstance(target, str):
             raise TypeError(f"{name}(target=) must be the name of a field, got {target!r}")
         self._target_fields = tuple(target.split(";")) if target is not None else ()

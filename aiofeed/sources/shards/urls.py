@@ -126,7 +126,7 @@ class ShardFinder:
             TypeError, ValueError: A URL is not one, or its braces cannot be expanded.
             FileNotFoundError: A glob has no match.
         """
-        if isinstance(urls, str | os.PathLike):
+        if isinstance(urls, str | os.PathLike) or not isinstance(urls, Iterable):
             urls = [urls]
         found: list[Shard] = []
         for given in urls:
@@ -147,7 +147,11 @@ class ShardFinder:
             return await self._listed(shard, url)
         wildcard = _GLOB.search(shard.key)
         if wildcard is None:
+            if shard.local and await asyncio.to_thread(os.path.isdir, shard.key):
+                raise IsADirectoryError(f"{shard.key!r} is a folder; {shard.key.rstrip('/')}/*.tar are the files in it")
             return [shard]
+        if url.startswith(("http://", "https://")):
+            raise ValueError(f"{shard.url!r}: a web server cannot be listed; name shards with {{000..099}} or a list")
         if shard.local:
             keys = await asyncio.to_thread(_local_matches, shard.key)
         else:

@@ -52,8 +52,13 @@ def test_wrong_urls(tmp_path: Path) -> None:
         TarShards(tmp_path / "none-*.tar")
     with pytest.raises(ValueError, match="a pipe has no random access"):
         TarShards("pipe:curl x")
-    with pytest.raises(TypeError, match="got 3"):
-        TarShards([3])  # type: ignore[list-item]
+    for wrong in (3, [3]):
+        with pytest.raises(TypeError, match="got 3"):
+            TarShards(wrong)  # type: ignore[arg-type]
+    with pytest.raises(IsADirectoryError, match=rf"'{tmp_path}' is a folder; {tmp_path}/\*\.tar are"):
+        TarShards(tmp_path)
+    with pytest.raises(ValueError, match="a web server cannot be listed; name shards with"):
+        TarShards("http://localhost/*.tar")
     with pytest.raises(ValueError, match="the list of shards is empty"):
         TarShards([])
 

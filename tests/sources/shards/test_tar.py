@@ -210,6 +210,8 @@ def test_arguments_are_checked(tars: Path) -> None:
     """Wrong arguments are errors that name them."""
     with pytest.raises(TypeError, match=r"TarShards\(data=\)"):
         TarShards(tars / "a-000.tar", data=[1])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"TarShards\(data=\)"):
+        TarShards(tars / "a-000.tar", data=[])
     with pytest.raises(TypeError, match=r"TarShards\(target=\)"):
         TarShards(tars / "a-000.tar", target=["cls"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"to_target"):
