@@ -135,7 +135,8 @@ def bare_obstore(port: int, reads: int) -> Iterator[Measure]:
             nonlocal found
             for number in numbers:
                 answer = await obstore.get_async(store, name(number))
-                found += len(bytes(await answer.bytes_async())) > 0
+                data = bytes(await answer.bytes_async())
+                found += len(data) > 0
 
         await asyncio.gather(*[read() for _ in range(IN_FLIGHT)])
         return found

@@ -56,7 +56,7 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
         return Fault(FileNotFoundError(errno.ENOENT, "there is no such object", url))
     if kind == "PreconditionError":
         return Fault(changed(url))
-    if "Received non-partial response" in first:
+    if "Received non-partial response" in first or "Range request not supported" in first:
         return Fault(RangesIgnoredError(f"the server ignores requests for a part of an object, as needed here: {url}"))
     expired = status == 401 or (status in (400, 403) and _EXPIRED.search(text) is not None)
     if status == 416:
