@@ -23,5 +23,6 @@ MODULES = (
     "shared_feed",
     "resident",
     "datasets",
+    "objects",
     "cache",
 )

@@ -25,6 +25,10 @@ class ObjectInfo(NamedTuple):
     modified: float
 
 
+class RangesIgnoredError(OSError):
+    """A server sends whole objects only."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """A failed request.
@@ -52,13 +56,14 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
         return Fault(FileNotFoundError(errno.ENOENT, "there is no such object", url))
     if kind == "PreconditionError":
         return Fault(changed(url))
-    if "Received non-partial response" in first:
-        return Fault(OSError(f"the server ignores requests for a part of an object, which are needed here: {url}"))
+    if "Received non-partial response" in first or "Range request not supported" in first:
+        return Fault(RangesIgnoredError(f"the server ignores requests for a part of an object, as needed here: {url}"))
     expired = status == 401 or (status in (400, 403) and _EXPIRED.search(text) is not None)
     if status == 416:
         return Fault(OSError(f"the object is shorter than the part of it that was requested: {url}"))
     if status in (401, 403) or expired:
-        hint = "the credentials have expired" if expired else "access is denied"
+        hint = "the credentials are not accepted" if status == 401 else "access is denied"
+        hint = "the credentials have expired" if expired and status != 401 else hint
         return Fault(PermissionError(errno.EACCES, client.redact(f"{hint}: {_short(first)}"), url), expired=expired)
     network = isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in first or "error sending" in first
     reason = _REASON.search(text)

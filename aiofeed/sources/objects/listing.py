@@ -108,21 +108,26 @@ def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
         OSError: The objects cannot be listed.
         FeedError: This process is a fork of one that has used object storage.
     """
-    identity = reader.identity
-    path = None
-    if identity is not None:
-        path = cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
-        if not refresh and (cached := _load(path)) is not None:
-            hours = (time.time() - cached.listed_at) / 3600
-            log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", reader.url(""), hours, path)
-            return cached
+    path = listing_path(reader)
+    if path is not None and not refresh and (cached := _load(path)) is not None:
+        hours = (time.time() - cached.listed_at) / 3600
+        log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", reader.url(""), hours, path)
+        return cached
     listing = run_blocking(lambda: _list(reader))
     if path is not None:
         try:
-            _save(path, listing, reader.url(""))
+            save_listing(path, listing, reader.url(""))
         except OSError as error:
             log.warning("the listing of %s is not cached: %s", reader.url(""), error)
     return listing
+
+
+def listing_path(reader: ObjectReader) -> Path | None:
+    """The file of the cached listing of a reader's root; ``None`` if it is not cached."""
+    identity = reader.identity
+    if identity is None:
+        return None
+    return cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
 
 
 class _Progress:
@@ -197,7 +202,12 @@ def _joined(parts: list[_Part]) -> Listing:
     return Listing(keys, sizes, digest.hexdigest()[:32], time.time())
 
 
-def _save(path: Path, listing: Listing, url: str) -> None:
+def save_listing(path: Path, listing: Listing, url: str) -> None:
+    """Write a listing into a file, which is complete or not there.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     keys = listing.keys
     header = {
         "version": _VERSION,

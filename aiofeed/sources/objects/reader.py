@@ -18,7 +18,7 @@ from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, too_large
 from aiofeed.sources.objects.clients import open_requests, shared_client
-from aiofeed.sources.objects.faults import Fault, ObjectInfo, fault_of, too_short
+from aiofeed.sources.objects.faults import Fault, ObjectInfo, RangesIgnoredError, changed, fault_of, too_short
 from aiofeed.sources.objects.local import LocalObjects
 from aiofeed.sources.objects.requests import RequestMonitor, percentile
 from aiofeed.sources.objects.urls import join_url, split_url
@@ -127,8 +127,12 @@ class ObjectReader:
             if end > max_bytes:
                 raise too_large(self.url(key), f"{end} bytes are", max_bytes)
             del answer  # ends its body
-            [data] = await self.read_ranges(key, [start], [end], etag=meta["e_tag"])
-            return data
+            try:
+                [data] = await self.read_ranges(key, [start], [end], etag=meta["e_tag"])
+                return data
+            except RangesIgnoredError:
+                answer, body = await self._get(key, None, None, max_bytes)
+                start, end = answer.range
         if len(body) != end - start:
             raise too_short(self.url(key), start, end)
         return bytes(body)
@@ -165,12 +169,11 @@ class ObjectReader:
                 data[at] = bytes(view[starts[at] - first : ends[at] - first])
         return data
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[Page]:
+    async def list(self, prefix: str = "") -> AsyncIterator[Page]:
         """Pages of keys with their information, of all objects below a folder, in the order of the store.
 
         Args:
-            prefix: A folder; "train/" does not list "train-2/".
-            after: The key after which to begin.
+            prefix: A folder; "train" does not list "train-2/".
 
         Raises:
             ValueError: The root is a web server, which cannot be listed.
@@ -182,8 +185,7 @@ class ObjectReader:
             return
         if self._base.startswith("http") and not self._client.is_given:
             raise ValueError(f"{self.url(prefix)!r}: a web server cannot be listed; pass URLs to aiofeed.Files")
-        cut, last = len(self._prefix), self._prefix + after if after else None
-        stream: Any = None
+        cut, last, stream = len(self._prefix), None, None
 
         async def next_page(store: Any) -> Any:
             nonlocal stream
@@ -235,8 +237,13 @@ class ObjectReader:
         return [b"".join(islice(parts, len(pairs))) for pairs in bounds]
 
     async def _read_part(self, key: str, start: int, end: int, etag: str | None) -> Any:
-        options = {"range": (start, end)} if etag is None else {"range": (start, end), "if_match": etag}
+        options: dict[str, Any] = {"range": (start, end)}
+        weak = etag is not None and etag.startswith("W/")
+        if etag is not None and not weak:  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
+            options["if_match"] = etag
         answer, body = await self._get(key, options, end - start)
+        if weak and answer.meta["e_tag"] != etag:
+            raise changed(self.url(key))
         if answer.range != (start, end) or len(body) != end - start:
             raise too_short(self.url(key), start, end)
         return body

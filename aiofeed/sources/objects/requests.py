@@ -145,7 +145,7 @@ class _Request:
         self._follow(self._begin(), self._answered)
 
     def hedge(self) -> bool:
-        """Send the request a second time, unless that was done or the first body has begun."""
+        """Send the request a second time, unless that was done or there is an answer."""
         if self._sent > 1 or self.result.done():
             return False
         self.send()

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.support.fault_server import FaultServer, start_obstore
-
-
-@pytest.fixture(scope="session", autouse=True)
-def obstore_started() -> None:
-    """Start obstore's threads, which keep their descriptors."""
-    start_obstore()
+from tests.support.fault_server import FaultServer
 
 
 @pytest.fixture
-def server() -> Iterator[FaultServer]:
-    """A server without objects, with the client's ``options``."""
-    with FaultServer() as running:
-        yield running
+def server(object_server: FaultServer) -> FaultServer:
+    """A server without objects."""
+    return object_server

@@ -374,3 +374,25 @@ def test_random_schedules(server, monkeypatch, gap):
         assert parts == [[DATA[name:][start:end] for start, end in each] for name, each in enumerate(ranges)]
 
     check()
+
+
+async def test_a_large_object_of_a_server_that_ignores_ranges(server, monkeypatch):
+    """A large object is read as one if the server sends whole objects only."""
+    monkeypatch.setattr(reader_module, "WHOLE_BYTES", 1000)
+    server.objects["bucket/a"] = DATA
+    server.schedule = lambda request: Fault(ignore_range=True)
+    assert await ObjectReader(f"{server.endpoint}/bucket").read("a") == DATA
+
+
+async def test_weak_etags(server, monkeypatch):
+    """A weak etag, which is not allowed as a condition, is compared with that of the answer."""
+    server.objects["bucket/a"] = DATA
+    monkeypatch.setattr(type(server), "etag", lambda self, key: f'W/"{len(self.objects[key])}"')
+    reader = ObjectReader(f"{server.endpoint}/bucket")
+    etag = (await reader.head("a")).etag
+    assert etag == f'W/"{len(DATA)}"'
+    assert await reader.read_ranges("a", [0], [9], etag=etag) == [DATA[:9]]
+    assert "if-match" not in server.requests[-1].headers
+    server.objects["bucket/a"] = DATA[1:]
+    with pytest.raises(OSError, match="has changed"):
+        await reader.read_ranges("a", [0], [9], etag=etag)

@@ -15,11 +15,10 @@ KEYS = sorted([f"c{number % 3}/{number:03}.jpg" for number in range(40)] + ["a.t
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path / "cache"))
+def folder(object_server, tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "backoff_s", lambda attempt, jitter: 0.001)
     monkeypatch.setattr(reader, "PAGE", 7)
-    return tmp_path / "cache"
+    return tmp_path / "aiofeed-cache"
 
 
 @pytest.fixture

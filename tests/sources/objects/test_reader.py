@@ -37,10 +37,9 @@ async def test_ranges(reader):
     assert {type(data) for data in found} == {bytes}
 
 
+@pytest.mark.parametrize("reader", ["s3", "local"], indirect=True)
 async def test_listing(reader):
     """Pages list the keys below a folder, with their sizes."""
-    if reader.url("").startswith("http:"):
-        pytest.skip("a web server cannot be listed")
     listed = {key: info.size async for page in reader.list() for key, info in page}
     assert listed == {key: len(data) for key, data in OBJECTS.items()}
     assert [key async for page in reader.list("d") for key, _ in page] == ["d/b", "d/e f#%[1].bin"]

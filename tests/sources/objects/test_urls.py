@@ -55,7 +55,7 @@ def test_redacted():
 
 
 def test_secrets_of_options_and_environment(monkeypatch):
-    """Credentials of a URL, values of options and of variables with telling names are secrets, at any depth; short ones are not."""
+    """Credentials of a URL, and values of options and variables with telling names, are secrets; short ones are not."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "environment-1")
     monkeypatch.setenv("AZURE_STORAGE_SAS_KEY", "environment-22")
     monkeypatch.setenv("AWS_REGION", "eu-central-1")

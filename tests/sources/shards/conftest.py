@@ -1,23 +1,12 @@
-"""A cache folder of its own for each test."""
+"""A cache folder of its own for each test, and what tests of all formats use."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture(scope="session", autouse=True)
-def obstore_started() -> None:
-    """Start obstore's threads, which keep their descriptors."""
-    if importlib.util.find_spec("obstore") is not None:
-        from tests.support.fault_server import start_obstore
-
-        start_obstore()
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +18,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
-    """An S3 server with a bucket named "bucket"."""
-    pytest.importorskip("obstore")
-    from tests.support.fault_server import FaultServer
-
-    with FaultServer() as server:
-        yield server
+def server(object_server: Any) -> Any:
+    """A server without objects."""
+    return object_server
 
 
 @pytest.fixture
