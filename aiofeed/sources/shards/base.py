@@ -129,12 +129,16 @@ class Shards(ABC):
         """
 
     @abstractmethod
-    def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        """A sample of the bytes of its members.
+    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
+        """The contents of a sample, of the bytes of its members.
 
         Raises:
             ValueError: The bytes are not those that the index names.
         """
+
+    def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
+        """The sample that a feeder gets."""
+        return self._unpack(index, sample, parts)
 
     async def _list(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         return await finder.find(urls)
@@ -176,14 +180,14 @@ class Shards(ABC):
         return shards
 
     async def _obtain(self, shard: Shard, target: Sequence[str] = ()) -> ShardIndex:
-        async with self._scanning:
-            return await indexing.obtain(shard, self.rules, target, partial(self._check_fit, shard))
+        return await indexing.obtain(shard, self.rules, target, partial(self._check_fit, shard), self._scanning)
 
     async def _check_fit(self, shard: Shard, index: ShardIndex) -> None:
         """Raise ``ValueError`` unless the first, a middle and the last sample are where an index says."""
-        for found in await self._read_group(shard, some_samples(index), index):
-            if isinstance(found, Exception):
-                raise found
+        if samples := some_samples(index):
+            parts = iter(await shard.read(_ranges(index, samples)))
+            for sample in samples:
+                self._unpack(index, sample, [next(parts) for _ in index.members(sample)])
 
     # --- reading
 
@@ -208,32 +212,30 @@ class Shards(ABC):
         if samples:
             self._seconds += (seconds / samples - self._seconds) * (0.2 if self._seconds else 1.0)
 
-    async def _read_group(self, shard: Shard, samples: Sequence[int], index: ShardIndex | None = None) -> list[Any]:
+    async def _read_group(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
         """Samples of one shard."""
-        index = index or shard.index
         if shard.local:
-            return await asyncio.to_thread(self._read_group_now, shard, samples, index)
-        ranges = _ranges(index, samples)
+            return await asyncio.to_thread(self._read_group_now, shard, samples)
+        ranges = _ranges(shard.index, samples)
         try:
             parts = await shard.read(ranges) if ranges else []
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
             return [error.with_traceback(None)] * len(samples)
         if self._in_thread:
-            return await asyncio.to_thread(self._parse_all, shard, index, samples, parts)
-        return self._parse_all(shard, index, samples, parts)
+            return await asyncio.to_thread(self._parse_all, shard, samples, parts)
+        return self._parse_all(shard, samples, parts)
 
-    def _read_group_now(self, shard: Shard, samples: Sequence[int], index: ShardIndex | None = None) -> list[Any]:
+    def _read_group_now(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
         """Samples of one file."""
-        index = index or shard.index
         try:
-            parts = shard.read_now(_ranges(index, samples))
+            parts = shard.read_now(_ranges(shard.index, samples))
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
             return [error.with_traceback(None)] * len(samples)
-        return self._parse_all(shard, index, samples, parts)
+        return self._parse_all(shard, samples, parts)
 
-    def _parse_all(self, shard: Shard, index: ShardIndex, samples: Sequence[int], parts: list[bytes]) -> list[Any]:
+    def _parse_all(self, shard: Shard, samples: Sequence[int], parts: list[bytes]) -> list[Any]:
+        index, at = shard.index, 0
         found: list[Any] = []
-        at = 0
         for sample in samples:
             count = len(index.members(sample))
             try:
@@ -309,10 +311,6 @@ class FieldShards(Shards):
         self._check_names()
         if target is not None:
             self.target = self._target
-
-    @abstractmethod
-    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:
-        """The fields of a sample, encoded; those of ``index.names``."""
 
     def _value(self, field: str, data: bytes) -> Any:
         """The value of a field."""

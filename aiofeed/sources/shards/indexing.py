@@ -47,7 +47,11 @@ class IndexRules:
 
 
 async def obtain(
-    shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
+    shard: Shard,
+    rules: IndexRules,
+    target: Sequence[str],
+    fits: Callable[[ShardIndex], Awaitable[None]],
+    turn: asyncio.Semaphore,
 ) -> ShardIndex:
     """The index of a shard.
 
@@ -56,6 +60,7 @@ async def obtain(
         rules: Its format.
         target: The field of targets.
         fits: An async function that raises ``ValueError`` if an index is not that of the shard.
+        turn: Limits the passes over shards that are made at the same time.
 
     Raises:
         ValueError: The shard is damaged or of another format.
@@ -66,7 +71,8 @@ async def obtain(
         return cached
     index = await _beside(shard, rules, target, fits) if rules.streams else None
     if index is None or (target and index.fields is None):
-        index = await run_scan(shard, rules.scan(shard.size, target), BLOCK_BYTES if rules.streams else 0)
+        async with turn:
+            index = await run_scan(shard, rules.scan(shard.size, target), BLOCK_BYTES if rules.streams else 0)
         log.info("%s: indexed %d samples", shard.url, len(index))
         await save(shard, index, rules, target)
     return index

@@ -115,8 +115,8 @@ class ParquetRows(Shards):
     def _samples(self, shard: Shard) -> int:
         return int(shard.extra.first[-1])
 
-    def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        raise NotImplementedError
+    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
+        raise NotImplementedError  # rows are read by row groups
 
     async def _index(self, shard: Shard) -> None:
         tail = await self._tail(shard, _TAIL_BYTES)
@@ -151,7 +151,7 @@ class ParquetRows(Shards):
         value = value.as_py() if hasattr(value, "as_py") else value.item()
         return value if self._to_target is None else self._to_target(value)
 
-    async def _read_group(self, shard: Shard, samples: Sequence[int], index: ShardIndex | None = None) -> list[Any]:
+    async def _read_group(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
         """Rows of one file; each row group is read once."""
         first = shard.extra.first
         groups: dict[int, list[int]] = {}

@@ -94,7 +94,7 @@ class TFRecordShards(Shards):
     async def _index(self, shard: Shard) -> None:
         shard.index = await self._obtain(shard)
 
-    def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> bytes:
+    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> bytes:
         [record] = parts
         if _length(record) != len(record) - _HEAD.size - _CRC.size:
             raise ValueError("there is no record where the index says")

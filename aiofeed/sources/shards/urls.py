@@ -116,6 +116,9 @@ class ShardFinder:
         """The shard at one URL."""
         base, key = split_url(url)
         if base not in self._readers:
+            if self._store is not None and self._readers:
+                both = sorted(map(redacted, [base, *self._readers]))
+                raise ValueError(f"store= is one bucket or host, and the URLs have several: {both}")
             self._readers[base] = ObjectReader(base, store=self._store, options=self._options)
         return Shard(self._readers[base], key, local=not base and self._store is None)
 
@@ -134,7 +137,7 @@ class ShardFinder:
             if not isinstance(url, str):
                 raise TypeError(f"shards are named by URLs or paths, got {given!r}")
             if url.startswith("pipe:"):
-                raise ValueError(f"{url!r}: a pipe has no random access; give the URL itself, e.g. s3://bucket/key")
+                raise ValueError("a pipe has no random access: name the shards by URLs, e.g. s3://bucket/key")
             for each in expand_braces(url):
                 found += await self._expand(each)
         if not found:
@@ -167,7 +170,9 @@ class ShardFinder:
         """The shards in a JSON file of ``wids``; relative ones lie beside the file."""
         listed = json.loads(await shard.reader.read(shard.key))
         entries = listed.get("shardlist") if isinstance(listed, dict) else None
-        if not isinstance(entries, list) or not all(isinstance(each, dict) and "url" in each for each in entries):
+        if not isinstance(entries, list) or not all(
+            isinstance(each, dict) and isinstance(each.get("url"), str) for each in entries
+        ):
             raise ValueError(f"{shard.url}: it is no list of shards as widsindex writes it, with the key 'shardlist'")
         base = listed.get("base_path") or url.rpartition("/")[0]
         found = []

@@ -50,8 +50,11 @@ def test_wrong_urls(tmp_path: Path) -> None:
         TarShards(tmp_path / "none.tar")
     with pytest.raises(FileNotFoundError, match=r"no shard matches '.*none-\*\.tar'"):
         TarShards(tmp_path / "none-*.tar")
-    with pytest.raises(ValueError, match="a pipe has no random access"):
-        TarShards("pipe:curl x")
+    with pytest.raises(ValueError, match="a pipe has no random access") as caught:
+        TarShards("pipe:curl -H secret x")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ValueError, match="store= is one bucket or host"):
+        TarShards(["s3://a/0.tar", "s3://b/0.tar"], store=object())
     for wrong in (3, [3]):
         with pytest.raises(TypeError, match="got 3"):
             TarShards(wrong)  # type: ignore[arg-type]
@@ -73,7 +76,11 @@ def test_a_list_of_wids(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"shardlist": shards}))
     with pytest.raises(ValueError, match=r"a\.tar: it has 5 samples, the list of shards has 6"):
         TarShards(tmp_path / "index.json")
-    (tmp_path / "index.json").write_text("[]")
+    for wrong in ("[]", '{"shardlist": [{"url": 3}]}'):
+        (tmp_path / "index.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"index\.json: it is no list of shards"):
+            TarShards(tmp_path / "index.json")
+    (tmp_path / "index.json").write_text("3")
     with pytest.raises(ValueError, match=r"index\.json: it is no list of shards"):
         TarShards(tmp_path / "index.json")
 
@@ -164,6 +171,14 @@ def test_indexes_of_other_programs(tmp_path: Path, scans: list[str], form: int, 
     assert scans == []
     assert TarShards(tmp_path / "x.tar", "jpg", "cls").target(5) == 1
     assert len(scans) == 0  # taken from the cache, into which DALI's index with the targets went
+
+
+def test_an_index_fits_although_a_sample_lacks_the_field(tmp_path: Path, scans: list[str], read_all: Any) -> None:
+    """Whether an index fits does not depend on the fields that are read."""
+    write_tar(tmp_path / "x.tar", [("a.txt", b"1"), ("b.jpg", b"2")])
+    (tmp_path / "x.idx").write_text(dali_index(tmp_path / "x.tar"))
+    assert read_all(TarShards(tmp_path / "x.tar", "jpg"))[1] == b"2"
+    assert scans == []
 
 
 def test_targets_of_an_index_without_them_need_a_pass(shard: Path, scans: list[str]) -> None:
