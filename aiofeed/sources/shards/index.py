@@ -19,6 +19,7 @@ Unsigned: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 
 MAGIC = b"aiofeed index 1\n"
 SUFFIX = ".aiofeed"
+_DTYPES = ("|u1", "<u2", "<u4", "<u8")
 _ARRAYS = ("starts", "ends", "first", "fields", "sizes", "crcs")
 
 
@@ -136,6 +137,8 @@ class ShardIndex:
         header = json.loads(line)
         at, parts = 0, dict[str, Any]()
         for name, dtype, count in header.pop("arrays"):
+            if dtype not in _DTYPES:
+                raise ValueError(f"the index file has an array of dtype {dtype!r}")
             parts[name] = np.frombuffer(rest, dtype, count, at)
             at += parts[name].nbytes
         packed: dict[str, Any] = {

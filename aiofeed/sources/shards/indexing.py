@@ -24,6 +24,8 @@ log = logging.getLogger("aiofeed.sources")
 Scan: TypeAlias = Generator[tuple[int, int], bytes, ShardIndex]
 """A pass over a shard: yields the ranges that it needs, in order, is sent their bytes, and returns the index."""
 
+# What the contents of a damaged index raise.
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 # A pass over an object reads this many bytes at once, in parallel parts.
 BLOCK_BYTES = 16 << 20
 
@@ -120,7 +122,7 @@ def _load(path: Path, shard: Shard) -> ShardIndex | None:
         index, described = ShardIndex.from_bytes(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *DAMAGED) as error:
         log.warning("the cached index %s cannot be read and is made again: %s", path, error)
         return None
     return index if (described["size"], described["version"]) == (shard.size, shard.version) else None
@@ -147,7 +149,7 @@ async def _beside(
             if len(index.ends) and int(index.ends.max()) > shard.size:
                 raise ValueError(f"it ends at byte {int(index.ends.max())}, the shard at byte {shard.size}")
             await fits(index)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (OSError, *DAMAGED) as error:
             log.warning("%s does not fit its shard, which is indexed anew: %s", shard.beside(key).url, error)
             continue
         return index

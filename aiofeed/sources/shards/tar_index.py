@@ -94,7 +94,7 @@ def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tu
         kind_of, length = header[156:157], member_size(header)
         body = at + BLOCK
         if kind_of in (b"x", b"g", b"L", b"K"):
-            if length > _MOST_HEADER_BYTES or body + length > size:
+            if length < 0 or length > _MOST_HEADER_BYTES or body + length > size:
                 raise ValueError(f"the tar file is damaged or truncated: a header of {length} bytes at byte {at}")
             data = yield body, body + length
             assert data is not None
@@ -114,6 +114,8 @@ def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tu
         length, long_size = length if long_size is None else long_size, None
         if kind_of in _EMPTY:
             length = 0
+        if length < 0:
+            raise ValueError(f"the tar file is damaged: the size of {found!r} is no number")
         if body + length > size:
             raise ValueError(
                 f"the tar file is truncated: {found!r} ends at byte {body + length}, the file at byte {size}"

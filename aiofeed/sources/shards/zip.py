@@ -52,6 +52,8 @@ def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
     if len(directory) < length:
         raise ValueError("the zip file is truncated: its directory is not complete")
     entries = _entries(directory, count, shift)
+    if any(not 0 <= start < end - length for start, *_ in entries):
+        raise ValueError("the directory of the zip file is damaged")
     starts = sorted([start for start, *_ in entries] + [end - length])
     ends = dict(pairwise(starts))
     builder = IndexBuilder()

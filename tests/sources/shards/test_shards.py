@@ -9,17 +9,24 @@ import os
 import struct
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
 from aiofeed import DecodeImage, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
 from aiofeed.sources.shards.index import ShardIndex
+from aiofeed.sources.shards.mds import scan_mds
+from aiofeed.sources.shards.tar_index import scan_tar
+from aiofeed.sources.shards.tfrecord import scan_tfrecord
 from aiofeed.sources.shards.urls import expand_braces
-from tests.support.shard_files import members_of, numbered, write_tar
+from aiofeed.sources.shards.zip import scan_zip
+from tests.support.shard_files import members_of, numbered, tfrecord, write_tar, write_zip
 
 # --- URLs
 
@@ -248,6 +255,57 @@ def test_index_files_are_compact(tmp_path: Path) -> None:
 
 
 # --- shards that change or fail
+
+
+def scanned(scan: indexing.Scan, data: bytes) -> ShardIndex:
+    """The index that a pass over these bytes makes."""
+    try:
+        start, end = next(scan)
+        for _ in range(10_000):
+            start, end = scan.send(data[start:end])
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise AssertionError("the pass does not end")
+
+
+def whole_shards() -> dict[str, tuple[Any, bytes]]:
+    """A pass and the bytes of a shard of each format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x")
+        write_tar(path, [*members_of(numbered(0, 6)), ("x" * 150 + ".jpg", b"1")])
+        found = {"tar": (scan_tar, path.read_bytes())}
+        write_zip(path, members_of(numbered(0, 6)))
+        found["zip"] = scan_zip, path.read_bytes()
+    found["tfrecord"] = scan_tfrecord, tfrecord([b"abc" * number for number in range(10)])
+    found["mds"] = scan_mds, struct.pack("<4L", 2, 18, 20, 25) + b"{}" + b"ababcde"
+    return found
+
+
+SHARDS = whole_shards()
+
+
+@given(
+    kind=st.sampled_from(sorted(SHARDS)),
+    changes=st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8)), max_size=4),
+    cut=st.integers(0, 1 << 16),
+)
+def test_no_damage_gives_an_index_beyond_the_shard(kind: str, changes: list[tuple[int, bytes]], cut: int) -> None:
+    """A pass over damaged bytes ends with a `ValueError`, or with an index of ranges within the shard."""
+    scan, whole = SHARDS[kind]
+    data = bytearray(whole)
+    for at, new in changes:
+        data[at % len(data) : at % len(data) + len(new)] = new
+    del data[len(data) - cut % 1000 if cut % 3 == 0 else len(data) :]
+    if kind == "tar":  # with right checksums, so that more than these is tested
+        for at in range(0, len(data) - 511, 512):
+            if data[at + 257 : at + 262] == b"ustar":
+                data[at + 148 : at + 156] = b" " * 8
+                data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    try:
+        index = scanned(scan(len(data), ("cls",)), bytes(data))
+    except ValueError:
+        return
+    assert all(int(start) <= int(end) <= len(data) for start, end in zip(index.starts, index.ends, strict=True))
 
 
 def test_a_shard_replaced_in_mid_epoch_is_an_error(shard: Path) -> None:
