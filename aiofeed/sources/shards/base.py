@@ -37,13 +37,7 @@ _Group: TypeAlias = tuple[Shard, list[int], list[int]]
 
 
 class Shards(ABC):
-    """Samples in shards. Index i counts through the shards in their order.
-
-    Args:
-        urls: URLs or paths: a list, or one with braces such as ``train-{000..099}.tar`` or a glob.
-        store: An obstore store that reads the URLs. Default: made of the URLs.
-        options: Arguments of ``obstore.store.from_url``.
-    """
+    """Samples in shards. Index i counts through the shards in their order."""
 
     rules: ClassVar[indexing.IndexRules]
     # Whether the format can be read without a loop.
@@ -270,20 +264,7 @@ def some_samples(index: ShardIndex) -> list[int]:
 
 
 class FieldShards(Shards):
-    """Shards whose samples have named fields.
-
-    A sample is a dict of fields. ``data`` and ``target`` choose single fields, for decoders that take bytes; both
-    accept alternatives, ``"jpg;png"``, of which the first that a sample has is used.
-
-    Args:
-        urls: URLs or paths: a list, or one with braces such as ``train-{000..099}.tar`` or a glob.
-        data: The field that ``decode=`` gets; or the fields of the dict, as a list. Default: all of them.
-        target: The field of the target; a sample is then ``(decoded, target)``. Targets are read once, when the source
-            is made, and stay in memory.
-        to_target: Makes a target of the field.
-        store: An obstore store that reads the URLs. Default: made of the URLs.
-        options: Arguments of ``obstore.store.from_url``.
-    """
+    """Shards whose samples have named fields: dicts, or one of the fields and another one as the target."""
 
     target: Callable[[int], Any]
     default_to_target: ClassVar[Any] = None

@@ -81,14 +81,6 @@ class ShardIndex:
         """The number of samples."""
         return len(self.starts) if self.first is None else len(self.first) - 1
 
-    @property
-    def nbytes(self) -> int:
-        """The memory of the arrays."""
-        arrays = [getattr(self, name) for name in _ARRAYS]
-        packed = [each for each in (self.keys, self.labels) if each is not None]
-        texts = sum([len(each.data) + int(each.ends.nbytes) for each in packed])
-        return texts + sum([int(each.nbytes) for each in arrays if each is not None])
-
     def members(self, sample: int) -> range:
         """The numbers of the members of a sample."""
         if self.first is None:
@@ -139,7 +131,8 @@ class ShardIndex:
         for name, dtype, count in header.pop("arrays"):
             if dtype not in _DTYPES:
                 raise ValueError(f"the index file has an array of dtype {dtype!r}")
-            parts[name] = np.frombuffer(rest, dtype, count, at)
+            # A copy: a view of one array would keep the contents of the whole file in memory.
+            parts[name] = np.frombuffer(rest, dtype, count, at).copy()
             at += parts[name].nbytes
         packed: dict[str, Any] = {
             name: PackedBytes(parts[f"{name}.data"].tobytes(), parts[f"{name}.ends"])

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from aiofeed.sources.file_io import open_file
 from aiofeed.sources.objects.listing import cache_folder
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
-from aiofeed.sources.shards.urls import Shard
+from aiofeed.sources.shards.urls import Shard, read_range
 
 log = logging.getLogger("aiofeed.sources")
 
@@ -188,11 +188,7 @@ def _scan_file(path: str, scan: Scan) -> ShardIndex:
         try:
             start, end = next(scan)
             while True:
-                file.seek(start)
-                data = file.read(end - start)
-                while len(data) < end - start and (more := file.read(end - start - len(data))):
-                    data += more
-                start, end = scan.send(data)
+                start, end = scan.send(read_range(file, start, end))
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
 

@@ -48,7 +48,7 @@ def _array(dtype: str, shape: str, data: bytes) -> Any:
         axes, width = data[at] >> 2, 1 << (data[at] & 3)
         sizes = np.frombuffer(data, f"<u{width}", axes, at + 1).tolist()
         at += 1 + axes * width
-    return np.frombuffer(data[at:], dtype).reshape(sizes)
+    return np.frombuffer(data[at:], dtype).reshape(sizes).copy()  # torch warns of arrays that cannot be written
 
 
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -111,8 +111,9 @@ class MDSShards(FieldShards):
         self._sizes: dict[str, int | None] = {}
         found: list[Shard] = []
         for url in [urls] if isinstance(urls, str | os.PathLike) else urls:
-            text = os.fspath(url).rstrip("/")
-            base = text.removesuffix("index.json").rstrip("/")
+            text = os.fspath(url)
+            folder = text.removesuffix("index.json") if text.rpartition("/")[2] == "index.json" else text
+            base = folder.rstrip("/") or "."
             listed = finder.shard(f"{base}/index.json")
             try:
                 index = json.loads(await listed.reader.read(listed.key))
@@ -121,7 +122,10 @@ class MDSShards(FieldShards):
             if not isinstance(index, dict) or index.get("version") != 2 or not isinstance(index.get("shards"), list):
                 raise ValueError(f"{listed.url}: it is no index of MDS shards of version 2")
             for entry in index["shards"]:
-                found.append(self._shard(finder, base, listed.url, entry))
+                try:
+                    found.append(self._shard(finder, base, listed.url, entry))
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise ValueError(f"{listed.url}: an entry of a shard is damaged: {error!r}") from None
                 if entry.get("zip_data") is not None:
                     await _check_decompressed(found[-1], entry)
         if not found:

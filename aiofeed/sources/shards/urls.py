@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import io
 import json
 import os
 import re
@@ -87,16 +88,11 @@ class Shard:
         with open(open_file(self.key), "rb", buffering=0) as file:
             if _version(os.fstat(file.fileno())) != self.version:
                 raise changed(self.key)
-            found = []
-            for start, end in ranges:
-                file.seek(start)
-                data = file.read(end - start)
-                while len(data) < end - start and (more := file.read(end - start - len(data))):
-                    data += more
-                if len(data) != end - start:
-                    raise too_short(self.key, start, end)
-                found.append(data)
-            return found
+            found = [read_range(file, start, end) for start, end in ranges]
+        for (start, end), data in zip(ranges, found, strict=True):
+            if len(data) != end - start:
+                raise too_short(self.key, start, end)
+        return found
 
 
 class ShardFinder:
@@ -151,7 +147,7 @@ class ShardFinder:
         wildcard = _GLOB.search(shard.key)
         if wildcard is None:
             if shard.local and await asyncio.to_thread(os.path.isdir, shard.key):
-                raise IsADirectoryError(f"{shard.key!r} is a folder; {shard.key.rstrip('/')}/*.tar are the files in it")
+                raise IsADirectoryError(f"{shard.key!r} is a folder; {shard.key.rstrip('/')}/* are the files in it")
             return [shard]
         if url.startswith(("http://", "https://")):
             raise ValueError(f"{shard.url!r}: a web server cannot be listed; name shards with {{000..099}} or a list")
@@ -208,6 +204,15 @@ def expand_braces(text: str) -> list[str]:
     else:
         raise ValueError(f"{redacted(text)!r}: braces contain a range {{000..099}} or a list {{a,b}}, not {{{body}}}")
     return [f"{head}{part}{rest}" for part in parts for rest in expand_braces(tail)]
+
+
+def read_range(file: io.FileIO, start: int, end: int) -> bytes:
+    """The bytes of a range of a file; fewer if the file ends before it."""
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data
 
 
 def _version(status: os.stat_result) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import pickle
@@ -68,6 +69,8 @@ def folder(tmp_path: Path) -> Path:
 def test_random_access_equals_sequential_content(folder: Path, read_all: Any) -> None:
     """Samples are dicts of the columns' values, or the bytes of one column with the target of another."""
     assert read_all(MDSShards(folder)) == [value(number) for number in range(20)]
+    with contextlib.chdir(folder):
+        assert len(MDSShards(".")) == len(MDSShards("index.json")) == 20
     assert MDSShards(folder / "index.json").key(13) == f"{folder}/shard.00001.mds[1]"
     for _ in range(2):  # the second time, the targets are those of the cache
         source = MDSShards(folder, "image", "label")
@@ -127,6 +130,8 @@ def test_damaged_indexes(folder: Path) -> None:
         (json.dumps({"version": 1}), "it is no index of MDS shards of version 2"),
         (json.dumps({"version": 2, "shards": []}), "the list of shards is empty"),
         (_changed(index, format="csv"), "a shard of format 'csv'"),
+        (_changed(index, raw_data=None), "an entry of a shard is damaged"),
+        (json.dumps({"version": 2, "shards": [3]}), "an entry of a shard is damaged"),
         (_changed(index, samples=9), "it has 8 samples, the list of shards has 9"),
         (_changed(index, column_encodings=["str"] * 3), "shards have different columns"),
     ]
