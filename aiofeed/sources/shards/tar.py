@@ -62,6 +62,10 @@ class TarShards(FieldShards):
 
     async def _check_fit(self, shard: Shard, index: ShardIndex) -> None:
         await super()._check_fit(shard, index)
+        # A tar file may grow without another size, because it ends with zeros.
+        after = -(-int(index.ends.max(initial=0)) // BLOCK) * BLOCK
+        if after + BLOCK <= shard.size and any((await shard.read([(after, after + BLOCK)]))[0]):
+            raise ValueError(f"other members follow at byte {after}, behind those that it has")
         if index.keys is None or index.fields is None or not len(index):
             return
         samples = some_samples(index)

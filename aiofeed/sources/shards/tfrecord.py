@@ -49,7 +49,10 @@ def _index_file(data: bytes, size: int) -> ShardIndex | None:
     numbers = np.array(data.split(), np.uint64)
     if len(numbers) % 2:
         return None
-    return ranges_of(numbers[::2], numbers[::2] + numbers[1::2])
+    ends = numbers[::2] + numbers[1::2]
+    if (int(ends[-1]) if len(ends) else 0) != size:
+        raise ValueError(f"its records do not end at byte {size}, the end of the shard")
+    return ranges_of(numbers[::2], ends)
 
 
 TFRECORD_RULES = IndexRules("tfrecord", scan_tfrecord, {idx_key: _index_file, lambda key: f"{key}.idx": _index_file})

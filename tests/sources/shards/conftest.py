@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from aiofeed.sources.shards import indexing
+from aiofeed.sources.shards.index import ShardIndex
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -27,3 +30,17 @@ def server(object_server: Any) -> Any:
 def read_all() -> Any:
     """`read_all(source)` reads all samples in one call, with errors as values."""
     return lambda source: asyncio.run(source.read_many(range(len(source))))
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The URLs of the shards over which a pass was made."""
+    seen: list[str] = []
+    original = indexing.run_scan
+
+    async def counted(shard: Any, *arguments: Any) -> ShardIndex:
+        seen.append(shard.url)
+        return await original(shard, *arguments)
+
+    monkeypatch.setattr(indexing, "run_scan", counted)
+    return seen

@@ -20,6 +20,7 @@ from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
 from aiofeed import DecodeImage, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
+from aiofeed.diagnostics.cli import main
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.mds import scan_mds
 from aiofeed.sources.shards.tar_index import scan_tar
@@ -93,20 +94,6 @@ def test_a_list_of_wids(tmp_path: Path) -> None:
 
 
 # --- indexes
-
-
-@pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The URLs of the shards over which a pass was made."""
-    seen: list[str] = []
-    original = indexing.run_scan
-
-    async def counted(shard: Any, *arguments: Any) -> ShardIndex:
-        seen.append(shard.url)
-        return await original(shard, *arguments)
-
-    monkeypatch.setattr(indexing, "run_scan", counted)
-    return seen
 
 
 @pytest.fixture
@@ -223,6 +210,27 @@ def test_an_index_that_does_not_fit_its_shard(
     assert f"{shard.with_suffix('.idx')} does not fit its shard" in caplog.text
 
 
+def test_an_index_of_a_shard_that_was_extended(
+    shard: Path, scans: list[str], caplog: pytest.LogCaptureFixture, read_all: Any
+) -> None:
+    """An index written before samples were appended is ignored, although those that it has are where it says."""
+    assert main(["index", str(shard)]) == 0
+    with tarfile.open(shard, "a") as tar:
+        tar.addfile(tarfile.TarInfo("e/1.jpg"))
+    assert read_all(TarShards(shard)) == [*numbered(0, 30).values(), {"jpg": b""}]
+    assert "x.tar.aiofeed does not fit its shard" in caplog.text
+
+
+def test_an_index_with_other_targets(tmp_path: Path, scans: list[str]) -> None:
+    """The targets of another field in an index are not used; those of the right one are read."""
+    write_tar(tmp_path / "x.tar", [("a.cls", b"1"), ("a.n", b"2"), ("b.cls", b"3"), ("b.n", b"4")])
+    assert main(["index", str(tmp_path / "x.tar"), "--target", "cls"]) == 0
+    scans.clear()
+    source = TarShards(tmp_path / "x.tar", target="n")
+    assert [source.target(0), source.target(1)] == [2, 4]
+    assert scans == []
+
+
 def test_an_index_that_is_wrong_in_few_places(shard: Path, read_all: Any) -> None:
     """A sample that is not where its index says fails with the names of shard and key, and others do not."""
     lines = dali_index(shard).splitlines()
@@ -235,7 +243,7 @@ def test_an_index_that_is_wrong_in_few_places(shard: Path, read_all: Any) -> Non
 
 
 def test_index_files_are_compact(tmp_path: Path) -> None:
-    """An index takes no more than 50 bytes for a sample of two members and a target, in memory and in its file."""
+    """A sample of two members and a target takes less than 50 bytes in a file, and 34 in memory without one of them."""
     write_tar(tmp_path / "x.tar", ((name, data) for name, data in members_of(numbered(0, 3000))))
     source = TarShards(tmp_path / "x.tar", target="cls")
     [loaded] = source._shards
@@ -243,8 +251,8 @@ def test_index_files_are_compact(tmp_path: Path) -> None:
     del loaded, source
     tracemalloc.start()
     try:
-        index, _ = ShardIndex.from_bytes(data)
-        assert tracemalloc.get_traced_memory()[0] / 3000 < 50
+        index = ShardIndex.from_bytes(data)[0].select(["jpg"])
+        assert tracemalloc.get_traced_memory()[0] / 3000 < 34
     finally:
         tracemalloc.stop()
     index, described = ShardIndex.from_bytes(data)
@@ -344,7 +352,27 @@ def test_samples_of_a_lost_shard_are_skipped(tmp_path: Path) -> None:
     assert rest == [[each for each in batch if not 10 <= each < 20] for batch in whole]
 
 
+def test_a_file_that_ends_within_a_range(shard: Path) -> None:
+    """A range that a file does not have is an error, and not a shorter sample."""
+    [opened] = TarShards(shard)._shards
+    with pytest.raises(OSError, match=r"ends before byte \d+.*x\.tar"):
+        opened.read_now([(0, 10), (opened.size - 10, opened.size + 1)])
+
+
 # --- feeders
+
+
+def test_fast_files_are_read_in_decode_threads(shard: Path, read_all: Any) -> None:
+    """While reads take little time, `read_now` gives the samples and the errors of `read_many`."""
+    write_tar(shard.with_name("y.tar"), [("a.jpg", b"1"), ("b.cls", b"2")])
+    source = TarShards([shard, shard.with_name("y.tar")], "jpg")
+    expected = read_all(source)
+    source._seconds = 1e-6
+    assert source.answers_at_once
+    assert read_all(source)[:-1] == source.read_now(range(32))[:-1] == expected[:-1]
+    assert repr(source.read_now([31, 0])[0]) == repr(expected[-1])
+    source._seconds = 1.0
+    assert not source.answers_at_once
 
 
 def number(data: bytes) -> int:
@@ -442,8 +470,6 @@ def test_an_object_replaced_in_mid_epoch(server: Any, tmp_path: Path) -> None:
 
 def test_an_uploaded_index(server: Any, shard: Path, scans: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """An index that was written for a file serves its copy in a bucket."""
-    from aiofeed.diagnostics.cli import main
-
     assert main(["index", str(shard), "--target", "cls"]) == 0
     scans.clear()
     server.objects["bucket/x.tar"] = shard.read_bytes()
@@ -459,8 +485,6 @@ def test_an_uploaded_index(server: Any, shard: Path, scans: list[str], caplog: p
 
 def test_the_index_command(tmp_path: Path, scans: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`aiofeed index` writes an index beside each shard, or to a folder, and names shards that fail."""
-    from aiofeed.diagnostics.cli import main
-
     for name in ("a", "b"):
         write_tar(tmp_path / f"{name}.tar", members_of(numbered(0, 5)))
     assert main(["index", f"{tmp_path}/{{a,b}}.tar"]) == 0

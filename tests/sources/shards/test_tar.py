@@ -62,6 +62,16 @@ def test_large_and_missing_targets(tmp_path: Path, read_all: Any) -> None:
         source.target(1)
 
 
+def test_the_first_alternative_is_preferred(tmp_path: Path, read_all: Any) -> None:
+    """Of several fields that a sample has, `data` and `target` are the first in the argument, not in the file."""
+    members = [("a.png", b"p"), ("a.jpg", b"j"), ("a.txt", b"1"), ("a.cls", b"2"), ("a.n", b"3"), ("b.n", b"4")]
+    write_tar(tmp_path / "x.tar", [*members, ("b.png", b"q")])
+    for target, expected in (("cls;txt;n", [2, 4]), ("txt;cls;n", [1, 4])):
+        source = TarShards(tmp_path / "x.tar", "jpg;png", target)
+        assert read_all(source) == [b"j", b"q"]
+        assert [source.target(0), source.target(1)] == expected
+
+
 def test_grouping_is_that_of_webdataset(tmp_path: Path, read_all: Any) -> None:
     """The key ends at the first dot of the last part; hidden files, metadata and names without dot are left out."""
     members = [
@@ -122,6 +132,7 @@ def test_other_kinds_of_members(tmp_path: Path, read_all: Any) -> None:
         for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)):
             info = tarfile.TarInfo(f"{number}.jpg")
             info.type, info.linkname = kind, "9.jpg"
+            info.size = 700 if kind == tarfile.LNKTYPE else 0  # the size of the file that it links to
             tar.addfile(info)
         info = tarfile.TarInfo("9.jpg")
         info.size = 3
@@ -132,6 +143,24 @@ def test_other_kinds_of_members(tmp_path: Path, read_all: Any) -> None:
         header[148:156] = b"%06o\0 " % sum(header)
         tar.fileobj.write(bytes(header) + b"abc" + bytes(509))
     assert read_all(TarShards(tmp_path / "x.tar")) == [{"jpg": b"abc"}]
+
+
+def test_sizes_in_pax_headers(tmp_path: Path, read_all: Any) -> None:
+    """A size in a pax header replaces that of the next member only; a negative one is an error."""
+
+    def write(size: str) -> Path:
+        members = b""
+        for name, headers, body in (("a.bin", {"size": size}, b"b" * 600), ("b.jpg", {}, b"j" * 3)):
+            info = tarfile.TarInfo(name)
+            info.pax_headers = headers
+            info.size = 0 if headers else len(body)
+            members += info.tobuf(tarfile.PAX_FORMAT) + body + bytes(-len(body) % 512)
+        (tmp_path / "x.tar").write_bytes(members + bytes(1024))
+        return tmp_path / "x.tar"
+
+    assert read_all(TarShards(write("600"), "jpg"))[1] == b"jjj"
+    with pytest.raises(ValueError, match=r"x\.tar: the tar file is damaged: the size of 'a\.bin' is no number"):
+        TarShards(write("-600"))
 
 
 def test_empty_shards(tars: Path, read_all: Any) -> None:

@@ -51,16 +51,20 @@ def test_random_access_equals_sequential_content(tmp_path: Path, read_all: Any) 
 
 
 @pytest.mark.parametrize("name", ["x.idx", "x.tfrecord.idx"])
-def test_an_index_of_tfrecord2idx(tmp_path: Path, name: str, read_all: Any) -> None:
-    """Its lines are the offset and the size of each record; one that does not fit is ignored with a warning."""
+def test_an_index_of_tfrecord2idx(tmp_path: Path, name: str, read_all: Any, scans: list[str]) -> None:
+    """Its lines are the offset and the size of each record; it is ignored when the file has grown."""
     path = tmp_path / "x.tfrecord"
-    path.write_bytes(tfrecord(RECORDS) + b"not a record, which the index leaves out")
+    path.write_bytes(tfrecord(RECORDS))
     lines, at = [], 0
     for record in RECORDS:
         lines.append(f"{at} {len(record) + 16}")
         at += len(record) + 16
     (tmp_path / name).write_text("\n".join(lines) + "\n")
     assert read_all(TFRecordShards(path)) == RECORDS
+    assert scans == []
+    path.write_bytes(tfrecord([*RECORDS, b"more"]))
+    assert read_all(TFRecordShards(path)) == [*RECORDS, b"more"]
+    assert scans == [str(path)]
 
 
 def test_an_index_that_does_not_fit(tmp_path: Path, read_all: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,31 @@ def test_damaged_files(tmp_path: Path, read_all: Any) -> None:
     write_zip(tmp_path / "bz.zip", [("a.jpg", b"1")], method=zipfile.ZIP_BZIP2)
     with pytest.raises(ValueError, match="compressed with method 12; stored and deflated"):
         ZipShards(tmp_path / "bz.zip")
+
+
+def test_members_that_inflate_too_far(tmp_path: Path, read_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of more bytes than any sample fails before they are all in memory."""
+    write_zip(tmp_path / "x.zip", [("a.jpg", bytes(5000)), ("b.jpg", b"1")], method=zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr("aiofeed.sources.shards.zip.MAX_BYTES", 1000)
+    first, second = read_all(ZipShards(tmp_path / "x.zip", "jpg"))
+    assert "has more than 1000 bytes" in str(first)
+    assert second == b"1"
+
+
+def test_members_are_inflated_in_threads(server: Any, tmp_path: Path) -> None:
+    """The loop's thread does not wait until members are inflated."""
+    threads = set()
+
+    class Recorded(ZipShards):
+        def _unpack(self, *arguments: Any) -> dict[str, bytes]:
+            threads.add(threading.current_thread())
+            return super()._unpack(*arguments)
+
+    write_zip(tmp_path / "x.zip", [("a.jpg", b"1")])
+    server.objects["bucket/x.zip"] = (tmp_path / "x.zip").read_bytes()
+    assert asyncio.run(Recorded("s3://bucket/x.zip", "jpg", options=server.options).read(0)) == b"1"
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
