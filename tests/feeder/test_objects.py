@@ -321,14 +321,15 @@ import sys
 sys.modules["obstore"] = None
 import aiofeed
 aiofeed.Files(["a.jpg"])
-try:
-    aiofeed.ImageFolder("s3://bucket/train", refresh=True)
-except ImportError as error:
-    print(error)
+for source in (aiofeed.ImageFolder, lambda url: aiofeed.Files([url])):
+    try:
+        source("s3://bucket/train")
+    except ImportError as error:
+        print(error)
 """
     environment = {**os.environ, "AIOFEED_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert 'pip install "aiofeed[objects]"' in done.stdout, done.stderr
+    assert done.stdout.count('pip install "aiofeed[objects]"') == 2, done.stderr
 
 
 def test_obstore_is_imported_when_needed():

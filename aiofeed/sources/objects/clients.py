@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import configparser
-import importlib
+import importlib.util
 import os
 import threading
 import time
@@ -57,7 +57,6 @@ class StoreClient:
 
         Raises:
             FeedError: obstore was used before this process was forked, so a read would never end.
-            ImportError: obstore is not installed.
             ValueError: The options do not fit the store.
         """
         _runtime.enter()
@@ -100,10 +99,7 @@ class StoreClient:
                 return self._given
             args, kwargs = arguments()
             return type(self._given)(*args, **kwargs)
-        try:
-            stores = importlib.import_module("obstore.store")
-        except ImportError:
-            raise ImportError(_INSTALL) from None
+        stores = importlib.import_module("obstore.store")
         scheme = self.root.partition("://")[0]
         options = {"retry_config": {"max_retries": 0}, **(_aws_profile() if scheme == "s3" else {}), **self.options}
         client = {**TIMEOUTS, **options.pop("client_options", {})}
@@ -120,9 +116,15 @@ class StoreClient:
 
 
 def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
-    """The client of a root and options, the same for all sources of this process; a new one for a given ``store``."""
+    """The client of a root and options, the same for all sources of this process; a new one for a given ``store``.
+
+    Raises:
+        ImportError: obstore is not installed.
+    """
     if store is not None:
         return StoreClient(root, options, store)
+    if root and not _is_installed():
+        raise ImportError(_INSTALL)
     key = root, repr(sorted(options.items()))
     with _clients_lock:
         client = _clients.get(key)
@@ -135,8 +137,18 @@ _clients: WeakValueDictionary[tuple[str, str], StoreClient] = WeakValueDictionar
 _clients_lock = threading.Lock()
 
 
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("obstore") is not None
+    except ValueError:  # it is in sys.modules, but not a package
+        return False
+
+
 def _endpoint(options: Mapping[str, Any]) -> Any:
-    names = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3", "azure_endpoint")
+    names = (
+        *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
+        *("azure_endpoint", "base_url", "google_base_url"),
+    )
     config = {**options.get("config", {}), **options}
     environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return next((config[name] for name in names if name in config), environment)

@@ -2,11 +2,13 @@ import json
 import logging
 import os
 import re
+import signal
 
 import pytest
 
 import aiofeed
 from aiofeed.sources.objects import listing, reader
+from aiofeed.sources.objects.clients import open_requests
 from aiofeed.sources.objects.listing import cache_folder, list_objects
 from aiofeed.sources.objects.reader import ObjectReader
 from tests.support.fault_server import Fault
@@ -185,3 +187,21 @@ def test_default_folder_of_the_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     monkeypatch.setattr(listing.sys, "platform", "linux")
     assert str(cache_folder()) == "/caches/aiofeed"
+
+
+def test_ctrl_c_while_listing(bucket, server):
+    """Ctrl-C ends a listing whose server does not answer, and its request."""
+
+    def interrupt(request):
+        os.kill(os.getpid(), signal.SIGINT)
+        return Fault(stall=True)
+
+    server.schedule = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        list_objects(bucket)
+    assert not open_requests
+
+
+async def test_listing_beside_a_loop(bucket):
+    """A source can be made where an event loop runs, as in a notebook."""
+    assert len(list_objects(bucket).keys) == len(KEYS)
