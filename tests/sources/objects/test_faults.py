@@ -232,10 +232,16 @@ async def test_a_late_request_is_sent_a_second_time(server):
     for _ in range(80):
         assert await reader.read("a") == DATA
     server.schedule = lambda request: Fault(stall=True) if request.number == 80 else None
-    assert await asyncio.gather(*[reader.read("a") for _ in range(20)]) == [DATA] * 20
+    late = asyncio.create_task(reader.read("a"))
+    await asyncio.to_thread(until, lambda: server.count > 80)
+    others = 0
+    while not late.done():
+        assert await reader.read("a") == DATA
+        others += 1
+    assert await late == DATA
     found = reader.statistics()
-    assert 1 <= found.hedges <= 5
-    assert (found.requests, found.retries) == (100 + found.hedges, 0)
+    assert found.hedges >= 1
+    assert (found.requests, found.retries) == (81 + others + found.hedges, 0)
 
 
 async def test_second_requests_are_few(server):
