@@ -101,7 +101,11 @@ class StoreClient:
             return type(self._given)(*args, **kwargs)
         stores = importlib.import_module("obstore.store")
         scheme = self.root.partition("://")[0]
-        options = {"retry_config": {"max_retries": 0}, **(_aws_profile() if scheme == "s3" else {}), **self.options}
+        options = {
+            "retry_config": {"max_retries": 0},
+            **(_aws_profile(self.options) if scheme == "s3" else {}),
+            **self.options,
+        }
         client = {**TIMEOUTS, **options.pop("client_options", {})}
         # The user has written http:// here; obstore would refuse it.
         if scheme == "http" or str(_endpoint(options)).startswith("http://"):
@@ -154,10 +158,24 @@ def _endpoint(options: Mapping[str, Any]) -> Any:
     return next((config[name] for name in names if name in config), environment)
 
 
-def _aws_profile() -> dict[str, str]:
-    """What the AWS configuration files say and the environment does not; obstore itself reads the environment only."""
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        return {}
+# Settings of an AWS profile with the options of the same meaning, and the options that exclude them. A key does not go
+# with the token of another, so all of the credentials are taken or none.
+_PROFILE = (
+    (
+        {
+            "aws_access_key_id": "access_key_id",
+            "aws_secret_access_key": "secret_access_key",
+            "aws_session_token": "token",
+        },
+        {"access_key_id", "credential_provider", "skip_signature"},
+    ),
+    ({"region": "region"}, {"region", "default_region"}),
+    ({"endpoint_url": "endpoint"}, {"endpoint", "endpoint_url", "endpoint_url_s3"}),
+)
+
+
+def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
+    """What the AWS configuration files say, and neither the options nor the environment, which obstore reads itself."""
     home = Path.home() / ".aws"
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(os.environ.get("AWS_CONFIG_FILE", home / "config"), encoding="utf-8")
@@ -166,18 +184,14 @@ def _aws_profile() -> dict[str, str]:
     found: dict[str, str] = {}
     for section in (f"profile {profile}", profile):
         found.update(parser[section] if parser.has_section(section) else {})
-    names = {
-        "aws_access_key_id": "access_key_id",
-        "aws_secret_access_key": "secret_access_key",
-        "aws_session_token": "token",
-        "region": "region",
-        "endpoint_url": "endpoint",
-    }
-    given = {"region": "AWS_REGION", "endpoint": "AWS_ENDPOINT_URL"}
+    environment = [name for name in os.environ if name.startswith("AWS_")]
+    given = {name.lower().removeprefix("aws_") for name in (*options, *options.get("config", {}), *environment)}
     return {
         option: found[name]
-        for name, option in names.items()
-        if name in found and given.get(option, "") not in os.environ
+        for settings, excluded_by in _PROFILE
+        if not given & excluded_by
+        for name, option in settings.items()
+        if name in found
     }
 
 

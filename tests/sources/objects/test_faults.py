@@ -41,6 +41,7 @@ TRANSIENT = {
     "503": Fault(status=503, code="SlowDown"),
     "429": Fault(status=429),
     "408": Fault(status=408),
+    "403": Fault(status=403, code="userRateLimitExceeded"),
     "no body": Fault(cut=0),
     "cut": Fault(cut=10),
     "closed": Fault(close=True),
@@ -165,6 +166,23 @@ async def test_expired_credentials_are_obtained_again(server, tmp_path, monkeypa
     with pytest.raises(PermissionError, match="credentials have expired"):
         await reader.read("a")
     assert server.count - before == 2
+
+
+async def test_credentials_are_not_mixed(server, tmp_path, monkeypatch):
+    """With credentials in the options, none is taken from the configuration file, but its region is."""
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    (tmp_path / "config").write_text("[default]\nregion = eu-central-1\nendpoint_url = http://127.0.0.1:1\n")
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = FILE\naws_secret_access_key = x\naws_session_token = y\n"
+    )
+    server.objects["bucket/a"] = DATA
+    options = {"aws_access_key_id": "OPTION", "aws_secret_access_key": "x", "aws_endpoint": server.endpoint}
+    assert await ObjectReader("s3://bucket", options=options).read("a") == DATA
+    headers = server.requests[0].headers
+    assert "Credential=OPTION/" in headers["authorization"]
+    assert "/eu-central-1/" in headers["authorization"]
+    assert "x-amz-security-token" not in headers
 
 
 async def test_a_given_store_obtains_credentials_again(server):
