@@ -293,6 +293,13 @@ def test_bad_arguments(paths, arguments, error, message):
         aiofeed.Files(paths, **arguments)
 
 
+@pytest.mark.parametrize("arguments", [{"options": {}}, {"refresh": True}])
+def test_arguments_of_urls_for_a_folder(tmp_path, arguments):
+    """Arguments that have an effect on URLs only are an error for a folder."""
+    with pytest.raises(ValueError, match="are for URLs"):
+        aiofeed.ImageFolder(tmp_path, **arguments)
+
+
 def test_bad_options(object_server):
     """An option that the store does not have is an error that names it, without the values of others."""
     source = aiofeed.Files(["s3://b/a"], options={"secret_access_key": "hunter-2222", "no_such": "x"})

@@ -57,8 +57,8 @@ class ObjectReader:
 
     Args:
         root: A URL or the path of a folder. Keys are relative to it.
-        store: An obstore store to use in place of one that is made of the URL; keys are relative to the store and the
-            URL is only a name.
+        store: An obstore store to use in place of one that is made of the URL; the root is then a prefix of its keys,
+            or a URL whose bucket or host is that of the store.
         options: Arguments of ``obstore.store.from_url``: ``endpoint``, ``region``, ``client_options``, ...
 
     Raises:
@@ -69,7 +69,7 @@ class ObjectReader:
         base, prefix = split_url(root)
         self._local = LocalObjects(prefix) if not base and store is None else None
         self._base = base
-        self._prefix = "" if store is not None else f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._client = shared_client(base, options or {}, store)
         self._reset()
 

@@ -145,6 +145,12 @@ def test_other_stores():
     assert list(aiofeed.ImageFolder("", store=store).paths) == ["cat/1.jpg"]
     store.put("cat/2.jpg", b"2")
     assert list(aiofeed.ImageFolder("", store=store).paths) == ["cat/1.jpg", "cat/2.jpg"]
+    store.put("train/dog/3.jpg", b"3")
+    assert list(aiofeed.ImageFolder("train", store=store).paths) == ["train/dog/3.jpg"]
+    source = aiofeed.ImageFolder("s3://bucket/train/", store=store)
+    assert list(source.paths) == ["s3://bucket/train/dog/3.jpg"]
+    with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder:
+        assert len(list(feeder)) == 1
 
 
 def test_folders_as_on_disk(server, tmp_path):
