@@ -91,6 +91,11 @@ class ObjectReader:
         return f"ObjectReader({self.url('')!r})"
 
     @property
+    def is_local(self) -> bool:
+        """Whether the root is a folder."""
+        return self._local is not None
+
+    @property
     def identity(self) -> str | None:
         """What distinguishes the listing of this root from others; ``None`` if it should not be cached."""
         endpoint = None if self._local is not None else self._client.endpoint()
@@ -207,7 +212,7 @@ class ObjectReader:
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
     async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
-        """The folders at the top of a bucket or prefix, and the objects beside them."""
+        """The folders at the top of a bucket or prefix, and the objects beside them; not of a folder."""
 
         async def attempt(store: Any) -> Any:
             open_requests.add(attempt)
@@ -316,7 +321,7 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
 
 def statistics_of(readers: Iterable[ObjectReader]) -> StorageStatistics | None:
     """The requests of readers together; ``None`` if all read folders."""
-    remote = [reader for reader in readers if reader._local is None]
+    remote = [reader for reader in readers if not reader.is_local]
     if not remote:
         return None
     monitors = [monitor for reader in remote for monitor in list(reader._monitors.values())]

@@ -38,6 +38,16 @@ def test_all_objects_in_order(bucket):
     assert found.sizes.tolist() == [len(key) for key in KEYS]
 
 
+def test_a_folder_of_files(tmp_path):
+    """A folder is listed like a bucket, and not cached."""
+    for key in KEYS:
+        (tmp_path / "train" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / key).write_bytes(key.encode())
+    found = list_objects(ObjectReader(str(tmp_path / "train")))
+    assert (list(found.keys), found.sizes.tolist()) == (KEYS, [len(key) for key in KEYS])
+    assert not cache_folder().exists()
+
+
 def test_a_flat_bucket(server):
     """Keys without folders are listed page by page."""
     server.page = 3
