@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import traceback
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -284,7 +285,9 @@ def test_random_schedules(files, object_server, expected):
         (["a.jpg"], {"options": {}}, ValueError, "options= are for the store of URLs"),
         (["../a.jpg"], {"root": "s3://b/train"}, ValueError, "may lead out of root='s3://b/train'"),
         (["/a.jpg"], {"root": "s3://b/train"}, ValueError, "is not relative to root='s3://b/train'"),
-        (["s3://b/a", "s3://c/a"], {"store": object()}, ValueError, "store= is one bucket"),
+        (["s3://b/a", "s3://c/a"], {"store": SimpleNamespace(get_async=None)}, ValueError, "store= is one bucket"),
+        (["s3://b/a"], {"store": "s3://b"}, TypeError, "store must be an obstore store.*got str"),
+        (["s3://b/a"], {"options": "region"}, TypeError, "options must be a dict.*got str"),
     ],
 )
 def test_bad_arguments(paths, arguments, error, message):

@@ -62,10 +62,18 @@ class ObjectReader:
         options: Arguments of ``obstore.store.from_url``: ``endpoint``, ``region``, ``client_options``, ...
 
     Raises:
+        TypeError: ``store`` is not a store of obstore, or ``options`` is not a mapping.
         ValueError: The URL cannot be read.
+        ImportError: obstore is not installed.
     """
 
     def __init__(self, root: str, *, store: Any = None, options: Mapping[str, Any] | None = None) -> None:
+        if store is not None and not hasattr(store, "get_async"):
+            raise TypeError(
+                f"store must be an obstore store, such as obstore.store.S3Store, got {type(store).__name__}"
+            )
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
         self._local = LocalObjects(prefix) if not base and store is None else None
         self._base = base
