@@ -69,9 +69,7 @@ class ObjectReader:
 
     def __init__(self, root: str, *, store: Any = None, options: Mapping[str, Any] | None = None) -> None:
         if store is not None and not hasattr(store, "get_async"):
-            raise TypeError(
-                f"store must be an obstore store, such as obstore.store.S3Store, got {type(store).__name__}"
-            )
+            raise TypeError(f"store must be an obstore store, such as its S3Store, got {type(store).__name__}")
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
