@@ -101,8 +101,7 @@ def aiofeed_feeder(port: int, reads: int, hedges: float | None = None) -> Iterat
     import aiofeed
     from aiofeed.sources.objects import requests
 
-    if hedges is not None:
-        requests.HEDGE_SHARE = hedges
+    share, requests.HEDGE_SHARE = requests.HEDGE_SHARE, requests.HEDGE_SHARE if hedges is None else hedges
     source = aiofeed.Files([f"s3://bucket/{name(number)}" for number in range(reads)], options=options_of(port))
     limits = aiofeed.Limits(read_concurrency=IN_FLIGHT)
     with aiofeed.Feeder(source, decode=len, batch_size=BATCH, shuffle=True, limits=limits) as feeder:
@@ -118,6 +117,7 @@ def aiofeed_feeder(port: int, reads: int, hedges: float | None = None) -> Iterat
 
         epoch()
         yield epoch
+    requests.HEDGE_SHARE = share
 
 
 @contextmanager
@@ -166,7 +166,15 @@ class Objects:
 def data_loader(port: int, reads: int) -> Iterator[Measure]:
     from torch.utils.data import DataLoader
 
-    loader = DataLoader(Objects(port, reads), BATCH, shuffle=True, num_workers=2, persistent_workers=True)
+    # Spawned: in a test of this benchmark, obstore has threads in this process, and a fork would never get an answer.
+    loader = DataLoader(
+        Objects(port, reads),
+        BATCH,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context="spawn",
+    )
     list(loader)
     yield lambda: {"items": sum(map(len, loader))}
 
@@ -214,6 +222,7 @@ def many_keys(keys: int) -> Iterator[Measure]:
     from aiofeed.sources.objects.reader import ObjectReader
 
     with tempfile.TemporaryDirectory() as folder:
+        cache = os.environ.get("AIOFEED_CACHE", "")
         os.environ["AIOFEED_CACHE"] = folder
         url = "s3://bucket/train/"
         path = listing_path(ObjectReader(url))
@@ -232,3 +241,4 @@ def many_keys(keys: int) -> Iterator[Measure]:
             return {"items": keys, "start_s": seconds, "key_bytes": memory / keys}
 
         yield start
+        os.environ["AIOFEED_CACHE"] = cache

@@ -54,8 +54,8 @@ class Files:
         follow_symlinks: Whether a file may be a symbolic link. If False, reading a link is an error. With ``root``, so
             is a linked folder below it, and the constructor checks both (one ``lstat`` per file).
         max_bytes: The maximum size of a file; a larger one is an error before any of it is read.
-        store: An obstore store that reads the URLs, or keys, in ``paths``. Default: made of the URLs, with the usual
-            environment variables and configuration files.
+        store: An obstore store in which ``paths`` are keys, or URLs whose bucket is ignored. Default: made of the URLs,
+            with the usual environment variables and configuration files.
         options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
 
     URLs need ``pip install "aiofeed[objects]"``. ``root`` may be a URL, too.

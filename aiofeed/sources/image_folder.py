@@ -77,6 +77,8 @@ class ImageFolder(Files):
             super().__init__(self.paths, self.targets, max_bytes=max_bytes)
             self.root = redacted(root)
             return
+        if options is not None or refresh:
+            raise ValueError(f"options= and refresh= are for URLs, and {root!r} is a folder: leave them out")
         root = split_url(root)[1]
         if not os.path.isdir(root):
             if os.path.exists(root):

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import traceback
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -284,13 +285,22 @@ def test_random_schedules(files, object_server, expected):
         (["a.jpg"], {"options": {}}, ValueError, "options= are for the store of URLs"),
         (["../a.jpg"], {"root": "s3://b/train"}, ValueError, "may lead out of root='s3://b/train'"),
         (["/a.jpg"], {"root": "s3://b/train"}, ValueError, "is not relative to root='s3://b/train'"),
-        (["s3://b/a", "s3://c/a"], {"store": object()}, ValueError, "store= is one bucket"),
+        (["s3://b/a", "s3://c/a"], {"store": SimpleNamespace(get_async=None)}, ValueError, "store= is one bucket"),
+        (["s3://b/a"], {"store": "s3://b"}, TypeError, "store must be an obstore store.*got str"),
+        (["s3://b/a"], {"options": "region"}, TypeError, "options must be a dict.*got str"),
     ],
 )
 def test_bad_arguments(paths, arguments, error, message):
     """Lists that cannot be read are errors of the constructor, with the entry and its number."""
     with pytest.raises(error, match=message):
         aiofeed.Files(paths, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"options": {}}, {"refresh": True}])
+def test_arguments_of_urls_for_a_folder(tmp_path, arguments):
+    """Arguments that have an effect on URLs only are an error for a folder."""
+    with pytest.raises(ValueError, match="are for URLs"):
+        aiofeed.ImageFolder(tmp_path, **arguments)
 
 
 def test_bad_options(object_server):
@@ -321,14 +331,15 @@ import sys
 sys.modules["obstore"] = None
 import aiofeed
 aiofeed.Files(["a.jpg"])
-try:
-    aiofeed.ImageFolder("s3://bucket/train", refresh=True)
-except ImportError as error:
-    print(error)
+for source in (aiofeed.ImageFolder, lambda url: aiofeed.Files([url])):
+    try:
+        source("s3://bucket/train")
+    except ImportError as error:
+        print(error)
 """
     environment = {**os.environ, "AIOFEED_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert 'pip install "aiofeed[objects]"' in done.stdout, done.stderr
+    assert done.stdout.count('pip install "aiofeed[objects]"') == 2, done.stderr
 
 
 def test_obstore_is_imported_when_needed():

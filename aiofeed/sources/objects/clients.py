@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import configparser
-import importlib
+import importlib.util
 import os
 import threading
 import time
@@ -57,7 +57,6 @@ class StoreClient:
 
         Raises:
             FeedError: obstore was used before this process was forked, so a read would never end.
-            ImportError: obstore is not installed.
             ValueError: The options do not fit the store.
         """
         _runtime.enter()
@@ -100,12 +99,13 @@ class StoreClient:
                 return self._given
             args, kwargs = arguments()
             return type(self._given)(*args, **kwargs)
-        try:
-            stores = importlib.import_module("obstore.store")
-        except ImportError:
-            raise ImportError(_INSTALL) from None
+        stores = importlib.import_module("obstore.store")
         scheme = self.root.partition("://")[0]
-        options = {"retry_config": {"max_retries": 0}, **(_aws_profile() if scheme == "s3" else {}), **self.options}
+        options = {
+            "retry_config": {"max_retries": 0},
+            **(_aws_profile(self.options) if scheme == "s3" else {}),
+            **self.options,
+        }
         client = {**TIMEOUTS, **options.pop("client_options", {})}
         # The user has written http:// here; obstore would refuse it.
         if scheme == "http" or str(_endpoint(options)).startswith("http://"):
@@ -120,9 +120,15 @@ class StoreClient:
 
 
 def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
-    """The client of a root and options, the same for all sources of this process; a new one for a given ``store``."""
+    """The client of a root and options, the same for all sources of this process; a new one for a given ``store``.
+
+    Raises:
+        ImportError: obstore is not installed.
+    """
     if store is not None:
         return StoreClient(root, options, store)
+    if root and not _is_installed():
+        raise ImportError(_INSTALL)
     key = root, repr(sorted(options.items()))
     with _clients_lock:
         client = _clients.get(key)
@@ -135,17 +141,41 @@ _clients: WeakValueDictionary[tuple[str, str], StoreClient] = WeakValueDictionar
 _clients_lock = threading.Lock()
 
 
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("obstore") is not None
+    except ValueError:  # it is in sys.modules, but not a package
+        return False
+
+
 def _endpoint(options: Mapping[str, Any]) -> Any:
-    names = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3", "azure_endpoint")
+    names = (
+        *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
+        *("azure_endpoint", "base_url", "google_base_url"),
+    )
     config = {**options.get("config", {}), **options}
     environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return next((config[name] for name in names if name in config), environment)
 
 
-def _aws_profile() -> dict[str, str]:
-    """What the AWS configuration files say and the environment does not; obstore itself reads the environment only."""
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        return {}
+# Settings of an AWS profile with the options of the same meaning, and the options that exclude them. A key does not go
+# with the token of another, so all of the credentials are taken or none.
+_PROFILE = (
+    (
+        {
+            "aws_access_key_id": "access_key_id",
+            "aws_secret_access_key": "secret_access_key",
+            "aws_session_token": "token",
+        },
+        {"access_key_id", "credential_provider", "skip_signature"},
+    ),
+    ({"region": "region"}, {"region", "default_region"}),
+    ({"endpoint_url": "endpoint"}, {"endpoint", "endpoint_url", "endpoint_url_s3"}),
+)
+
+
+def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
+    """What the AWS configuration files say, and neither the options nor the environment, which obstore reads itself."""
     home = Path.home() / ".aws"
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(os.environ.get("AWS_CONFIG_FILE", home / "config"), encoding="utf-8")
@@ -154,18 +184,14 @@ def _aws_profile() -> dict[str, str]:
     found: dict[str, str] = {}
     for section in (f"profile {profile}", profile):
         found.update(parser[section] if parser.has_section(section) else {})
-    names = {
-        "aws_access_key_id": "access_key_id",
-        "aws_secret_access_key": "secret_access_key",
-        "aws_session_token": "token",
-        "region": "region",
-        "endpoint_url": "endpoint",
-    }
-    given = {"region": "AWS_REGION", "endpoint": "AWS_ENDPOINT_URL"}
+    environment = [name for name in os.environ if name.startswith("AWS_")]
+    given = {name.lower().removeprefix("aws_") for name in (*options, *options.get("config", {}), *environment)}
     return {
         option: found[name]
-        for name, option in names.items()
-        if name in found and given.get(option, "") not in os.environ
+        for settings, excluded_by in _PROFILE
+        if not given & excluded_by
+        for name, option in settings.items()
+        if name in found
     }
 
 

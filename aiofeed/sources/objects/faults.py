@@ -13,6 +13,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r'(?:message|error): "([^"]+)"')
 # 408 and 429 ask for a later attempt; 409 is sent by S3 while a bucket changes.
 _TRANSIENT = frozenset({408, 409, 425, 429})
+_THROTTLED = re.compile(r"SlowDown|Throttl|rateLimitExceeded|RequestLimitExceeded|ServerBusy", re.I)
 # The codes of S3, of GCS and of Azure; credentials of GCS and of Azure that have expired are also answered by 401.
 _EXPIRED = re.compile(r"ExpiredToken|RequestExpired|TokenRefreshRequired|InvalidToken|token.{0,20}expired", re.I)
 
@@ -61,7 +62,8 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
     expired = status == 401 or (status in (400, 403) and _EXPIRED.search(text) is not None)
     if status == 416:
         return Fault(OSError(f"the object is shorter than the part of it that was requested: {url}"))
-    if status in (401, 403) or expired:
+    throttled = _THROTTLED.search(text) is not None
+    if (status in (401, 403) and not throttled) or expired:
         hint = "the credentials are not accepted" if status == 401 else "access is denied"
         hint = "the credentials have expired" if expired and status != 401 else hint
         return Fault(PermissionError(errno.EACCES, client.redact(f"{hint}: {_short(first)}"), url), expired=expired)
@@ -70,7 +72,7 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
     if network and reason is not None:
         first = f"{first} ({'host name: ' if 'dns error' in text else ''}{reason[1]})"
     message = client.redact(_short(first))
-    transient = network or status >= 500 or status in _TRANSIENT
+    transient = network or throttled or status >= 500 or status in _TRANSIENT
     return Fault(OSError(f"{message}: {url}"), transient=transient, answered=bool(status) or "Body" in text)
 
 

@@ -180,7 +180,7 @@ async def _list(reader: ObjectReader) -> Listing:
                 progress.add(len(page))
         return part
 
-    if any("/" in key for key, _ in first):
+    if not reader.is_local and any("/" in key for key, _ in first):
         folders, objects = await reader.list_top()
         parts = [_Part().add([each]) for each in objects]
         parts += await run_all([list_folder(folder) for folder in folders])

@@ -57,19 +57,25 @@ class ObjectReader:
 
     Args:
         root: A URL or the path of a folder. Keys are relative to it.
-        store: An obstore store to use in place of one that is made of the URL; keys are relative to the store and the
-            URL is only a name.
+        store: An obstore store to use in place of one that is made of the URL; the root is then a prefix of its keys,
+            or a URL whose bucket or host is that of the store.
         options: Arguments of ``obstore.store.from_url``: ``endpoint``, ``region``, ``client_options``, ...
 
     Raises:
+        TypeError: ``store`` is not a store of obstore, or ``options`` is not a mapping.
         ValueError: The URL cannot be read.
+        ImportError: obstore is not installed.
     """
 
     def __init__(self, root: str, *, store: Any = None, options: Mapping[str, Any] | None = None) -> None:
+        if store is not None and not hasattr(store, "get_async"):
+            raise TypeError(f"store must be an obstore store, such as its S3Store, got {type(store).__name__}")
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
         self._local = LocalObjects(prefix) if not base and store is None else None
         self._base = base
-        self._prefix = "" if store is not None else f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._client = shared_client(base, options or {}, store)
         self._reset()
 
@@ -89,6 +95,11 @@ class ObjectReader:
 
     def __repr__(self) -> str:
         return f"ObjectReader({self.url('')!r})"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the root is a folder."""
+        return self._local is not None
 
     @property
     def identity(self) -> str | None:
@@ -207,7 +218,7 @@ class ObjectReader:
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
     async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
-        """The folders at the top of a bucket or prefix, and the objects beside them."""
+        """The folders at the top of a bucket or prefix, and the objects beside them; not of a folder."""
 
         async def attempt(store: Any) -> Any:
             open_requests.add(attempt)
@@ -316,7 +327,7 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
 
 def statistics_of(readers: Iterable[ObjectReader]) -> StorageStatistics | None:
     """The requests of readers together; ``None`` if all read folders."""
-    remote = [reader for reader in readers if reader._local is None]
+    remote = [reader for reader in readers if not reader.is_local]
     if not remote:
         return None
     monitors = [monitor for reader in remote for monitor in list(reader._monitors.values())]

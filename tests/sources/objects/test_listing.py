@@ -2,11 +2,13 @@ import json
 import logging
 import os
 import re
+import signal
 
 import pytest
 
 import aiofeed
 from aiofeed.sources.objects import listing, reader
+from aiofeed.sources.objects.clients import open_requests
 from aiofeed.sources.objects.listing import cache_folder, list_objects
 from aiofeed.sources.objects.reader import ObjectReader
 from tests.support.fault_server import Fault
@@ -34,6 +36,16 @@ def test_all_objects_in_order(bucket):
     found = list_objects(bucket)
     assert list(found.keys) == KEYS
     assert found.sizes.tolist() == [len(key) for key in KEYS]
+
+
+def test_a_folder_of_files(tmp_path):
+    """A folder is listed like a bucket, and not cached."""
+    for key in KEYS:
+        (tmp_path / "train" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / key).write_bytes(key.encode())
+    found = list_objects(ObjectReader(str(tmp_path / "train")))
+    assert (list(found.keys), found.sizes.tolist()) == (KEYS, [len(key) for key in KEYS])
+    assert not cache_folder().exists()
 
 
 def test_a_flat_bucket(server):
@@ -143,6 +155,12 @@ def test_other_stores():
     assert list(aiofeed.ImageFolder("", store=store).paths) == ["cat/1.jpg"]
     store.put("cat/2.jpg", b"2")
     assert list(aiofeed.ImageFolder("", store=store).paths) == ["cat/1.jpg", "cat/2.jpg"]
+    store.put("train/dog/3.jpg", b"3")
+    assert list(aiofeed.ImageFolder("train", store=store).paths) == ["train/dog/3.jpg"]
+    source = aiofeed.ImageFolder("s3://bucket/train/", store=store)
+    assert list(source.paths) == ["s3://bucket/train/dog/3.jpg"]
+    with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder:
+        assert len(list(feeder)) == 1
 
 
 def test_folders_as_on_disk(server, tmp_path):
@@ -185,3 +203,21 @@ def test_default_folder_of_the_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     monkeypatch.setattr(listing.sys, "platform", "linux")
     assert str(cache_folder()) == "/caches/aiofeed"
+
+
+def test_ctrl_c_while_listing(bucket, server):
+    """Ctrl-C ends a listing whose server does not answer, and its request."""
+
+    def interrupt(request):
+        os.kill(os.getpid(), signal.SIGINT)
+        return Fault(stall=True)
+
+    server.schedule = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        list_objects(bucket)
+    assert not open_requests
+
+
+async def test_listing_beside_a_loop(bucket):
+    """A source can be made where an event loop runs, as in a notebook."""
+    assert len(list_objects(bucket).keys) == len(KEYS)

@@ -6,12 +6,17 @@ BIG = bytes(range(256)) * (3 * PART_BYTES // 256)
 OBJECTS = {"a": b"0123456789" * 100, "d/b": b"b", "d/e f#%[1].bin": b"e", "d-2/c": b"c", "empty": b"", "big": BIG}
 
 
-@pytest.fixture(params=["s3", "http", "local"])
+@pytest.fixture(params=["s3", "gs", "az", "http", "local"])
 def reader(request, server, tmp_path):
     server.objects.update({f"bucket/{key}": data for key, data in OBJECTS.items()})
     server.page = 2
     if request.param == "s3":
         return ObjectReader("s3://bucket", options=server.options)
+    if request.param == "gs":
+        return ObjectReader("gs://bucket", options={"base_url": server.endpoint, "skip_signature": True})
+    if request.param == "az":
+        options = {"account_name": "account", "endpoint": server.endpoint, "skip_signature": True}
+        return ObjectReader("az://bucket", options=options)
     if request.param == "http":
         return ObjectReader(f"{server.endpoint}/bucket/")
     for key, data in OBJECTS.items():
@@ -37,7 +42,7 @@ async def test_ranges(reader):
     assert {type(data) for data in found} == {bytes}
 
 
-@pytest.mark.parametrize("reader", ["s3", "local"], indirect=True)
+@pytest.mark.parametrize("reader", ["s3", "gs", "local"], indirect=True)
 async def test_listing(reader):
     """Pages list the keys below a folder, with their sizes."""
     listed = {key: info.size async for page in reader.list() for key, info in page}

@@ -87,6 +87,25 @@ def test_a_row_group_is_read_once(server: Any, files: Path, monkeypatch: pytest.
     assert len(source._tables) == 1
 
 
+def test_few_row_groups_are_read_at_the_same_time(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of row groups in reading is bounded, because each of them is large."""
+    running, most = 0, 0
+
+    class Counted(ParquetRows):
+        async def _read_rows(self, *arguments: Any) -> Any:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await super()._read_rows(*arguments)
+            finally:
+                running -= 1
+
+    monkeypatch.setattr(parquet, "GROUPS", 2)
+    asyncio.run(Counted(files / "*.parquet").read_many(range(100)))
+    assert most == 2
+
+
 def test_a_replaced_file(server: Any, files: Path) -> None:
     """A file with another etag fails its rows with its name."""
     server.objects["bucket/x.parquet"] = (files / "0.parquet").read_bytes()

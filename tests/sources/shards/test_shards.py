@@ -438,7 +438,9 @@ def test_objects(server: Any, tmp_path: Path, scans: list[str], read_all: Any) -
     for number in range(3):
         write_tar(tmp_path / "x.tar", members_of(numbered(number * 200, 200)))
         server.objects[f"bucket/t/{number}.tar"] = (tmp_path / "x.tar").read_bytes()
-    server.objects["bucket/t/deep/0.tar"] = server.objects["bucket/t/other.txt"] = b"x"
+    server.objects["bucket/t/9.tar/x"] = server.objects["bucket/t/deep/0.tar"] = server.objects[
+        "bucket/t/other.txt"
+    ] = b"x"
     source = TarShards("s3://bucket/t/?.tar", options=server.options)
     assert len(source) == 600
     assert server.count <= 1 + 3 * (1 + 3 + 1)  # the list; for each shard its size, its indexes and one pass

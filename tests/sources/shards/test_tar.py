@@ -129,7 +129,7 @@ def test_any_names_sizes_and_headers(
 def test_other_kinds_of_members(tmp_path: Path, read_all: Any) -> None:
     """Links, folders and FIFOs are left out; sizes to the base 256 and V7 headers are read."""
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.GNU_FORMAT) as tar:
-        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)):
+        for number, kind in enumerate((tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)):
             info = tarfile.TarInfo(f"{number}.jpg")
             info.type, info.linkname = kind, "9.jpg"
             info.size = 700 if kind == tarfile.LNKTYPE else 0  # the size of the file that it links to

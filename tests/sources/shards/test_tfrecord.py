@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 
 from aiofeed import Feeder, TFRecordShards
+from aiofeed.diagnostics.cli import main
 from aiofeed.sources.shards.tfrecord import crc32c
 from tests.support import shard_files
 from tests.support.shard_files import tfrecord
@@ -73,6 +74,19 @@ def test_an_index_that_does_not_fit(tmp_path: Path, read_all: Any, caplog: pytes
     (tmp_path / "x.idx").write_text("0 20\n20 30\n50 99\n")
     assert read_all(TFRecordShards(tmp_path / "x.tfrecord")) == RECORDS
     assert "x.idx does not fit its shard" in caplog.text
+
+
+def test_an_index_of_aiofeed(tmp_path: Path, read_all: Any, scans: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """The index that `aiofeed index` writes beside a file is used until the file grows."""
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(tfrecord(RECORDS))
+    assert main(["index", str(path)]) == 0
+    scans.clear()
+    assert read_all(TFRecordShards(path)) == RECORDS
+    assert scans == []
+    path.write_bytes(tfrecord([*RECORDS, b"more"]))
+    assert read_all(TFRecordShards(path))[-1] == b"more"
+    assert "x.tfrecord.aiofeed does not fit its shard" in caplog.text
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -63,6 +63,14 @@ def test_zip64_comments_prefixes_and_streams(tmp_path: Path, read_all: Any) -> N
     assert read_all(ZipShards(tmp_path / "x.zip")) == expected
 
 
+def test_names_of_both_encodings(tmp_path: Path) -> None:
+    """Names are UTF-8 if their flag says so, and code page 437 otherwise."""
+    write_zip(tmp_path / "x.zip", [("x.jpg", b"1"), ("é.jpg", b"2")])
+    (tmp_path / "x.zip").write_bytes((tmp_path / "x.zip").read_bytes().replace(b"x.jpg", b"\x81.jpg"))
+    source = ZipShards(tmp_path / "x.zip", "jpg")
+    assert [source.key(index)[-2:] for index in range(len(source))] == ["/ü", "/é"]
+
+
 def test_more_members_than_16_bits_count(tmp_path: Path, read_all: Any) -> None:
     """An archive with a zip64 end record is read."""
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
