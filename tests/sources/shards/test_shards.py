@@ -29,6 +29,14 @@ from aiofeed.sources.shards.urls import expand_braces
 from aiofeed.sources.shards.zip import scan_zip
 from tests.support.shard_files import members_of, numbered, tfrecord, write_tar, write_zip
 
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """A shard with 30 samples."""
+    write_tar(tmp_path / "x.tar", members_of(numbered(0, 30)))
+    return tmp_path / "x.tar"
+
+
 # --- URLs
 
 
@@ -61,8 +69,6 @@ def test_wrong_urls(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a pipe has no random access") as caught:
         TarShards("pipe:curl -H secret x")
     assert "secret" not in str(caught.value)
-    with pytest.raises(ValueError, match="store= is one bucket or host"):
-        TarShards(["s3://a/0.tar", "s3://b/0.tar"], store=object())
     for wrong in (3, [3]):
         with pytest.raises(TypeError, match="got 3"):
             TarShards(wrong)  # type: ignore[arg-type]
@@ -72,6 +78,16 @@ def test_wrong_urls(tmp_path: Path) -> None:
         TarShards("http://localhost/*.tar")
     with pytest.raises(ValueError, match="the list of shards is empty"):
         TarShards([])
+
+
+def test_a_store_is_one_bucket(shard: Path, read_all: Any) -> None:
+    """With `store`, URLs are keys of that store, so that URLs of two buckets are an error."""
+    store = pytest.importorskip("obstore.store").MemoryStore()
+    store.put("t/0.tar", shard.read_bytes())
+    assert read_all(TarShards("t/*.tar", store=store)) == list(numbered(0, 30).values())
+    assert len(TarShards("s3://any/t/0.tar", store=store)) == 30
+    with pytest.raises(ValueError, match=r"store= is one bucket or host, .*\['s3://a', 's3://b'\]"):
+        TarShards(["s3://a/0.tar", "s3://b/0.tar"], store=store)
 
 
 def test_a_list_of_wids(tmp_path: Path) -> None:
@@ -94,13 +110,6 @@ def test_a_list_of_wids(tmp_path: Path) -> None:
 
 
 # --- indexes
-
-
-@pytest.fixture
-def shard(tmp_path: Path) -> Path:
-    """A shard with 30 samples."""
-    write_tar(tmp_path / "x.tar", members_of(numbered(0, 30)))
-    return tmp_path / "x.tar"
 
 
 def test_an_index_is_made_once(shard: Path, scans: list[str], cache: Path, read_all: Any) -> None:
