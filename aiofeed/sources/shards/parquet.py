@@ -87,6 +87,9 @@ class ParquetRows(Shards):
             raise TypeError(f"ParquetRows(columns=) must be a list of names, got {columns!r}")
         if columns is not None and data is not None:
             raise ValueError("ParquetRows: data= is one column and columns= are those of a dict: pass one of them")
+        for argument, value in (("data", data), ("target", target)):
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"ParquetRows({argument}=) must be the name of a column, got {value!r}")
         self._columns = None if columns is None else list(columns)
         self._data = data.split(".") if data is not None else None
         self._target_column = target
@@ -131,7 +134,7 @@ class ParquetRows(Shards):
             raise ValueError(f"its footer is damaged: {error}") from None
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         shard.extra = RowGroups(metadata, np.cumsum([0, *rows]))
-        wanted = [*(self._columns or ()), *(["".join(self._data[:1])] if self._data else ())]
+        wanted = [*(self._columns or ()), *([".".join(self._data)] if self._data else ())]
         for name in [*wanted, *([self._target_column] if self._target_column else ())]:
             if not _leaves(metadata, [name]):
                 raise ValueError(f"there is no column {name!r}; there are {metadata.schema.to_arrow_schema().names}")
@@ -162,8 +165,11 @@ class ParquetRows(Shards):
         async def read_one(group: int, places: list[int]) -> None:
             try:
                 table = await self._table(shard, group)
-                rows = [samples[place] - int(first[group]) for place in places]
-                values = await asyncio.to_thread(self._rows, table, rows)
+                rows = [samples[place] for place in places]
+                taken = table.take([row - int(first[group]) for row in rows])
+                values = await asyncio.to_thread(taken.to_pylist)
+                if self._data is not None:
+                    values = [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]
             except Exception as error:  # noqa: BLE001 - the error of each of these samples
                 values = [error.with_traceback(None)] * len(places)
             for place, value in zip(places, values, strict=True):
@@ -172,11 +178,12 @@ class ParquetRows(Shards):
         await run_all([read_one(group, places) for group, places in groups.items()])
         return found
 
-    def _rows(self, table: Any, rows: list[int]) -> list[Any]:
-        found: list[Any] = table.take(rows).to_pylist()
-        for name in self._data or ():
-            found = [row[name] for row in found]
-        return found
+    def _chosen(self, value: Any, row: int, shard: Shard) -> Any:
+        """The value of the column for the decoder; a ``ValueError`` if it is null."""
+        assert self._data is not None
+        for name in self._data:
+            value = None if value is None else value[name]
+        return ValueError(f"{shard.url}: row {row} has no {'.'.join(self._data)!r}") if value is None else value
 
     async def _table(self, shard: Shard, group: int) -> Any:
         """A row group, read once if several reads need it at the same time."""

@@ -68,6 +68,13 @@ def test_data_and_target(files: Path, read_all: Any) -> None:
     assert copy.fingerprint() == source.fingerprint() != ParquetRows(files / "*.parquet").fingerprint()
 
 
+def test_null_values_fail_their_rows(files: Path, read_all: Any) -> None:
+    """A row whose column for the decoder is null fails, and others do not."""
+    found = read_all(ParquetRows(files / "1.parquet", data="rare"))
+    assert found[0] == 60
+    assert str(found[1]) == f"{files}/1.parquet: row 1 has no 'rare'"
+
+
 def test_a_row_group_is_read_once(server: Any, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All samples of a row group, also of other reads at the same time, cost one request; only some groups are kept."""
     server.objects["bucket/0.parquet"] = (files / "0.parquet").read_bytes()
@@ -130,11 +137,13 @@ def test_damaged_files(files: Path, read_all: Any) -> None:
 
 def test_wrong_arguments(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns that do not exist, arguments that exclude each other, and a missing pyarrow are errors that say so."""
-    for options in ({"columns": ["x"]}, {"data": "x.bytes"}, {"target": "x"}):
-        with pytest.raises(ValueError, match=r"0\.parquet: there is no column 'x'; there are \['n', 'text'"):
+    for options in ({"columns": ["x"]}, {"data": "image.x"}, {"data": "n.x"}, {"target": "x"}):
+        with pytest.raises(ValueError, match=r"0\.parquet: there is no column '.*x'; there are \['n', 'text'"):
             ParquetRows(files / "0.parquet", **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a list of names"):
         ParquetRows(files / "0.parquet", "n")
+    with pytest.raises(TypeError, match=r"ParquetRows\(data=\)"):
+        ParquetRows(files / "0.parquet", data=["n"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass one of them"):
         ParquetRows(files / "0.parquet", ["n"], data="n")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
