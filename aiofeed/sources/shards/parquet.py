@@ -166,8 +166,7 @@ class ParquetRows(Shards):
             try:
                 table = await self._table(shard, group)
                 rows = [samples[place] for place in places]
-                taken = table.take([row - int(first[group]) for row in rows])
-                values = await asyncio.to_thread(taken.to_pylist)
+                values = await asyncio.to_thread(_take, table, [row - int(first[group]) for row in rows])
                 if self._data is not None:
                     values = [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]
             except Exception as error:  # noqa: BLE001 - the error of each of these samples
@@ -230,6 +229,11 @@ def _parquet() -> Any:
 def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, columns: Sequence[str] | None) -> Any:
     opened = _parquet().ParquetFile(file, metadata=metadata, pre_buffer=False)
     return opened.read_row_group(group, columns=columns, use_threads=False)
+
+
+def _take(table: Any, rows: Sequence[int]) -> list[Any]:
+    found: list[Any] = table.take(rows).to_pylist()
+    return found
 
 
 def _leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
