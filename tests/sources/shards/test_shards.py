@@ -466,6 +466,19 @@ def test_objects(server: Any, tmp_path: Path, scans: list[str], read_all: Any) -
     assert len(scans) == 3
 
 
+def test_files_and_objects_together(server: Any, tmp_path: Path) -> None:
+    """A list may name files and objects; a feeder reads all of them in any order, epoch after epoch."""
+    for at in range(3):
+        write_tar(tmp_path / f"{at}.tar", members_of(numbered(at * 50, 50)))
+    server.objects["bucket/1.tar"] = (tmp_path / "1.tar").read_bytes()
+    urls = [tmp_path / "0.tar", "s3://bucket/1.tar", tmp_path / "2.tar"]
+    source = TarShards(urls, "cls", "cls", options=server.options)
+    with Feeder(source, batch_size=8, decode=number, shuffle=True, seed=1) as feeder:
+        for _ in range(5):
+            assert sorted(label for _, labels in feeder for label in labels.tolist()) == list(range(150))
+        assert feeder.statistics().storage is not None
+
+
 def test_an_object_replaced_in_mid_epoch(server: Any, tmp_path: Path) -> None:
     """An object with another etag fails its samples with its name, and is indexed again by the next source."""
     for number in (0, 50):
