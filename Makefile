@@ -23,7 +23,7 @@ $(BIN)/python:
 
 # Other packages pull Pillow in, so Pillow-SIMD goes over it as the last step; where it does not build, Pillow serves.
 $(STAMP): pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/native_jpeg.c aiofeed/sources/native_files.c | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,turbo,test,integration,lint,demo,bench]'
+	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,turbo,objects,test,integration,lint,demo,bench]'
 	@if $(PIP) install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd > $(VENV)/pillow-simd.log 2>&1; \
 	then echo "Images are decoded by Pillow-SIMD."; \
 	else echo "Pillow-SIMD did not build (see $(VENV)/pillow-simd.log): images are decoded by Pillow."; fi

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiofeed.core.failure_policy import FailurePolicy
     from aiofeed.core.failures import Failure
     from aiofeed.core.limits import Limits
-    from aiofeed.core.statistics import FeedStatistics
+    from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
     from aiofeed.sources.stream import Stream
+    from aiofeed.sources.shards.mds import MDSShards
+    from aiofeed.sources.shards.parquet import ParquetRows
+    from aiofeed.sources.shards.tar import TarShards
+    from aiofeed.sources.shards.tfrecord import TFRecordShards
+    from aiofeed.sources.shards.zip import ZipShards
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -70,6 +75,11 @@ _HOMES = {
     "Tensors": "aiofeed.sources.tensors",
     "Mixture": "aiofeed.sources.mixture",
     "Stream": "aiofeed.sources.stream",
+    "TarShards": "aiofeed.sources.shards.tar",
+    "ZipShards": "aiofeed.sources.shards.zip",
+    "MDSShards": "aiofeed.sources.shards.mds",
+    "TFRecordShards": "aiofeed.sources.shards.tfrecord",
+    "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
@@ -83,6 +93,7 @@ _HOMES = {
     "Limits": "aiofeed.core.limits",
     "FailurePolicy": "aiofeed.core.failure_policy",
     "FeedStatistics": "aiofeed.core.statistics",
+    "StorageStatistics": "aiofeed.core.statistics",
     "Failure": "aiofeed.core.failures",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
@@ -118,6 +129,11 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Tensors",
     "Mixture",
     "Stream",
+    "TarShards",
+    "ZipShards",
+    "MDSShards",
+    "TFRecordShards",
+    "ParquetRows",
     "DecodeImage",
     "HostCache",
     "DiskCache",
@@ -129,6 +145,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Limits",
     "FailurePolicy",
     "FeedStatistics",
+    "StorageStatistics",
     "Failure",
     "device_report",
     "DeviceReport",

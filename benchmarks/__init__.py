@@ -25,5 +25,6 @@ MODULES = (
     "shared_feed",
     "resident",
     "datasets",
+    "objects",
     "cache",
 )

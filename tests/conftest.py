@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.support.fault_server import FaultServer, start_obstore
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 
@@ -248,3 +250,20 @@ def _no_gil_warning(request: pytest.FixtureRequest) -> Iterator[None]:
     log.addFilter(is_other)
     yield
     log.removeFilter(is_other)
+
+
+# --- object storage ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def obstore_started() -> None:
+    """Start obstore's threads, which keep their descriptors."""
+    start_obstore()
+
+
+@pytest.fixture
+def object_server(obstore_started: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultServer]:
+    """A server without objects, and an empty folder for caches of listings."""
+    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path / "aiofeed-cache"))
+    with FaultServer() as running:
+        yield running

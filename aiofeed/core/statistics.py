@@ -42,6 +42,37 @@ class EpochStats:
 
 @public
 @dataclass(frozen=True)
+class StorageStatistics:
+    """Requests for objects at URLs, since their source was made.
+
+    Args:
+        requests: Requests that were sent, retries and hedges included.
+        bytes_read: Bytes received, those between joined ranges included.
+        retries: Requests that were sent again after a fault.
+        hedges: Requests that were sent a second time because the first took unusually long.
+        latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
+        latency_p95_s: The 95th percentile.
+        latency_p99_s: The 99th percentile.
+    """
+
+    requests: int = 0
+    bytes_read: int = 0
+    retries: int = 0
+    hedges: int = 0
+    latency_p50_s: float = 0.0
+    latency_p95_s: float = 0.0
+    latency_p99_s: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests ({self.retries} retries, {self.hedges} hedges), median "
+            f"{self.latency_p50_s * 1000:.0f} ms, 95 % in {self.latency_p95_s * 1000:.0f} ms, 99 % in "
+            f"{self.latency_p99_s * 1000:.0f} ms"
+        )
+
+
+@public
+@dataclass(frozen=True)
 class FeedStatistics:
     """Where the time went, in one epoch or in all epochs of a feeder. Durations are wall-clock seconds.
 
@@ -73,6 +104,8 @@ class FeedStatistics:
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
             the position of ``state_dict()``. Otherwise empty.
+        storage: The requests for objects at URLs since the source was made. ``None`` for other sources, and with
+            ``engine="process"``, whose processes make the requests.
     """
 
     samples: int = 0
@@ -94,6 +127,7 @@ class FeedStatistics:
     decode_threads: int = 0
     chunk_size: int = 0
     by_source: Mapping[str, int] = field(default_factory=dict)
+    storage: StorageStatistics | None = None
 
     def __str__(self) -> str:
         wall = self.wall_s or float("inf")
@@ -112,4 +146,6 @@ class FeedStatistics:
             text += f"; GIL-bound: {self.gil_us:.0f} us per sample, at most {1e6 / self.gil_us:,.0f} samples/s"
         if self.by_source:
             text += f"; drawn: {', '.join(f'{name} {samples}' for name, samples in self.by_source.items())}"
+        if self.storage is not None:
+            text += f"; {self.storage}"
         return text

@@ -16,7 +16,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command")
     doctor = commands.add_parser("doctor", help="report accelerators, packages and limits, with advice for problems")
     doctor.add_argument("--quick", action="store_true", help="do not measure copy rates")
+    index = commands.add_parser("index", help="write the indexes of tar and TFRecord shards")
+    index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
+    index.add_argument("--target", help="the field of targets, which the index then contains")
+    index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
     options = parser.parse_args(arguments)
+    if hasattr(options, "urls"):
+        from aiofeed.diagnostics.index_command import write_indexes
+
+        return write_indexes(options.urls, target=options.target, output=options.output)
     if not hasattr(options, "quick"):
         parser.print_help()
         return 0

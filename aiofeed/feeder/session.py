@@ -109,6 +109,7 @@ class FeederSession(Generic[BatchT]):
         stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
+        storage = getattr(self.config.source, "storage_statistics", None)
         return FeedStatistics(
             **stats.totals(),  # type: ignore[arg-type]
             queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
@@ -116,6 +117,7 @@ class FeederSession(Generic[BatchT]):
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
             by_source=self._order.counts(self._checkpoint.position),
+            storage=None if storage is None or self.config.engines else storage(),
         )
 
     def epochs(self, last: int) -> Iterator[int]:

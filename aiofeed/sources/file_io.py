@@ -106,7 +106,7 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
         if not stat.S_ISREG(before.st_mode):
             raise _not_regular(path, before.st_mode)
         if size > rules.max_bytes:
-            raise _too_large(path, f"{size} bytes are", rules.max_bytes)
+            raise too_large(path, f"{size} bytes are", rules.max_bytes)
         # One byte more than the size: shrinking a much larger buffer afterwards takes ten times as long as the read.
         data = os.read(descriptor, size + 1 if size else _UNSIZED)
         if len(data) < size or not size:
@@ -133,6 +133,19 @@ def _open(path: str, rules: ReadRules) -> int:
         raise
 
 
+def open_file(path: str) -> int:
+    """The descriptor of a regular file.
+
+    Raises:
+        OSError: An error of the system, or ``ENXIO``: not a regular file.
+    """
+    descriptor = _open(path, _ANY)
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path, mode)
+    return descriptor
+
+
 def read_group(reader: GroupReader, paths: Sequence[str], rules: ReadRules) -> Sequence[bytes | None] | None:
     """The contents of small files in one call; ``None`` for each file, or for all, that ``read_file`` must read."""
     if rules.follow_symlinks:
@@ -147,7 +160,7 @@ def _rest(descriptor: int, data: bytes, path: str, max_bytes: int) -> bytes:
     total = len(data)
     while data:
         if total > max_bytes:
-            raise _too_large(path, "there are", max_bytes)
+            raise too_large(path, "there are", max_bytes)
         data = os.read(descriptor, _LARGE)
         parts.append(data)
         total += len(data)
@@ -161,7 +174,8 @@ def _not_regular(path: str, mode: int) -> OSError:
     return OSError(errno.ENXIO, f"samples are read from regular files, but this is {kind}", path)
 
 
-def _too_large(path: str, size: str, max_bytes: int) -> OSError:
+def too_large(path: str, size: str, max_bytes: int) -> OSError:
+    """The error of a file or object of more than ``max_bytes``."""
     message = f"{size} more than max_bytes={max_bytes} allows; raise max_bytes if such files are expected"
     return OSError(errno.EFBIG, message, path)
 

@@ -6,10 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
+from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sources.dataset import MapDataset
@@ -24,6 +25,10 @@ from aiofeed.sources.file_io import (
     unchanged_since,
 )
 from aiofeed.sources.native_files import SMALL, GroupReader, group_reader
+from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+
+if TYPE_CHECKING:
+    from aiofeed.sources.objects.samples import ObjectList
 
 # The target duration of reading a group. An executor job costs about 60 us, and a slow file delays its group only.
 GROUP_S = 0.005
@@ -38,10 +43,10 @@ AT_ONCE_S = 0.0005
 @public
 @explain_arguments()
 class Files:
-    """One sample per regular file.
+    """One sample per regular file, or per object at a URL.
 
     Args:
-        paths: The files in order, as ``str`` or ``os.PathLike``.
+        paths: The files in order, as ``str`` or ``os.PathLike``; or URLs of s3://, gs://, az://, http(s):// or file://.
         targets: One label per file, in the same order; a sample is then ``(decoded, target)``. May be columns of a
             pandas ``DataFrame``, as in ``Files(frame["path"], frame["label"])``; their index is ignored.
         root: The folder that ``paths`` are relative to, for lists from untrusted origins: absolute paths and paths with
@@ -49,13 +54,19 @@ class Files:
         follow_symlinks: Whether a file may be a symbolic link. If False, reading a link is an error. With ``root``, so
             is a linked folder below it, and the constructor checks both (one ``lstat`` per file).
         max_bytes: The maximum size of a file; a larger one is an error before any of it is read.
+        store: An obstore store in which ``paths`` are keys, or URLs whose bucket is ignored. Default: made of the URLs,
+            with the usual environment variables and configuration files.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+
+    URLs need ``pip install "aiofeed[objects]"``. ``root`` may be a URL, too.
 
     Raises:
         TypeError: ``paths`` is a single path, an entry is not a path, or ``targets`` is a dict.
-        ValueError: ``targets`` has another length, or a path leads out of ``root``.
+        ValueError: ``targets`` has another length, a path leads out of ``root``, or a URL cannot be read.
     """
 
     target: Callable[[int], Any]
+    paths: Sequence[str]
     root: str | None
 
     def __init__(
@@ -66,19 +77,25 @@ class Files:
         root: str | os.PathLike[str] | None = None,
         follow_symlinks: bool = True,
         max_bytes: int = MAX_BYTES,
+        store: Any = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(paths, str | bytes | os.PathLike):
             raise TypeError(f"Files needs a list of paths, got the single path {paths!r}; ImageFolder reads a folder")
         check_bool("follow_symlinks", follow_symlinks)
         self.root = None if root is None else os.fspath(root)
         self._rules = ReadRules(check_positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
-        self.paths = [_path(path, position) for position, path in enumerate(paths)]
-        if self.root is not None:
-            self.paths = [beneath(self.root, path) for path in self.paths]
-            if not follow_symlinks:
-                known: dict[str, bool] = {}
-                for path in self.paths:
-                    refuse_links(self.root, path, known)
+        self._objects: ObjectList | None = None
+        if self.root is not None and scheme_of(self.root) == "file":
+            self.root = split_url(self.root)[1]
+        paths = paths if isinstance(paths, Sequence) else list(paths)
+        first = scheme_of(paths[0]) if len(paths) else None
+        if store is not None or scheme_of(self.root) is not None or first not in (None, "file"):
+            from aiofeed.sources.objects.samples import objects_of
+
+            self.paths = self._objects = objects_of(paths, self.root, store, options)
+        else:
+            self.paths = self._local_paths(paths, follow_symlinks, options)
         self.targets = targets = None if targets is None else _as_sequence(targets)
         if targets is not None:
             if len(targets) != len(self.paths):
@@ -88,6 +105,18 @@ class Files:
         self._seconds_per_file = 0.0
         self._bytes_per_file = 0.0
 
+    def _local_paths(self, paths: Sequence[object], follow_symlinks: bool, options: object) -> list[str]:
+        if options is not None:
+            raise ValueError("options= are for the store of URLs, and these paths are files: leave it out")
+        found = [_path(path, position) for position, path in enumerate(paths)]
+        if self.root is not None:
+            found = [beneath(self.root, path) for path in found]
+            if not follow_symlinks:
+                known: dict[str, bool] = {}
+                for path in found:
+                    refuse_links(self.root, path, known)
+        return found
+
     def __len__(self) -> int:
         """The number of files."""
         return len(self.paths)
@@ -96,13 +125,13 @@ class Files:
         return f"{type(self).__name__}({len(self)} files)"
 
     def key(self, index: int, /) -> str:
-        """The path of the file, joined to ``root`` if that was given."""
+        """The path of the file, joined to ``root`` if that was given; or the URL, without credentials."""
         return self.paths[index]
 
     async def read(self, index: int, /) -> bytes:
         """Read a whole file."""
         [data] = await self.read_many([index])
-        if isinstance(data, OSError):
+        if not isinstance(data, bytes):
             raise data
         return data
 
@@ -110,8 +139,10 @@ class Files:
         """The contents of files, or the error of each file that cannot be read.
 
         Files are read in groups with one executor job each. The faster the storage is, the larger the groups are; slow
-        storage is read with one job per file.
+        storage is read with one job per file. Objects at URLs are all read at the same time.
         """
+        if self._objects is not None:
+            return await self._objects.read_many(indices, self._rules.max_bytes)
         size = self._group_size(len(indices))
         if size >= len(indices):
             return await self._read_group(indices)
@@ -155,6 +186,10 @@ class Files:
         self._observe(contents, seconds)
         return contents
 
+    def storage_statistics(self) -> StorageStatistics | None:
+        """The requests for objects at URLs in this process; ``None`` for files."""
+        return None if self._objects is None else self._objects.statistics()
+
 
 def _as_sequence(targets: Any) -> Sequence[Any]:
     """``targets`` as a sequence indexed by position."""
@@ -169,12 +204,21 @@ def _as_sequence(targets: Any) -> Sequence[Any]:
 
 def _path(value: object, position: int) -> str:
     if type(value) is str:
-        return value
+        return value if "://" not in value else _path_of_url(value, position)
     # A path as bytes is refused, because keys are texts.
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
         raise TypeError(f"Files needs paths as str or os.PathLike; number {position} is {value!r}")
     return path
+
+
+def _path_of_url(value: str, position: int) -> str:
+    if scheme_of(value) not in (None, "file"):
+        raise ValueError(
+            f"{redacted(value)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
+            f"aiofeed.Mixture reads both"
+        )
+    return split_url(value)[1]
 
 
 def _read_files_blocking(

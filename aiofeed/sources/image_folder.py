@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import explain_arguments
+from aiofeed.core.validation import check_bool, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
+from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 
 # The list of torchvision, so that samples have the same indices.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -34,10 +38,14 @@ class ImageFolder(Files):
     other files (.gif, .jp2, .avif, ...) are ignored. ``Files`` reads any.
 
     Args:
-        root: The folder.
+        root: The folder; or a URL of s3://, gs:// or az://, whose listing is cached on disk.
         follow_symlinks: Whether to include linked files and folders. A link to a parent folder is entered once. If
             False, links that replace files or folders later are refused when the file is read.
         max_bytes: The maximum size of a file; a larger one is an error before any of it is read.
+        store: An obstore store that reads the URL. Default: made of it, with the usual environment variables and
+            configuration files.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+        refresh: Whether to list a URL again, in place of using the cached listing.
 
     Attributes:
         classes: The sorted class names.
@@ -47,16 +55,31 @@ class ImageFolder(Files):
     Raises:
         FileNotFoundError: The folder does not exist or has no class, or a class has no images.
         NotADirectoryError: ``root`` is a file.
-        OSError: A folder cannot be listed.
+        OSError: A folder or a URL cannot be listed.
     """
 
     root: str
-    targets: list[int]
+    targets: Sequence[int]
 
     def __init__(
-        self, root: str | os.PathLike[str], *, follow_symlinks: bool = True, max_bytes: int = MAX_BYTES
+        self,
+        root: str | os.PathLike[str],
+        *,
+        follow_symlinks: bool = True,
+        max_bytes: int = MAX_BYTES,
+        store: Any = None,
+        options: Mapping[str, Any] | None = None,
+        refresh: bool = False,
     ) -> None:
         root = os.fspath(root)
+        if store is not None or scheme_of(root) not in (None, "file"):
+            self._list_url(root, store, options, check_bool("refresh", refresh))
+            super().__init__(self.paths, self.targets, max_bytes=max_bytes)
+            self.root = redacted(root)
+            return
+        if options is not None or refresh:
+            raise ValueError(f"options= and refresh= are for URLs, and {root!r} is a folder: leave them out")
+        root = split_url(root)[1]
         if not os.path.isdir(root):
             if os.path.exists(root):
                 raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
@@ -64,23 +87,37 @@ class ImageFolder(Files):
         with os.scandir(root) as entries:
             self.classes = sorted(entry.name for entry in entries if _is_class(entry, follow_symlinks))
         if not self.classes:
-            raise FileNotFoundError(_no_classes(root))
+            loose = sum(1 for path in Path(root).iterdir() if path.suffix.lower() in EXTENSIONS)
+            raise FileNotFoundError(_no_classes(root, loose))
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         paths: list[str] = []
         targets: list[int] = []
         for name, number in self.class_to_idx.items():
             found = _images(os.path.join(root, name), follow_symlinks)
             if not found:
-                raise FileNotFoundError(
-                    f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)}): remove the "
-                    f"folder, or list files of your own in Files(paths, targets)"
-                )
+                raise FileNotFoundError(_no_images(root, name))
             paths += found
             targets += [number] * len(found)
         super().__init__(paths, targets, follow_symlinks=follow_symlinks, max_bytes=max_bytes)
         # The paths are below the root already, and links were checked while listing.
         self.root = root
         self._rules = ReadRules(max_bytes, follow_symlinks, root)
+
+    def _list_url(self, root: str, store: Any, options: Mapping[str, Any] | None, refresh: bool) -> None:
+        from aiofeed.sources.objects.samples import list_classes
+
+        self.paths, counts, loose = list_classes(root, EXTENSIONS, store=store, options=options, refresh=refresh)
+        root = redacted(root)
+        if not counts:
+            raise FileNotFoundError(_no_classes(root, loose))
+        for name, count in counts.items():
+            if not count:
+                raise FileNotFoundError(_no_images(root, name))
+        self.classes = list(counts)
+        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+        self.targets = array("i")
+        for number, count in enumerate(counts.values()):
+            self.targets.extend(array("i", [number]) * count)
 
     def __repr__(self) -> str:
         return f"ImageFolder({self.root!r}: {len(self)} files, {len(self.classes)} classes)"
@@ -120,8 +157,14 @@ def _missing_part(root: str) -> str:
     return f"; {parent!r} exists and has no {missing!r}"
 
 
-def _no_classes(root: str) -> str:
-    loose = sum(1 for path in Path(root).iterdir() if path.suffix.lower() in EXTENSIONS)
+def _no_images(root: str, name: str) -> str:
+    return (
+        f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)}): remove the "
+        f"folder, or list files of your own in Files(paths, targets)"
+    )
+
+
+def _no_classes(root: str, loose: int) -> str:
     if loose:
         return (
             f"ImageFolder: {root!r} has {loose} images but no sub-folders, which are the classes; "

@@ -253,7 +253,7 @@ def test_the_gil_probe_measures_work_with_a_known_share(kind: str, low: float, h
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_every_benchmark_runs(name: str, inputs: Path) -> None:
+def test_every_benchmark_runs(name: str, inputs: Path, obstore_started: None) -> None:
     # Only one benchmark uses processes, as in real runs; importing torch in all of them would take too long.
     settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=name == "slow_reads")
     result = __main__.run(name, settings)

@@ -90,6 +90,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path / "cache"))
     yield folder
     for name in ("aiofeed", *(name for name in logging.root.manager.loggerDict if name.startswith("aiofeed."))):
         logging.getLogger(name).setLevel(logging.NOTSET)

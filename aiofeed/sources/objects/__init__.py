@@ -1,0 +1,1 @@
+"""Objects in cloud storage and on web servers, through obstore."""

@@ -1,0 +1,92 @@
+"""What an error of obstore means: whether to send the request again, and the exception for the user."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aiofeed.sources.objects.clients import StoreClient
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_REASON = re.compile(r'(?:message|error): "([^"]+)"')
+# 408 and 429 ask for a later attempt; 409 is sent by S3 while a bucket changes.
+_TRANSIENT = frozenset({408, 409, 425, 429})
+_THROTTLED = re.compile(r"SlowDown|Throttl|rateLimitExceeded|RequestLimitExceeded|ServerBusy", re.I)
+# The codes of S3, of GCS and of Azure; credentials of GCS and of Azure that have expired are also answered by 401.
+_EXPIRED = re.compile(r"ExpiredToken|RequestExpired|TokenRefreshRequired|InvalidToken|token.{0,20}expired", re.I)
+
+
+class ObjectInfo(NamedTuple):
+    """The size of an object in bytes, its etag, and the seconds since 1970 when it changed."""
+
+    size: int
+    etag: str | None
+    modified: float
+
+
+class RangesIgnoredError(OSError):
+    """A server sends whole objects only."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failed request.
+
+    Args:
+        error: The exception for the user, without credentials.
+        transient: Whether the same request may succeed later.
+        expired: Whether new credentials may help.
+        answered: Whether a server has answered.
+    """
+
+    error: OSError
+    transient: bool = False
+    expired: bool = False
+    answered: bool = True
+
+
+def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
+    """The fault that an exception of obstore stands for."""
+    text = str(error)
+    first, kind = text.partition("\n")[0], type(error).__name__
+    found = _STATUS.search(first)
+    status = int(found[1]) if found else 0
+    if isinstance(error, FileNotFoundError):
+        return Fault(FileNotFoundError(errno.ENOENT, "there is no such object", url))
+    if kind == "PreconditionError":
+        return Fault(changed(url))
+    if "Received non-partial response" in first or "Range request not supported" in first:
+        return Fault(RangesIgnoredError(f"the server ignores requests for a part of an object, as needed here: {url}"))
+    expired = status == 401 or (status in (400, 403) and _EXPIRED.search(text) is not None)
+    if status == 416:
+        return Fault(OSError(f"the object is shorter than the part of it that was requested: {url}"))
+    throttled = _THROTTLED.search(text) is not None
+    if (status in (401, 403) and not throttled) or expired:
+        hint = "the credentials are not accepted" if status == 401 else "access is denied"
+        hint = "the credentials have expired" if expired and status != 401 else hint
+        return Fault(PermissionError(errno.EACCES, client.redact(f"{hint}: {_short(first)}"), url), expired=expired)
+    network = isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in first or "error sending" in first
+    reason = _REASON.search(text)
+    if network and reason is not None:
+        first = f"{first} ({'host name: ' if 'dns error' in text else ''}{reason[1]})"
+    message = client.redact(_short(first))
+    transient = network or throttled or status >= 500 or status in _TRANSIENT
+    return Fault(OSError(f"{message}: {url}"), transient=transient, answered=bool(status) or "Body" in text)
+
+
+def changed(url: str) -> OSError:
+    """The error of an object whose etag is not the expected one."""
+    return OSError(f"the object has changed since its index, or an earlier part of it, was read: {url}")
+
+
+def too_short(url: str, start: int, end: int) -> OSError:
+    """The error of an object that ends within a range."""
+    return OSError(f"the object ends before byte {end}; bytes {start} to {end} were requested: {url}")
+
+
+def _short(text: str) -> str:
+    """The part of a message that does not repeat the URL."""
+    parts = re.split(r" in [\d.]+(?:ns|µs|ms|s) - ", text, maxsplit=1)
+    return parts[-1][:500]

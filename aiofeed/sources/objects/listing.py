@@ -1,0 +1,254 @@
+"""Listings of the objects below a URL, and their cache on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.threads import JOIN_S, POLL_INTERVAL_S
+from aiofeed.sources.objects.faults import ObjectInfo
+from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
+from aiofeed.sources.objects.reader import ObjectReader, run_all
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger("aiofeed.sources")
+
+# Folders that are listed at the same time. A page of 1,000 keys takes a store some 100 ms.
+FOLDERS = 16
+LOG_EVERY_S = 5.0
+_VERSION = 1
+_ALIGN = 64
+
+
+def cache_folder() -> Path:
+    """The folder for listings and indexes: ``$AIOFEED_CACHE``, or ``aiofeed`` in the cache folder of the platform."""
+    if given := os.environ.get("AIOFEED_CACHE"):
+        return Path(given)
+    home = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "aiofeed" / "Cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "aiofeed"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "aiofeed"
+
+
+def run_blocking(function: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+    """The result of a coroutine function, run by an event loop in a thread; Ctrl-C cancels it.
+
+    For constructors, which may be called where an event loop runs already.
+    """
+    thread = EventLoopThread(read_threads=4, decode_threads=1)
+    outcome: concurrent.futures.Future[ResultT] = concurrent.futures.Future()
+
+    async def run() -> None:
+        try:
+            outcome.set_result(await function())
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
+            outcome.set_exception(error)
+
+    try:
+        thread.launch(import_torch=False)
+        thread.start(run)
+        while not outcome.done():
+            # In pieces: a signal that arrives just before the thread blocks does not wake it.
+            concurrent.futures.wait([outcome], POLL_INTERVAL_S)
+        return outcome.result()
+    finally:
+        thread.stop()
+        thread.join(JOIN_S)
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """The objects below a URL, in the order of the bytes of their keys.
+
+    Args:
+        keys: The keys, relative to the URL.
+        sizes: The size of each object in bytes.
+        etag: A hash of the keys and of the etags of the objects.
+        listed_at: When the objects were listed, in seconds since 1970.
+    """
+
+    keys: PackedKeys
+    sizes: NDArray[np.int64]
+    etag: str
+    listed_at: float
+
+
+def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
+    """The objects below the root of a reader: from the cache on disk, or listed now and cached.
+
+    Args:
+        reader: Its root is listed.
+        refresh: Whether to list again, even if there is a cached listing.
+
+    Raises:
+        OSError: The objects cannot be listed.
+        FeedError: This process is a fork of one that has used object storage.
+    """
+    path = listing_path(reader)
+    if path is not None and not refresh and (cached := _load(path)) is not None:
+        hours = (time.time() - cached.listed_at) / 3600
+        log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", reader.url(""), hours, path)
+        return cached
+    listing = run_blocking(lambda: _list(reader))
+    if path is not None:
+        try:
+            save_listing(path, listing, reader.url(""))
+        except OSError as error:
+            log.warning("the listing of %s is not cached: %s", reader.url(""), error)
+    return listing
+
+
+def listing_path(reader: ObjectReader) -> Path | None:
+    """The file of the cached listing of a reader's root; ``None`` if it is not cached."""
+    identity = reader.identity
+    if identity is None:
+        return None
+    return cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
+
+
+class _Progress:
+    """Logs the number of keys every few seconds."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._count = 0
+        self._due = time.monotonic() + LOG_EVERY_S
+
+    def add(self, keys: int) -> None:
+        self._count += keys
+        if time.monotonic() > self._due:
+            self._due = time.monotonic() + LOG_EVERY_S
+            log.warning("listed %s keys of %s", f"{self._count:,}", self._url)
+
+
+class _Part:
+    """Objects that were listed one after the other."""
+
+    def __init__(self) -> None:
+        self.keys = KeyPacker()
+        self.sizes = array("q")
+        self.digest = hashlib.sha256()
+        self.first = self.last = ""
+        self.is_sorted = True
+
+    def add(self, page: Iterable[tuple[str, ObjectInfo]]) -> _Part:
+        for key, info in page:
+            if not self.sizes:
+                self.first = self.last = key
+            self.is_sorted &= self.last <= key
+            self.last = key
+            self.keys.add((key,))
+            self.sizes.append(info.size)
+            self.digest.update(f"{key} {info.etag or info.modified}\n".encode("utf-8", "surrogateescape"))
+        return self
+
+
+async def _list(reader: ObjectReader) -> Listing:
+    progress = _Progress(reader.url(""))
+    first: list[tuple[str, ObjectInfo]] = await anext(reader.list(), [])
+    turn = asyncio.Semaphore(FOLDERS)
+
+    async def list_folder(folder: str) -> _Part:
+        part = _Part()
+        async with turn:
+            async for page in reader.list(folder):
+                part.add(page)
+                progress.add(len(page))
+        return part
+
+    if not reader.is_local and any("/" in key for key, _ in first):
+        folders, objects = await reader.list_top()
+        parts = [_Part().add([each]) for each in objects]
+        parts += await run_all([list_folder(folder) for folder in folders])
+    else:  # objects without folders, of which list_top would make one list
+        parts = [await list_folder("")]
+    return _joined(sorted(parts, key=lambda part: part.first))
+
+
+def _joined(parts: list[_Part]) -> Listing:
+    packed = [part.keys.packed() for part in parts]
+    lengths = np.concatenate([np.diff(each.offsets) for each in packed] or [np.zeros(0, np.int64)])
+    data = np.concatenate([each.data for each in packed] or [np.zeros(0, np.uint8)])
+    keys = PackedKeys(data, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    sizes = np.concatenate([np.frombuffer(part.sizes, np.int64) for part in parts] or [lengths])
+    if not all(part.is_sorted for part in parts) or any(a.last > b.first for a, b in pairwise(parts)):
+        order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
+        keys, sizes = keys.take(order), sizes[order]
+    digest = hashlib.sha256(b"".join([part.digest.digest() for part in parts]))
+    return Listing(keys, sizes, digest.hexdigest()[:32], time.time())
+
+
+def save_listing(path: Path, listing: Listing, url: str) -> None:
+    """Write a listing into a file, which is complete or not there.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    keys = listing.keys
+    header = {
+        "version": _VERSION,
+        "url": url,
+        "etag": listing.etag,
+        "listed_at": listing.listed_at,
+        "objects": len(keys),
+        "key_bytes": len(keys.data),
+    }
+    line = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n")
+            for values in (keys.offsets, listing.sizes, keys.data):
+                file.write(memoryview(values))  # type: ignore[arg-type]
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
+
+
+def _load(path: Path) -> Listing | None:
+    """The listing in a file; ``None`` if there is none or the file is not complete."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(first := file.readline())
+            count, at = header["objects"], len(first)
+            size = at + 8 * (2 * count + 1) + header["key_bytes"]
+            if header["version"] != _VERSION or os.fstat(file.fileno()).st_size != size:
+                return None
+            # Shared by processes, and in the page cache rather than in memory of this process.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        offsets = np.frombuffer(memory, np.int64, count + 1, at)
+        sizes = np.frombuffer(memory, np.int64, count, at + 8 * (count + 1))
+        keys = PackedKeys(np.frombuffer(memory, np.uint8, offset=size - header["key_bytes"]), offsets)
+        return Listing(keys, sizes, header["etag"], header["listed_at"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("the cached listing %s cannot be read and is made again: %s", path, error)
+        return None

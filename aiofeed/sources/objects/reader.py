@@ -1,0 +1,385 @@
+"""``ObjectReader`` reads whole objects, ranges of objects and listings below one root."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import logging
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from aiofeed.core.failure_policy import backoff_s
+from aiofeed.core.statistics import StorageStatistics
+from aiofeed.sources.file_io import MAX_BYTES, too_large
+from aiofeed.sources.objects.clients import open_requests, shared_client
+from aiofeed.sources.objects.faults import Fault, ObjectInfo, RangesIgnoredError, changed, fault_of, too_short
+from aiofeed.sources.objects.local import LocalObjects
+from aiofeed.sources.objects.requests import RequestMonitor, percentile
+from aiofeed.sources.objects.urls import join_url, split_url
+
+ResultT = TypeVar("ResultT")
+
+Page: TypeAlias = list[tuple[str, ObjectInfo]]
+
+log = logging.getLogger("aiofeed.sources")
+
+# Ranges of one object with at most so many bytes between them are one request: a request takes as long on the processor
+# as the copy of some 200 KB.
+GAP_BYTES = 128 << 10
+# The size of the parts in which a long range, or an object of more than WHOLE_BYTES, is read in parallel.
+PART_BYTES = 8 << 20
+WHOLE_BYTES = 16 << 20
+# The parts of one object that are read at the same time.
+PARTS = 8
+# How long a request is sent again after transient faults; the second, if no server has answered yet, because a wrong
+# host name and a network that is down look the same.
+RETRY_S = 60.0
+FIRST_RETRY_S = 3.0
+# Seconds between log lines about faults.
+LOG_EVERY_S = 10.0
+PAGE = 1000
+
+
+class ObjectReader:
+    """Reads the objects below a root: a folder, or a bucket or host with an optional prefix.
+
+    Transient faults (5xx, throttling, connections that end, bodies that are cut) are retried for up to 60 s, an expired
+    credential once with a new client; a missing object is not. Requests that take unusually long are sent a second
+    time, at most 5 % of all. Cancelling a coroutine cancels its requests.
+
+    May be used by several event loops; the client of a bucket or host is the same for all readers of this process.
+
+    Args:
+        root: A URL or the path of a folder. Keys are relative to it.
+        store: An obstore store to use in place of one that is made of the URL; the root is then a prefix of its keys,
+            or a URL whose bucket or host is that of the store.
+        options: Arguments of ``obstore.store.from_url``: ``endpoint``, ``region``, ``client_options``, ...
+
+    Raises:
+        TypeError: ``store`` is not a store of obstore, or ``options`` is not a mapping.
+        ValueError: The URL cannot be read.
+        ImportError: obstore is not installed.
+    """
+
+    def __init__(self, root: str, *, store: Any = None, options: Mapping[str, Any] | None = None) -> None:
+        if store is not None and not hasattr(store, "get_async"):
+            raise TypeError(f"store must be an obstore store, such as its S3Store, got {type(store).__name__}")
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
+        base, prefix = split_url(root)
+        self._local = LocalObjects(prefix) if not base and store is None else None
+        self._base = base
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._client = shared_client(base, options or {}, store)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._monitors: dict[asyncio.AbstractEventLoop, RequestMonitor] = {}
+        self._lock = threading.Lock()
+        self._jitter = random.Random()
+        self._logged_at = float("-inf")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {name: self.__dict__[name] for name in ("_local", "_base", "_prefix", "_client")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"ObjectReader({self.url('')!r})"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the root is a folder."""
+        return self._local is not None
+
+    @property
+    def identity(self) -> str | None:
+        """What distinguishes the listing of this root from others; ``None`` if it should not be cached."""
+        endpoint = None if self._local is not None else self._client.endpoint()
+        return None if endpoint is None else f"{self.url('')} {endpoint}"
+
+    def url(self, key: str) -> str:
+        """The URL of an object, or the path of a file, without credentials."""
+        return self._local.url(key) if self._local is not None else join_url(self._base, self._prefix + key)
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Size, etag and time of change of an object.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            PermissionError: The credentials are not accepted.
+            OSError: The object cannot be read.
+        """
+        if self._local is not None:
+            return await self._local.head(key)
+        return _info((await self._get(key, {"head": True}, 0))[0].meta)
+
+    async def read(self, key: str, *, max_bytes: int = MAX_BYTES) -> bytes:
+        """A whole object; a large one in parallel parts.
+
+        Raises:
+            OSError: As in ``head``; or the object has more than ``max_bytes``, of which none are read.
+        """
+        if self._local is not None:
+            return await self._local.read(key, max_bytes)
+        answer, body = await self._get(key, None, None, min(WHOLE_BYTES, max_bytes))
+        start, end = answer.range
+        if body is None:
+            meta = answer.meta
+            if end > max_bytes:
+                raise too_large(self.url(key), f"{end} bytes are", max_bytes)
+            del answer  # ends its body
+            try:
+                [data] = await self.read_ranges(key, [start], [end], etag=meta["e_tag"])
+                return data
+            except RangesIgnoredError:
+                answer, body = await self._get(key, None, None, max_bytes)
+                start, end = answer.range
+        if len(body) != end - start:
+            raise too_short(self.url(key), start, end)
+        return bytes(body)
+
+    async def read_ranges(
+        self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None
+    ) -> list[bytes]:
+        """The bytes from each start up to its end. Ranges that are close together are read by one request.
+
+        Args:
+            key: The key of the object.
+            starts: The first byte of each range.
+            ends: The byte after the last one of each range.
+            etag: The expected etag, as ``head`` or ``list`` returns it.
+
+        Raises:
+            ValueError: A range ends before it starts.
+            OSError: As in ``head``; or the object ends before a range does, or its etag is another one.
+        """
+        if self._local is not None:
+            return await self._local.read_ranges(key, starts, ends, etag=etag)
+        joined = join_ranges(starts, ends)
+        if len(joined) == 1 and joined[0].end - joined[0].start <= PART_BYTES:
+            buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, etag)]
+        else:
+            buffers = await self._read_parts(key, joined, etag)
+        data = [b""] * len(starts)
+        for part, buffer in zip(joined, buffers, strict=True):
+            if len(part.members) == 1:
+                data[part.members[0]] = bytes(buffer)
+                continue
+            view, first = memoryview(buffer), part.start
+            for at in part.members:
+                data[at] = bytes(view[starts[at] - first : ends[at] - first])
+        return data
+
+    async def list(self, prefix: str = "") -> AsyncIterator[Page]:
+        """Pages of keys with their information, of all objects below a folder, in the order of the store.
+
+        Args:
+            prefix: A folder; "train" does not list "train-2/".
+
+        Raises:
+            ValueError: The root is a web server, which cannot be listed.
+            OSError: As in ``head``.
+        """
+        if self._local is not None:
+            async for found in self._local.list(prefix):
+                yield found
+            return
+        if self._base.startswith("http") and not self._client.is_given:
+            raise ValueError(f"{self.url(prefix)!r}: a web server cannot be listed; pass URLs to aiofeed.Files")
+        cut, last, stream = len(self._prefix), None, None
+
+        async def next_page(store: Any) -> Any:
+            nonlocal stream
+            if stream is None:
+                stream = _obstore().list(store, self._prefix + prefix, offset=last, chunk_size=PAGE)
+            open_requests.add(next_page)
+            try:
+                return await stream.__anext__()
+            except StopAsyncIteration:
+                return None
+            except BaseException:
+                stream = None  # the next attempt begins after the last key
+                raise
+            finally:
+                open_requests.discard(next_page)
+
+        while (page := await self._retried(prefix, next_page)) is not None:
+            last = page[-1]["path"]
+            yield [(meta["path"][cut:], _info(meta)) for meta in page]
+
+    async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
+        """The folders at the top of a bucket or prefix, and the objects beside them; not of a folder."""
+
+        async def attempt(store: Any) -> Any:
+            open_requests.add(attempt)
+            try:
+                return await _obstore().list_with_delimiter_async(store, self._prefix or None)
+            finally:
+                open_requests.discard(attempt)
+
+        found, cut = await self._retried("", attempt), len(self._prefix)
+        objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
+        return [folder[cut:] for folder in found["common_prefixes"]], objects
+
+    def statistics(self) -> StorageStatistics | None:
+        """The requests of this reader in this process; ``None`` for a folder."""
+        return statistics_of([self])
+
+    async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], etag: str | None) -> Sequence[bytes]:
+        """The bytes of each range; long ones in parts, some of them at the same time."""
+        turn = asyncio.Semaphore(PARTS)
+
+        async def read_part(start: int, end: int) -> Any:
+            async with turn:
+                return await self._read_part(key, start, end, etag)
+
+        bounds = [list(pairwise([*range(each.start, each.end, PART_BYTES), each.end])) for each in ranges]
+        parts = iter(await run_all([read_part(start, end) for pairs in bounds for start, end in pairs]))
+        return [b"".join(islice(parts, len(pairs))) for pairs in bounds]
+
+    async def _read_part(self, key: str, start: int, end: int, etag: str | None) -> Any:
+        options: dict[str, Any] = {"range": (start, end)}
+        weak = etag is not None and etag.startswith("W/")
+        if etag is not None and not weak:  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
+            options["if_match"] = etag
+        answer, body = await self._get(key, options, end - start)
+        if weak and answer.meta["e_tag"] != etag:
+            raise changed(self.url(key))
+        if answer.range != (start, end) or len(body) != end - start:
+            raise too_short(self.url(key), start, end)
+        return body
+
+    async def _get(
+        self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
+    ) -> tuple[Any, Any]:
+        path, monitor, get = self._prefix + key, self._monitor(), _obstore().get_async
+
+        def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
+            return monitor.send(partial(get, store, path, options=options), nbytes, most)
+
+        found: tuple[Any, Any] = await self._retried(key, attempt)
+        return found
+
+    async def _retried(self, key: str, attempt: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The result of ``attempt(store)``, which is called again after a transient fault."""
+        failures, renewed, started = 0, False, 0.0
+        while True:
+            store, version = self._client.store()
+            try:
+                return await attempt(store)
+            except Exception as error:  # noqa: BLE001 - obstore's errors; raised below without credentials
+                fault = fault_of(error, self._client, self.url(key))
+            # Outside of the block above, so that the error has no context, which may contain credentials.
+            monitor = self._monitor()
+            monitor.failed()
+            monitor.answered |= fault.answered
+            if fault.expired and not renewed:
+                renewed = True
+                self._client.renew(version)
+            elif not fault.transient:
+                raise fault.error
+            else:
+                started = started or time.monotonic()
+                if time.monotonic() - started > (RETRY_S if monitor.answered else FIRST_RETRY_S):
+                    raise fault.error
+                self._log(fault)
+                failures += 1
+                await asyncio.sleep(backoff_s(failures, self._jitter))
+            monitor.retries += 1
+
+    def _log(self, fault: Fault) -> None:
+        now = time.monotonic()
+        if now - self._logged_at > LOG_EVERY_S:
+            self._logged_at = now
+            log.warning("sent again for up to %.0f s: %s", RETRY_S, fault.error)
+
+    def _monitor(self) -> RequestMonitor:
+        """The monitor of the running loop; that of a loop that is closed goes on with another one."""
+        loop = asyncio.get_running_loop()
+        monitor = self._monitors.get(loop)
+        if monitor is None:
+            with self._lock:
+                ended = next((other for other in self._monitors if other.is_closed()), None)
+                monitor = RequestMonitor() if ended is None else self._monitors.pop(ended).on_new_loop()
+                self._monitors[loop] = monitor
+        return monitor
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """The results of coroutines that run at the same time; the first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in coroutines]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def statistics_of(readers: Iterable[ObjectReader]) -> StorageStatistics | None:
+    """The requests of readers together; ``None`` if all read folders."""
+    remote = [reader for reader in readers if not reader.is_local]
+    if not remote:
+        return None
+    monitors = [monitor for reader in remote for monitor in list(reader._monitors.values())]
+    latencies = [
+        latency for each in monitors for window in list(each.windows.values()) for latency in list(window.latencies)
+    ]
+    return StorageStatistics(
+        requests=sum(each.requests for each in monitors),
+        bytes_read=sum(each.nbytes for each in monitors),
+        retries=sum(each.retries for each in monitors),
+        hedges=sum(each.hedges for each in monitors),
+        latency_p50_s=percentile(latencies, 0.5),
+        latency_p95_s=percentile(latencies, 0.95),
+        latency_p99_s=percentile(latencies, 0.99),
+    )
+
+
+class JoinedRange(NamedTuple):
+    """A range that is read at once, and the positions of the requested ranges in it."""
+
+    start: int
+    end: int
+    members: list[int]
+
+
+def join_ranges(starts: Sequence[int], ends: Sequence[int]) -> list[JoinedRange]:
+    """Join ranges with at most ``GAP_BYTES`` between them; empty ones are left out."""
+    joined: list[JoinedRange] = []
+    members: list[int] = []
+    first = last = 0
+    for at in sorted(range(len(starts)), key=starts.__getitem__):
+        start, end = starts[at], ends[at]
+        if not 0 <= start <= end:
+            raise ValueError(f"a range starts at byte {start} and ends before byte {end}")
+        if start == end:
+            continue
+        if members and start - last <= GAP_BYTES:
+            members.append(at)
+            last = max(last, end)
+            continue
+        if members:
+            joined.append(JoinedRange(first, last, members))
+        first, last, members = start, end, [at]
+    if members:
+        joined.append(JoinedRange(first, last, members))
+    return joined
+
+
+def _info(meta: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
+
+
+@functools.cache
+def _obstore() -> Any:
+    return importlib.import_module("obstore")

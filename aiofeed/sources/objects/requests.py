@@ -1,0 +1,193 @@
+"""Requests for objects on one event loop: measured, and sent a second time if they take unusually long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from aiofeed.sources.objects.clients import open_requests
+
+# The second requests ("hedges") per request, and how many may be sent in a row after a quiet time.
+HEDGE_SHARE = 0.05
+HEDGE_BURST = 10.0
+# Latencies that must be known before a request counts as late, and those that are kept.
+LEAST_KNOWN = 64
+KEPT = 512
+# A request is late after this many times the 95th percentile: half of the requests between 1 and 1.25 times end by
+# themselves.
+LATE_TIMES = 1.25
+# No second requests for so long after a request failed.
+CALM_S = 1.0
+# Shorter latencies are not worth a second request.
+LATE_LEAST_S = 0.005
+
+
+class LatencyWindow:
+    """The latest latencies of requests of similar size, in seconds, and those of them that are open."""
+
+    def __init__(self) -> None:
+        self.latencies: deque[float] = deque(maxlen=KEPT)
+        self.late_s = float("inf")
+        # When the latest of the requests that were answered in time was sent.
+        self.in_time_to = 0.0
+        # In the order in which they were sent.
+        self.open: dict[_Request, None] = {}
+        self._unseen = LEAST_KNOWN
+
+    def add(self, started: float) -> None:
+        """Add a request that was answered now."""
+        seconds = time.perf_counter() - started
+        self.latencies.append(seconds)
+        if seconds < self.late_s:
+            self.in_time_to = max(self.in_time_to, started)
+        self._unseen -= 1
+        if not self._unseen:
+            self._unseen = LEAST_KNOWN
+            self.late_s = max(LATE_TIMES * percentile(self.latencies, 0.95), LATE_LEAST_S)
+
+
+class RequestMonitor:
+    """Sends requests on one loop at a time and keeps their figures."""
+
+    def __init__(self) -> None:
+        self.requests = self.nbytes = self.retries = self.hedges = 0
+        # Whether any server has answered; a wrong host name or port never does.
+        self.answered = False
+        self.windows: dict[int, LatencyWindow] = {}
+        self._allowed = 0.0
+        self._calm_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_new_loop(self) -> RequestMonitor:
+        """This monitor, for another loop than before, which was closed."""
+        self._timer = None
+        for window in self.windows.values():
+            window.open.clear()
+        return self
+
+    async def send(self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int) -> tuple[Any, Any]:
+        """The answer of the first request to be answered, and its body.
+
+        Args:
+            begin: Sends the request; returns a future of obstore's ``GetResult``.
+            nbytes: The expected size of the body, if it is known.
+            most: If the size is unknown and the body has more bytes, it is not received; it is then ``None``.
+        """
+        size_class = -1 if nbytes is None else nbytes.bit_length() // 2
+        window = self.windows.get(size_class)
+        if window is None:
+            window = self.windows[size_class] = LatencyWindow()
+        self._allowed = min(self._allowed + HEDGE_SHARE, HEDGE_BURST)
+        loop = asyncio.get_running_loop()
+        request = _Request(self, begin, loop.create_future(), most if nbytes is None else None)
+        window.open[request] = None
+        open_requests.add(request)
+        if self._timer is None and window.late_s < float("inf"):
+            self._timer = loop.call_later(window.late_s / 4, self._check, loop)
+        try:
+            request.send()
+            answer, body = await request.result
+        finally:
+            window.open.pop(request, None)
+            open_requests.discard(request)
+            request.cancel()
+        window.add(request.started)
+        self.nbytes += 0 if body is None else len(body)
+        return answer, body
+
+    def failed(self) -> None:
+        """Send no second requests for some time."""
+        self._calm_at = time.perf_counter() + CALM_S
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send late requests a second time."""
+        now = time.perf_counter()
+        for window in self.windows.values() if now > self._calm_at else ():
+            for request in window.open:
+                # If no later request was answered in time, the storage as a whole is slow, and more requests would make
+                # that worse.
+                if now - request.started < window.late_s or request.started > window.in_time_to:
+                    break
+                if self._allowed >= 1.0 and request.hedge():
+                    self._allowed -= 1.0
+                    self.hedges += 1
+        delay_s = min((window.late_s for window in self.windows.values() if window.open), default=float("inf"))
+        self._timer = loop.call_later(delay_s / 4, self._check, loop) if delay_s < float("inf") else None
+
+
+class _Request:
+    """A request that may be sent twice; the first answer counts."""
+
+    __slots__ = ("_begin", "_futures", "_monitor", "_most", "_sent", "result", "started")
+
+    def __init__(
+        self,
+        monitor: RequestMonitor,
+        begin: Callable[[], asyncio.Future[Any]],
+        result: asyncio.Future[Any],
+        most: int | None,
+    ) -> None:
+        self._monitor = monitor
+        self._begin = begin
+        self._most = most
+        self._futures: list[asyncio.Future[Any]] = []
+        self._sent = 0
+        self.result = result
+        self.started = time.perf_counter()
+
+    def send(self) -> None:
+        self._sent += 1
+        self._monitor.requests += 1
+        self._follow(self._begin(), self._answered)
+
+    def hedge(self) -> bool:
+        """Send the request a second time, unless that was done or there is an answer."""
+        if self._sent > 1 or self.result.done():
+            return False
+        self.send()
+        return True
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+    def _follow(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
+        self._futures.append(future)
+        future.add_done_callback(then)
+
+    def _answered(self, future: asyncio.Future[Any]) -> None:
+        if (answer := self._take(future)) is None:
+            return
+        self._monitor.answered = True
+        if self._most is not None and answer.range[1] > self._most:
+            self.result.set_result((answer, None))
+        else:
+            self._follow(answer.bytes_async(), partial(self._received, answer))
+
+    def _received(self, answer: Any, future: asyncio.Future[Any]) -> None:
+        if (body := self._take(future)) is not None:
+            self.result.set_result((answer, body))
+
+    def _take(self, future: asyncio.Future[Any]) -> Any:
+        """The result of a future; ``None`` if it failed, which fails the request if nothing else is under way."""
+        self._futures.remove(future)
+        if future.cancelled():
+            return None
+        error = future.exception()  # one that is not retrieved would be logged
+        if self.result.done():
+            return None
+        if error is not None:
+            if not self._futures:
+                self.result.set_exception(error)
+            return None
+        return future.result()
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed; 0 if there are none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

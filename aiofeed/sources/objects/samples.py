@@ -1,0 +1,138 @@
+"""One object per sample: the part of ``Files`` and ``ImageFolder`` that reads URLs."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from aiofeed.core.statistics import StorageStatistics
+from aiofeed.sources.file_io import beneath
+from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
+from aiofeed.sources.objects.listing import list_objects
+from aiofeed.sources.objects.reader import ObjectReader, statistics_of
+from aiofeed.sources.objects.urls import redacted, split_url
+
+
+class ObjectList(Sequence[str]):
+    """Objects of one or several roots; as a sequence, their URLs without credentials.
+
+    Args:
+        keys: The key of each object, relative to the root of its reader.
+        readers: The readers.
+        numbers: The number of the reader of each object; ``None``: all have the first.
+    """
+
+    def __init__(self, keys: PackedKeys, readers: list[ObjectReader], numbers: Sequence[int] | None = None) -> None:
+        self._keys = keys
+        self._readers = readers
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        """The number of objects."""
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int, /) -> str: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[str]: ...
+    def __getitem__(self, index: int | slice, /) -> str | list[str]:
+        """The URL of an object, or a list of URLs."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        return self._reader(index).url(self._keys[index])
+
+    def _reader(self, index: int) -> ObjectReader:
+        return self._readers[0 if self._numbers is None else self._numbers[index]]
+
+    async def read_many(self, indices: Sequence[int], max_bytes: int) -> list[bytes | OSError]:
+        """The contents of objects, or the error of each that cannot be read."""
+        reads = [self._reader(index).read(self._keys[index], max_bytes=max_bytes) for index in indices]
+        found: list[Any] = await asyncio.gather(*reads, return_exceptions=True)
+        for data in found:
+            if isinstance(data, BaseException):
+                data.__traceback__ = None  # refers to frames, and so to the bytes of other objects
+        return found
+
+    def statistics(self) -> StorageStatistics | None:
+        """The requests of all readers."""
+        return statistics_of(self._readers)
+
+
+def objects_of(paths: Iterable[object], root: str | None, store: Any, options: Mapping[str, Any] | None) -> ObjectList:
+    """The objects of a list of URLs; with ``root`` or ``store``, of keys below it.
+
+    Raises:
+        TypeError, ValueError: An entry is not a URL, or not a key.
+    """
+    if isinstance(paths, ObjectList):  # the ``paths`` of another source
+        return paths
+    keys, numbers, known = KeyPacker(), array("i"), dict[str, int]()
+    readers = [] if root is None else [ObjectReader(root, store=store, options=options)]
+    last = ""
+    for position, path in enumerate(paths):
+        if not isinstance(path, str):
+            raise TypeError(f"Files needs URLs as str; number {position} is {path!r}")
+        if root is not None:
+            beneath(redacted(root), path)
+            key, number = path, 0
+        elif last and path.startswith(last):
+            key = path[len(last) :]
+        else:
+            base, key = split_url(path)
+            if not base and store is None:
+                raise ValueError(
+                    f"{redacted(path)!r}, number {position}, is a file, and number 0 is a URL: Files reads either; "
+                    f"aiofeed.Mixture reads both"
+                )
+            if base not in known:
+                known[base] = len(readers)
+                readers.append(ObjectReader(base, store=store, options=options))
+            number = known[base]
+            last = "" if base.startswith("http") or not base else f"{base}/"
+        keys.add((key,))
+        numbers.append(number)
+    if store is not None and len(readers) > 1:
+        raise ValueError(f"store= is one bucket or host, and the URLs have several: {sorted(map(redacted, known))[:5]}")
+    return ObjectList(keys.packed(), readers, numbers if len(readers) > 1 else None)
+
+
+def list_classes(
+    root: str, extensions: Sequence[str], *, store: Any, options: Mapping[str, Any] | None, refresh: bool
+) -> tuple[ObjectList, dict[str, int], int]:
+    """The images in the folders below a root, sorted as ``ImageFolder`` sorts files.
+
+    Returns:
+        The images, the number of images of each class in sorted order, and the number of images in no folder.
+    """
+    reader = ObjectReader(root, store=store, options=options)
+    keys = list_objects(reader, refresh=refresh).keys
+    ranges, loose, at = {}, 0, 0
+    is_image = keys.ends_with(extensions)
+    while at < len(keys):
+        name, slash, _ = keys[at].partition("/")
+        if slash:  # "0" is the character after "/"
+            ranges[name] = at, (at := bisect_left(keys, f"{name}0", at))
+        else:
+            loose += int(is_image[at])
+            at += 1
+    nested = keys.slashes() > 1
+    found, counts = [np.zeros(0, np.int64)], {}
+    for name in sorted(ranges):
+        if name.startswith("."):
+            continue
+        start, stop = ranges[name]
+        images = np.flatnonzero(is_image[start:stop]) + start
+        if nested[images].any():
+            # Within a class by folder, then by name: the order of the bytes of keys has "a/b/c" before "a/b.jpg".
+            images = np.array(sorted(images.tolist(), key=lambda at: keys[at].rpartition("/")[::2]), np.int64)
+        counts[name] = len(images)
+        found.append(images)
+    selected = np.concatenate(found)
+    if not np.array_equal(selected, np.arange(len(keys))):
+        keys = keys.take(selected)
+    return ObjectList(keys, [reader]), counts, loose

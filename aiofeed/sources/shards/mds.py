@@ -1,0 +1,189 @@
+"""``MDSShards``: data that MosaicML Streaming has written.
+
+Source: ``streaming.base.format.mds``: a shard is the number of samples n, n + 1 offsets (uint32), the columns as JSON
+and the samples; a sample is the sizes of its columns of variable size (uint32) and the columns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from aiofeed.core.types import public
+from aiofeed.core.validation import explain_arguments
+from aiofeed.sources.shards.base import FieldShards
+from aiofeed.sources.shards.index import ShardIndex, ranges_of
+from aiofeed.sources.shards.indexing import IndexRules, Scan
+from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
+
+# The numbers of dtypes in an array of any dtype.
+_DTYPES = {
+    **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32"},
+    **{33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"},
+}
+
+
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    return np.frombuffer(data, dtype)[0]
+
+
+def _array(dtype: str, shape: str, data: bytes) -> Any:
+    """An array; dtype and shape come first in the data if the column does not have them."""
+    at = 0
+    if not dtype:
+        dtype, at = _DTYPES[data[0]], 1
+    if shape:
+        sizes = [int(size) for size in shape.split(",")]
+    else:
+        axes, width = data[at] >> 2, 1 << (data[at] & 3)
+        sizes = np.frombuffer(data, f"<u{width}", axes, at + 1).tolist()
+        at += 1 + axes * width
+    return np.frombuffer(data[at:], dtype).reshape(sizes).copy()  # torch warns of arrays that cannot be written
+
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "jpeg": bytes,
+    "png": bytes,
+    "str": bytes.decode,
+    "int": _integer,
+    "str_int": int,
+    "str_float": float,
+    "json": json.loads,
+    **{dtype: partial(_scalar, dtype) for dtype in _DTYPES.values()},
+}
+
+
+def scan_mds(size: int, target: Sequence[str] = ()) -> Scan:
+    """Reads the offsets of samples. It collects no targets."""
+    count = int.from_bytes((yield 0, 4), "little")
+    if 4 * (count + 2) > size:
+        raise ValueError("it is truncated or no MDS file")
+    offsets = np.frombuffer((yield 4, 4 * (count + 2)), "<u4")
+    if int(offsets[-1]) != size or not (offsets[1:] >= offsets[:-1]).all():
+        raise ValueError(f"it is truncated or damaged: it has {size} bytes, by its offsets {int(offsets[-1])}")
+    return ranges_of(offsets[:-1], offsets[1:])
+
+
+@public
+@explain_arguments()
+class MDSShards(FieldShards):
+    """Samples that MosaicML Streaming has written; the fields are the columns.
+
+    Columns of the encodings bytes, str, int, str_int, str_float, json, ndarray and of scalars have their values;
+    jpeg and png have the encoded bytes, for ``decode=``. Other encodings (pil, pickle, lists) are an error, unless
+    ``data`` leaves them out.
+
+    Args:
+        urls: Folders with an ``index.json``, or these files: URLs or paths, one or a list.
+        data: The column that ``decode=`` gets. A list of names: a dict of these. Default: a dict of all.
+        target: The column of the target; a sample is then ``(decoded, target)``. All samples are read once for it, and
+            the targets are cached.
+        to_target: Makes a target of the value of its column.
+        store: An obstore store that reads the URLs. Default: made of the URLs.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+
+    Raises:
+        FileNotFoundError: There is no ``index.json``, or a shard is missing.
+        ValueError: A shard is compressed, truncated or damaged, a column does not exist or has another encoding, or a
+            URL cannot be read.
+        OSError: A shard cannot be read.
+    """
+
+    rules = IndexRules("mds", scan_mds, streams=False)
+
+    def _check_names(self) -> None:
+        super()._check_names()
+        self._decoders = {name: self._decoder(name) for name in self._encodings}
+
+    async def _list(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
+        self._encodings: dict[str, str] = {}
+        self._sizes: dict[str, int | None] = {}
+        found: list[Shard] = []
+        for url in [urls] if isinstance(urls, str | os.PathLike) else urls:
+            text = os.fspath(url)
+            folder = text.removesuffix("index.json") if text.rpartition("/")[2] == "index.json" else text
+            base = folder.rstrip("/") or "."
+            listed = finder.shard(f"{base}/index.json")
+            try:
+                index = json.loads(await listed.reader.read(listed.key))
+            except ValueError as error:
+                raise ValueError(f"{listed.url}: it is no JSON file: {error}") from None
+            if not isinstance(index, dict) or index.get("version") != 2 or not isinstance(index.get("shards"), list):
+                raise ValueError(f"{listed.url}: it is no index of MDS shards of version 2")
+            for entry in index["shards"]:
+                try:
+                    found.append(self._shard(finder, base, listed.url, entry))
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise ValueError(f"{listed.url}: an entry of a shard is damaged: {error!r}") from None
+                if entry.get("zip_data") is not None:
+                    await _check_decompressed(found[-1], entry)
+        if not found:
+            raise ValueError("the list of shards is empty")
+        return found
+
+    def _shard(self, finder: ShardFinder, base: str, url: str, entry: dict[str, Any]) -> Shard:
+        if entry.get("format") != "mds" or entry.get("version") != 2:
+            raise ValueError(f"{url}: a shard of format {entry.get('format')!r}, not MDS of version 2")
+        names, encodings, sizes = entry["column_names"], entry["column_encodings"], entry["column_sizes"]
+        columns = dict(zip(names, encodings, strict=True))
+        if self._encodings not in ({}, columns):
+            raise ValueError(f"{url}: shards have different columns: {self._encodings} and {columns}")
+        self._encodings, self._sizes = columns, dict(zip(names, sizes, strict=True))
+        shard = finder.shard(f"{base}/{entry['raw_data']['basename']}")
+        shard.samples = entry["samples"]
+        return shard
+
+    async def _finish(self, shard: Shard, index: ShardIndex) -> None:
+        await super()._finish(shard, replace(index, names=tuple(self._encodings)))
+
+    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:
+        [data] = parts
+        at = 4 * sum(not size for size in self._sizes.values())
+        variable = iter(np.frombuffer(data, "<u4", at // 4).tolist())
+        found = {}
+        for name, size in self._sizes.items():
+            length = size or next(variable)
+            if name in index.names:
+                found[name] = data[at : at + length]
+            at += length
+        if at != len(data):
+            raise ValueError(f"sample {sample} has {len(data)} bytes, by the sizes of its columns {at}")
+        return found
+
+    def _value(self, field: str, data: bytes) -> Any:
+        return self._decoders[field](data)
+
+    def _decoder(self, name: str) -> Callable[[bytes], Any]:
+        kind, _, arguments = self._encodings[name].partition(":")
+        if kind in _DECODERS:
+            return _DECODERS[kind]
+        if kind == "ndarray":
+            dtype, _, shape = arguments.partition(":")
+            return partial(_array, dtype, shape)
+        if name not in (self._data or self._fields or self._encodings) and name not in self._target_fields:
+            return bytes
+        raise ValueError(
+            f"MDSShards: the column {name!r} has the encoding {kind!r}, which is not read; choose other columns with "
+            f"data=[...]; there are {self._encodings}"
+        )
+
+
+async def _check_decompressed(shard: Shard, entry: dict[str, Any]) -> None:
+    try:
+        await shard.open()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{shard.url}: there is only {entry['zip_data']['basename']!r}, and a shard compressed with "
+            f"{entry['compression']} has no random access: decompress the shards, or write them without compression="
+        ) from None

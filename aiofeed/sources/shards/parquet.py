@@ -1,0 +1,284 @@
+"""``ParquetRows``: rows of Parquet files, through pyarrow."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from aiofeed.core.types import public
+from aiofeed.core.validation import check_callable, explain_arguments
+from aiofeed.sources.objects.reader import run_all
+from aiofeed.sources.shards.base import Shards
+from aiofeed.sources.shards.index import ShardIndex
+from aiofeed.sources.shards.urls import Shard, Urls
+
+# Most footers are shorter, so that one request reads them.
+_TAIL_BYTES = 64 << 10
+# Row groups that are read at the same time, and the memory for those that were read, the last one in any case.
+GROUPS = 4
+CACHE_BYTES = 256 << 20
+
+
+@dataclass(eq=False)
+class RowGroups:
+    """The row groups of a file.
+
+    Args:
+        metadata: pyarrow's description of the file.
+        first: The first row of each group, and the number of rows.
+        targets: The column of targets.
+    """
+
+    metadata: Any
+    first: Any
+    targets: Any = None
+
+
+@public
+@explain_arguments()
+class ParquetRows(Shards):
+    """Rows of Parquet files; a sample is a dict of the row's values.
+
+    Row groups are read whole, for all samples of a read together, and up to 256 MiB of them are kept: small row groups
+    suit a shuffled order, because each sample of a batch is in another one. Needs ``pip install "aiofeed[parquet]"``.
+
+    Args:
+        urls: URLs or paths: a list, or one with braces such as ``s3://bucket/train-{000..099}.parquet`` or a glob.
+        columns: The columns of the dict. Default: all.
+        data: The column whose value ``decode=`` gets in place of a dict; that of a struct with its field, as in
+            ``"image.bytes"``.
+        target: The column of the target; a sample is then ``(decoded, target)``. The column is read once, when the
+            source is made, and stays in memory.
+        to_target: Makes a target of the value of its column.
+        store: An obstore store that reads the URLs. Default: made of the URLs.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is truncated, damaged or no Parquet file, a column does not exist, or a URL cannot be read.
+        OSError: A file cannot be read.
+    """
+
+    _blocking = False
+    target: Callable[[int], Any]
+
+    def __init__(
+        self,
+        urls: Urls,
+        columns: Sequence[str] | None = None,
+        *,
+        data: str | None = None,
+        target: str | None = None,
+        to_target: Callable[[Any], Any] | None = None,
+        store: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(columns, str):
+            raise TypeError(f"ParquetRows(columns=) must be a list of names, got {columns!r}")
+        if columns is not None and data is not None:
+            raise ValueError("ParquetRows: data= is one column and columns= are those of a dict: pass one of them")
+        for argument, value in (("data", data), ("target", target)):
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"ParquetRows({argument}=) must be the name of a column, got {value!r}")
+        self._columns = None if columns is None else list(columns)
+        self._data = data.split(".") if data is not None else None
+        self._target_column = target
+        self._to_target = check_callable("ParquetRows(to_target=)", to_target)
+        self._reset()
+        _parquet()
+        super().__init__(urls, store=store, options=options)
+        if target is not None:
+            self.target = self._target
+
+    def _reset(self) -> None:
+        self._tables: OrderedDict[tuple[Shard, int], Any] = OrderedDict()
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_tables", "_locks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def _selection(self) -> Any:
+        return self._columns, self._data, self._target_column
+
+    def _samples(self, shard: Shard) -> int:
+        return int(shard.extra.first[-1])
+
+    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
+        raise NotImplementedError  # rows are read by row groups
+
+    async def _index(self, shard: Shard) -> None:
+        tail = await self._tail(shard, _TAIL_BYTES)
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if not tail.endswith(b"PAR1") or length > shard.size:
+            raise ValueError("it is no Parquet file, or a truncated or encrypted one")
+        if length > len(tail):
+            tail = await self._tail(shard, length)
+        try:
+            metadata = _parquet().read_metadata(io.BytesIO(tail))
+        except Exception as error:  # noqa: BLE001 - pyarrow's errors
+            raise ValueError(f"its footer is damaged: {error}") from None
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        shard.extra = RowGroups(metadata, np.cumsum([0, *rows]))
+        wanted = [*(self._columns or ()), *([".".join(self._data)] if self._data else ())]
+        for name in [*wanted, *([self._target_column] if self._target_column else ())]:
+            if not _leaves(metadata, [name]):
+                raise ValueError(f"there is no column {name!r}; there are {metadata.schema.to_arrow_schema().names}")
+        if self._target_column is not None:
+            async with self._scanning:
+                groups = range(metadata.num_row_groups)
+                tables = [await self._read_rows(shard, group, [self._target_column]) for group in groups]
+            shard.extra.targets = _column(tables, self._target_column)
+
+    async def _tail(self, shard: Shard, nbytes: int) -> bytes:
+        [tail] = await shard.read([(max(shard.size - nbytes, 0), shard.size)])
+        return tail
+
+    def _target(self, index: int) -> Any:
+        shard, row = self._find(index)
+        value = shard.extra.targets[row]
+        value = value.as_py() if hasattr(value, "as_py") else value.item()
+        return value if self._to_target is None else self._to_target(value)
+
+    async def _read_group(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
+        """Rows of one file; each row group is read once."""
+        first = shard.extra.first
+        groups: dict[int, list[int]] = {}
+        for place, group in enumerate((np.searchsorted(first, samples, side="right") - 1).tolist()):
+            groups.setdefault(group, []).append(place)
+        found: list[Any] = [None] * len(samples)
+
+        async def read_one(group: int, places: list[int]) -> None:
+            try:
+                table = await self._table(shard, group)
+                rows = [samples[place] for place in places]
+                values = await asyncio.to_thread(_take, table, [row - int(first[group]) for row in rows])
+                if self._data is not None:
+                    values = [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]
+            except Exception as error:  # noqa: BLE001 - the error of each of these samples
+                values = [error.with_traceback(None)] * len(places)
+            for place, value in zip(places, values, strict=True):
+                found[place] = value
+
+        await run_all([read_one(group, places) for group, places in groups.items()])
+        return found
+
+    def _chosen(self, value: Any, row: int, shard: Shard) -> Any:
+        """The value of the column for the decoder; a ``ValueError`` if it is null."""
+        assert self._data is not None
+        for name in self._data:
+            value = None if value is None else value[name]
+        return ValueError(f"{shard.url}: row {row} has no {'.'.join(self._data)!r}") if value is None else value
+
+    async def _table(self, shard: Shard, group: int) -> Any:
+        """A row group, read once if several reads need it at the same time."""
+        key = shard, group
+        if (table := self._tables.get(key)) is not None:
+            return table
+        locks = self._locks.setdefault(asyncio.get_running_loop(), {})
+        async with locks.setdefault(key, asyncio.Lock()), locks.setdefault(None, asyncio.Semaphore(GROUPS)):
+            table = self._tables.get(key)
+            if table is None:
+                table = await self._read_rows(shard, group, [self._data[0]] if self._data else self._columns)
+                self._tables[key] = table
+                while len(self._tables) > 1 and sum([each.nbytes for each in self._tables.values()]) > CACHE_BYTES:
+                    self._tables.popitem(last=False)
+        locks.pop(key, None)
+        return table
+
+    async def _read_rows(self, shard: Shard, group: int, columns: Sequence[str] | None) -> Any:
+        """The columns of a row group."""
+        metadata = shard.extra.metadata
+        described = metadata.row_group(group)
+        chunks = [described.column(number) for number in _leaves(metadata, columns)]
+        ranges = []
+        for chunk in chunks:
+            start = chunk.data_page_offset
+            if chunk.dictionary_page_offset is not None:  # 0 if there is none
+                start = min(start, chunk.dictionary_page_offset or start)
+            ranges.append((start, start + chunk.total_compressed_size))
+        parts = await shard.read(ranges)
+        file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
+        try:
+            return await asyncio.to_thread(_read_row_group, file, metadata, group, columns)
+        except Exception as error:  # noqa: BLE001 - pyarrow's errors
+            raise ValueError(f"{shard.url}: row group {group}: {error}") from None
+
+
+def _parquet() -> Any:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ImportError('Parquet files are read by pyarrow: pip install "aiofeed[parquet]"') from None
+
+
+def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, columns: Sequence[str] | None) -> Any:
+    opened = _parquet().ParquetFile(file, metadata=metadata, pre_buffer=False)
+    return opened.read_row_group(group, columns=columns, use_threads=False)
+
+
+def _take(table: Any, rows: Sequence[int]) -> list[Any]:
+    found: list[Any] = table.take(rows).to_pylist()
+    return found
+
+
+def _leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
+    """The numbers of the column chunks of columns; ``None``: of all."""
+    numbers = range(metadata.num_columns)
+    if columns is None:
+        return list(numbers)
+    paths = [metadata.schema.column(number).path for number in numbers]
+    return [number for number in numbers if any(f"{paths[number]}.".startswith(f"{name}.") for name in columns)]
+
+
+def _column(tables: Sequence[Any], name: str) -> Any:
+    """A column of several tables, as a numpy array if it has numbers only."""
+    arrow = importlib.import_module("pyarrow")
+    column = arrow.chunked_array([chunk for table in tables for chunk in table.column(name).chunks] or [[]])
+    numeric = arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)
+    return column.to_numpy() if numeric and not column.null_count else column
+
+
+class _PartsOfFile(io.RawIOBase):
+    """A file of which only some parts are in memory."""
+
+    def __init__(self, size: int, parts: Mapping[int, bytes]) -> None:
+        super().__init__()
+        self._size = size
+        self._parts = parts
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        for start, part in self._parts.items():
+            if start <= self._at and self._at + size <= start + len(part):
+                data = part[self._at - start : self._at - start + size]
+                self._at += size
+                return data
+        raise ValueError(f"bytes {self._at} to {self._at + size} belong to no column that is read")

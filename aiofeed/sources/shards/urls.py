@@ -1,0 +1,228 @@
+"""Finds shards: braces, globs, lists and JSON lists of WebDataset's ``wids`` become shards with their readers."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from aiofeed.sources.file_io import open_file
+from aiofeed.sources.objects.faults import changed, too_short
+from aiofeed.sources.objects.reader import ObjectReader
+from aiofeed.sources.objects.urls import redacted, split_url
+from aiofeed.sources.shards.index import ShardIndex, ranges_of
+
+Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_GLOB = re.compile(r"[*?[]")
+
+NO_SAMPLES = ranges_of((), ())
+
+
+@dataclass(eq=False)
+class Shard:
+    """A shard, and its size and version when it was opened.
+
+    Args:
+        reader: Reads it.
+        key: Its key in the reader.
+        local: Whether it is a file.
+        samples: The number of its samples in the list that names it.
+        size: Its size in bytes.
+        etag: Its etag.
+        version: Its etag, or the time of its last change.
+        index: Where its samples are.
+        extra: What else its format has to know.
+    """
+
+    reader: ObjectReader
+    key: str
+    local: bool
+    samples: int | None = None
+    size: int = 0
+    etag: str | None = None
+    version: str = ""
+    index: ShardIndex = NO_SAMPLES
+    extra: Any = None
+
+    @property
+    def url(self) -> str:
+        """Its URL without credentials, or its path."""
+        return self.reader.url(self.key)
+
+    def beside(self, key: str) -> Shard:
+        """Another object of the same store."""
+        return Shard(self.reader, key, self.local)
+
+    async def open(self) -> None:
+        """Find out size and version."""
+        if self.local:
+            status = await asyncio.to_thread(os.stat, self.key)
+            self.size, self.version = status.st_size, _version(status)
+        else:
+            info = await self.reader.head(self.key)
+            self.size, self.etag, self.version = info.size, info.etag, info.etag or str(info.modified)
+
+    async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges.
+
+        Raises:
+            OSError: The shard cannot be read, or has changed since it was opened.
+        """
+        if self.local:
+            return await asyncio.to_thread(self.read_now, ranges)
+        starts, ends = zip(*ranges, strict=True)
+        return await self.reader.read_ranges(self.key, starts, ends, etag=self.etag)
+
+    def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges of a file."""
+        with open(open_file(self.key), "rb", buffering=0) as file:
+            if _version(os.fstat(file.fileno())) != self.version:
+                raise changed(self.key)
+            found = [read_range(file, start, end) for start, end in ranges]
+        for (start, end), data in zip(ranges, found, strict=True):
+            if len(data) != end - start:
+                raise too_short(self.key, start, end)
+        return found
+
+
+class ShardFinder:
+    """Finds the shards of URLs.
+
+    Args:
+        store: An obstore store in place of those of the URLs.
+        options: Arguments of ``obstore.store.from_url``.
+    """
+
+    def __init__(self, store: Any, options: Mapping[str, Any] | None) -> None:
+        self._store = store
+        self._options = options
+        self._readers: dict[str, ObjectReader] = {}
+
+    def shard(self, url: str) -> Shard:
+        """The shard at one URL."""
+        base, key = split_url(url)
+        if base not in self._readers:
+            if self._store is not None and self._readers:
+                both = sorted(map(redacted, [base, *self._readers]))
+                raise ValueError(f"store= is one bucket or host, and the URLs have several: {both}")
+            self._readers[base] = ObjectReader(base, store=self._store, options=self._options)
+        return Shard(self._readers[base], key, local=not base and self._store is None)
+
+    async def find(self, urls: Urls) -> list[Shard]:
+        """All shards, in the order of the URLs; those of a glob are sorted.
+
+        Raises:
+            TypeError, ValueError: A URL is not one, or its braces cannot be expanded.
+            FileNotFoundError: A glob has no match.
+        """
+        if isinstance(urls, str | os.PathLike) or not isinstance(urls, Iterable):
+            urls = [urls]
+        found: list[Shard] = []
+        for given in urls:
+            url = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+            if not isinstance(url, str):
+                raise TypeError(f"shards are named by URLs or paths, got {given!r}")
+            if url.startswith("pipe:"):
+                raise ValueError("a pipe has no random access: name the shards by URLs, e.g. s3://bucket/key")
+            for each in expand_braces(url):
+                found += await self._expand(each)
+        if not found:
+            raise ValueError("the list of shards is empty")
+        return found
+
+    async def _expand(self, url: str) -> list[Shard]:
+        shard = self.shard(url)
+        if shard.key.endswith(".json"):
+            return await self._listed(shard, url)
+        wildcard = _GLOB.search(shard.key)
+        if wildcard is None:
+            if shard.local and await asyncio.to_thread(os.path.isdir, shard.key):
+                raise IsADirectoryError(f"{shard.key!r} is a folder; {shard.key.rstrip('/')}/* are the files in it")
+            return [shard]
+        if url.startswith(("http://", "https://")):
+            raise ValueError(f"{shard.url!r}: a web server cannot be listed; name shards with {{000..099}} or a list")
+        if shard.local:
+            keys = await asyncio.to_thread(_local_matches, shard.key)
+        else:
+            folder = shard.key[: wildcard.start()].rpartition("/")[0]
+            keys = []
+            async for page in shard.reader.list(f"{folder}/" if folder else ""):
+                keys += [key for key, _ in page if _matches(key, shard.key)]
+        if not keys:
+            raise FileNotFoundError(f"no shard matches {shard.url!r}")
+        return [shard.beside(key) for key in sorted(keys)]
+
+    async def _listed(self, shard: Shard, url: str) -> list[Shard]:
+        """The shards in a JSON file of ``wids``; relative ones lie beside the file."""
+        listed = json.loads(await shard.reader.read(shard.key))
+        entries = listed.get("shardlist") if isinstance(listed, dict) else None
+        if not isinstance(entries, list) or not all(
+            isinstance(each, dict) and isinstance(each.get("url"), str) for each in entries
+        ):
+            raise ValueError(f"{shard.url}: it is no list of shards as widsindex writes it, with the key 'shardlist'")
+        base = listed.get("base_path") or url.rpartition("/")[0]
+        found = []
+        for entry in entries:
+            name = entry["url"]
+            at = name if "://" in name or os.path.isabs(name) or not base else f"{base.rstrip('/')}/{name}"
+            found.append(self.shard(at))
+            found[-1].samples = entry.get("nsamples")
+        return found
+
+
+def expand_braces(text: str) -> list[str]:
+    """``"a-{08..10}.tar"`` and ``"{a,b}.tar"`` as lists; numbers have the width of the first one.
+
+    Raises:
+        ValueError: Braces are nested, or contain neither a range nor a list.
+    """
+    match = _BRACES.search(text)
+    if match is None:
+        if "{" in text or "}" in text:
+            raise ValueError(f"{redacted(text)!r} has a brace without its counterpart")
+        return [text]
+    head, body, tail = text[: match.start()], match[1], text[match.end() :]
+    if "{" in head:
+        raise ValueError(f"{redacted(text)!r} has nested braces: write a list of the URLs")
+    if numbers := _RANGE.fullmatch(body):
+        first, last = int(numbers[1]), int(numbers[2])
+        if last < first:
+            raise ValueError(f"{redacted(text)!r}: the range {{{body}}} ends before it starts")
+        parts = [str(number).zfill(len(numbers[1])) for number in range(first, last + 1)]
+    elif "," in body:
+        parts = body.split(",")
+    else:
+        raise ValueError(f"{redacted(text)!r}: braces contain a range {{000..099}} or a list {{a,b}}, not {{{body}}}")
+    return [f"{head}{part}{rest}" for part in parts for rest in expand_braces(tail)]
+
+
+def read_range(file: io.FileIO, start: int, end: int) -> bytes:
+    """The bytes of a range of a file; fewer if the file ends before it."""
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+
+
+def _local_matches(path: str) -> list[str]:
+    return [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+
+
+def _matches(key: str, pattern: str) -> bool:
+    parts, wanted = key.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))

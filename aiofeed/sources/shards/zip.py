@@ -1,0 +1,165 @@
+"""``ZipShards``: samples of several files in zip files.
+
+Source: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 (local header) and 4.3.12 to 4.5.3 (central directory, zip64).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+from aiofeed.core.types import public
+from aiofeed.core.validation import explain_arguments
+from aiofeed.sources.file_io import MAX_BYTES
+from aiofeed.sources.shards.base import FieldShards
+from aiofeed.sources.shards.index import IndexBuilder, ShardIndex
+from aiofeed.sources.shards.indexing import IndexRules, Scan
+
+_STORED, _DEFLATED = 0, 8
+_END = struct.Struct("<4s4H2LH")
+_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+# The end record is followed by a comment of at most 65,535 bytes.
+_TAIL = _END.size + 0xFFFF + _LOCATOR.size
+
+
+def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
+    """Reads the central directory. It collects no targets: their members are elsewhere."""
+    first = max(size - _TAIL, 0)
+    tail = yield first, size
+    at = tail.rfind(b"PK\5\6")
+    while at >= 0 and (len(tail) - at < _END.size or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail)):
+        at = tail.rfind(b"PK\5\6", 0, at)
+    if at < 0:
+        raise ValueError("it is no zip file, or a truncated one: it has no end record")
+    _, disk, _, _, count, length, offset, _ = _END.unpack_from(tail, at)
+    end = first + at
+    if at >= _LOCATOR.size and tail.startswith(b"PK\6\7", at - _LOCATOR.size):
+        place = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)[2]
+        record = yield place, place + _END64.size
+        if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
+            raise ValueError("the zip64 end record is damaged")
+        (_, _, _, _, disk, _, _, count, length, offset), end = _END64.unpack(record), place
+    if disk or length > end:
+        raise ValueError("the zip file has several parts or its end record is damaged")
+    # Bytes before the archive, as in a self-extracting one, shift all offsets.
+    shift = end - length - offset
+    directory = yield end - length, end
+    if len(directory) < length:
+        raise ValueError("the zip file is truncated: its directory is not complete")
+    entries = _entries(directory, count, shift)
+    if any(not 0 <= start < end - length for start, *_ in entries):
+        raise ValueError("the directory of the zip file is damaged")
+    starts = sorted([start for start, *_ in entries] + [end - length])
+    ends = dict(pairwise(starts))
+    builder = IndexBuilder()
+    for start, name, stored, crc in entries:
+        builder.add(name, start, ends[start], stored, crc)
+    return builder.finish()
+
+
+def _entries(directory: bytes, count: int, shift: int) -> list[tuple[int, str, int, int]]:
+    """Where each member starts, its name, the bytes of its data and its CRC-32."""
+    found, at = [], 0
+    for _ in range(count):
+        if len(directory) < at + _ENTRY.size or not directory.startswith(b"PK\1\2", at):
+            raise ValueError("the directory of the zip file is damaged")
+        _, _, _, flags, method, _, _, crc, stored, size, name_size, extra_size, comment, _, _, _, start = (
+            _ENTRY.unpack_from(directory, at)
+        )
+        at += _ENTRY.size
+        encoded, extra = directory[at : at + name_size], directory[at + name_size : at + name_size + extra_size]
+        name = encoded.decode("utf-8" if flags & 0x800 else "cp437", "surrogateescape")
+        at += name_size + extra_size + comment
+        if flags & 1:
+            raise ValueError(f"the member {name!r} is encrypted")
+        if method not in (_STORED, _DEFLATED):
+            raise ValueError(f"the member {name!r} is compressed with method {method}; stored and deflated can be read")
+        large = _zip64(extra)
+        if size == 0xFFFFFFFF:
+            large = large[1:]
+        if stored == 0xFFFFFFFF:
+            stored, *large = large or [0]
+        if start == 0xFFFFFFFF:
+            start = (large or [0])[0]
+        found.append((start + shift, name, stored, crc))
+    return found
+
+
+def _zip64(extra: bytes) -> list[int]:
+    """The 64-bit numbers of a member: those of size, size of the data and start that are missing in 32 bits."""
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            return list(struct.unpack_from(f"<{min(size, len(extra) - 4) // 8}Q", extra, 4))
+        extra = extra[4 + size :]
+    return []
+
+
+def _contents(part: bytes, stored: int) -> bytes:
+    """The contents of a member, from the bytes from its local header on."""
+    if len(part) < _LOCAL.size or not part.startswith(b"PK\3\4"):
+        raise ValueError("there is no member where the directory says")
+    _, _, _, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack_from(part)
+    begin = _LOCAL.size + name_size + extra_size
+    data = part[begin : begin + stored]
+    if len(data) < stored:
+        raise ValueError("a member ends before its directory says")
+    if method == _STORED:
+        return data
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        contents = inflater.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"a member cannot be inflated: {error}") from None
+    if not inflater.eof:
+        raise ValueError(f"a member is cut, or has more than {MAX_BYTES} bytes")
+    return contents
+
+
+ZIP_RULES = IndexRules("zip", scan_zip, streams=False)
+
+
+@public
+@explain_arguments()
+class ZipShards(FieldShards):
+    """Samples in zip files, grouped as in ``TarShards``. Members may be stored or deflated.
+
+    The central directory at the end of each shard is its index. The CRC-32 of each member is checked.
+
+    Args:
+        urls: URLs or paths: a list, or one with braces such as ``s3://bucket/train-{000..099}.zip`` or a glob.
+        data: The field whose bytes ``decode=`` gets, or alternatives: ``"jpg;png"``. A list of names: a dict of these.
+            Default: a dict of all.
+        target: The field of the target; a sample is then ``(decoded, target)``. The bytes of all targets are read once,
+            when the source is made, and stay in memory.
+        to_target: Makes a target of the bytes of its field. Default: ``int``.
+        store: An obstore store that reads the URLs. Default: made of the URLs.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+
+    Raises:
+        FileNotFoundError: A shard does not exist.
+        ValueError: A shard is truncated, damaged, encrypted or no zip file; a member is compressed otherwise; no sample
+            has a field; or a URL cannot be read.
+        OSError: A shard cannot be read.
+    """
+
+    _in_thread = True
+    rules = ZIP_RULES
+    default_to_target = int
+
+    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:
+        assert index.fields is not None
+        assert index.sizes is not None
+        assert index.crcs is not None
+        found = {}
+        for member, part in zip(index.members(sample), parts, strict=True):
+            data = _contents(part, int(index.sizes[member]))
+            if zlib.crc32(data) != int(index.crcs[member]):
+                raise ValueError("a member has another CRC-32 than its directory says")
+            found[index.names[int(index.fields[member])]] = data
+        return found

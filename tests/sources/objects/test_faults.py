@@ -1,0 +1,422 @@
+import asyncio
+import logging
+import multiprocessing
+import os
+import pickle
+import threading
+import traceback
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiofeed.sources.objects import reader as reader_module
+from aiofeed.sources.objects.reader import ObjectReader
+from tests.support.fault_server import Fault
+from tests.support.waiting import until
+
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 2
+DATA = bytes(range(256)) * 16
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(reader_module, "backoff_s", lambda attempt, jitter: 0.001)
+
+
+@pytest.fixture
+def reader(server):
+    server.objects["bucket/a"] = DATA
+    return ObjectReader("s3://bucket", options=server.options)
+
+
+def first(*faults):
+    """A schedule of these faults for the first requests."""
+    return lambda request: faults[request.number] if request.number < len(faults) else None
+
+
+TRANSIENT = {
+    "500": Fault(status=500),
+    "503": Fault(status=503, code="SlowDown"),
+    "429": Fault(status=429),
+    "408": Fault(status=408),
+    "403": Fault(status=403, code="userRateLimitExceeded"),
+    "no body": Fault(cut=0),
+    "cut": Fault(cut=10),
+    "closed": Fault(close=True),
+}
+
+
+@pytest.mark.parametrize("fault", TRANSIENT.values(), ids=TRANSIENT)
+async def test_transient_faults_are_retried(reader, server, fault, caplog):
+    """A request that fails for a moment is sent again until it succeeds; this is counted and logged once."""
+    server.schedule = first(fault, fault, fault)
+    assert await reader.read("a") == DATA
+    assert (reader.statistics().retries, reader.statistics().requests, server.count) == (3, 4, 4)
+    server.schedule = lambda request: fault if request.number == 4 else None
+    assert await reader.read_ranges("a", [0, 9], [4, 20]) == [DATA[:4], DATA[9:20]]
+    assert server.count == 6
+    assert caplog.text.count("sent again") == 1
+
+
+@pytest.mark.parametrize("status", [400, 404, 412, 416])
+async def test_other_answers_are_not_retried(reader, server, status):
+    """An answer that another attempt does not change is an error after one request, with the URL."""
+    server.schedule = lambda request: Fault(status=status)
+    with pytest.raises(OSError, match="s3://bucket/a"):
+        await reader.read_ranges("a", [0], [1])
+    assert server.count == 1
+
+
+async def test_denied_access_is_not_retried(reader, server):
+    """Denied access is a ``PermissionError`` after one request, with the code of the store."""
+    server.schedule = lambda request: Fault(status=403, code="AccessDenied")
+    with pytest.raises(PermissionError, match=r"access is denied.*AccessDenied.*s3://bucket/a"):
+        await reader.read("a")
+    assert server.count == 1
+
+
+async def test_a_server_that_ignores_ranges(reader, server):
+    """A whole object in answer to a range is an error that says so, not wrong bytes."""
+    server.schedule = lambda request: Fault(ignore_range=True)
+    with pytest.raises(OSError, match="ignores requests for a part"):
+        await reader.read_ranges("a", [10], [20])
+
+
+async def test_an_outage_ends_in_an_error(reader, server, monkeypatch):
+    """After the time limit for retries, the last fault is the error."""
+    monkeypatch.setattr(reader_module, "RETRY_S", 0.1)
+    server.schedule = lambda request: Fault(status=503, code="SlowDown")
+    with pytest.raises(OSError, match=r"503.*SlowDown.*s3://bucket/a"):
+        await reader.read("a")
+    assert server.count > 5
+
+
+async def test_a_wrong_host_fails_early(server, monkeypatch):
+    """A host that has never answered is given up after a shorter time; the error says that its name is unknown."""
+    monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.1)
+    options = {**server.options, "endpoint": f"http://{'x' * 64}.invalid"}
+    with pytest.raises(OSError, match=r"host name.*s3://bucket/a"):
+        await ObjectReader("s3://bucket", options=options).read("a")
+
+
+async def test_a_server_that_comes_back(reader, server):
+    """Reads go on when a server that died is there again."""
+    assert await reader.read("a") == DATA
+    await asyncio.to_thread(server.stop)
+    reads = [asyncio.create_task(reader.read("a")) for _ in range(5)]
+    await asyncio.to_thread(until, lambda: reader.statistics().retries)
+    await asyncio.to_thread(server.start)
+    assert await asyncio.gather(*reads) == [DATA] * 5
+
+
+async def test_an_object_that_is_replaced_between_parts(reader, server, monkeypatch):
+    """A large object that is replaced while its parts are read is an error, not a mixture of both."""
+    monkeypatch.setattr(reader_module, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "PART_BYTES", 1000)
+
+    def replace(request):
+        if request.number == 2:
+            server.objects["bucket/a"] = DATA[::-1]
+
+    server.schedule = replace
+    with pytest.raises(OSError, match="has changed"):
+        await reader.read("a")
+
+
+# --- credentials
+
+
+async def test_expired_credentials_are_obtained_again(server, tmp_path, monkeypatch):
+    """Reads whose credentials have expired obtain them again from the configuration file, once, and go on."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "research")
+    (tmp_path / "config").write_text(
+        f"[profile research]\nregion = eu-central-1\nendpoint_url = {server.endpoint}\n[default]\nregion = us-east-1\n"
+    )
+
+    def write(key):
+        lines = f"aws_access_key_id = {key}\naws_secret_access_key = secret-{key}\naws_session_token = token-{key}"
+        (tmp_path / "credentials").write_text(f"[research]\n{lines}\n[default]\naws_access_key_id = other\n")
+
+    write("FIRST")
+    server.objects["bucket/a"] = DATA
+    valid = ["FIRST"]
+
+    def check(request):
+        credential = request.headers["authorization"].partition("Credential=")[2].partition("/")[0]
+        token = request.headers["x-amz-security-token"]
+        return (
+            None if (credential, token) == (valid[0], f"token-{valid[0]}") else Fault(status=403, code="ExpiredToken")
+        )
+
+    server.schedule = check
+    reader = ObjectReader("s3://bucket")
+    assert await reader.read("a") == DATA
+    assert "/eu-central-1/" in server.requests[0].headers["authorization"]
+    write("SECOND")
+    valid[0] = "SECOND"
+    assert await asyncio.gather(*[reader.read("a") for _ in range(20)]) == [DATA] * 20
+    assert 1 <= reader.statistics().retries <= 20
+    before = server.count
+    valid[0] = "THIRD"  # and the file has no new ones
+    with pytest.raises(PermissionError, match="credentials have expired"):
+        await reader.read("a")
+    assert server.count - before == 2
+
+
+async def test_credentials_are_not_mixed(server, tmp_path, monkeypatch):
+    """With credentials in the options, none is taken from the configuration file, but its region is."""
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    (tmp_path / "config").write_text("[default]\nregion = eu-central-1\nendpoint_url = http://127.0.0.1:1\n")
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = FILE\naws_secret_access_key = x\naws_session_token = y\n"
+    )
+    server.objects["bucket/a"] = DATA
+    options = {"aws_access_key_id": "OPTION", "aws_secret_access_key": "x", "aws_endpoint": server.endpoint}
+    assert await ObjectReader("s3://bucket", options=options).read("a") == DATA
+    headers = server.requests[0].headers
+    assert "Credential=OPTION/" in headers["authorization"]
+    assert "/eu-central-1/" in headers["authorization"]
+    assert "x-amz-security-token" not in headers
+
+
+async def test_a_given_store_obtains_credentials_again(server):
+    """A store that the user made, with a provider of credentials, is made again when these have expired."""
+    from obstore.store import S3Store
+
+    server.objects["bucket/a"] = DATA
+    calls = []
+
+    def provider():
+        calls.append(len(calls))
+        return {"access_key_id": f"KEY{len(calls)}", "secret_access_key": "x" * 20, "expires_at": None}
+
+    store = S3Store(
+        "bucket", endpoint=server.endpoint, client_options={"allow_http": True}, credential_provider=provider
+    )
+    server.schedule = lambda request: Fault(status=401) if "KEY1/" in request.headers["authorization"] else None
+    assert await ObjectReader("", store=store).read("a") == DATA
+    assert len(calls) == 2
+
+
+SECRETS = ["hunter-user", "hunter-pass", "hunter-sig", "hunter-key", "hunter-env", "hunter-token"]
+
+
+@pytest.mark.parametrize("kind", ["s3", "http", "given"])
+@pytest.mark.parametrize("status", [0, 400, 403, 404, 503])
+async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog):
+    """No log line, error or repr has a credential of the URL, of the options or of the environment."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter-env")
+    monkeypatch.setattr(reader_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.01)
+    options = {**server.options, "secret_access_key": "hunter-key", "token": "hunter-token"}
+    if kind == "http":
+        url = server.endpoint.replace("http://", "http://hunter-user:hunter-pass@") + "/bucket?sig=hunter-sig"
+        reader = ObjectReader(url)
+    elif kind == "given":
+        from obstore.store import S3Store
+
+        store = S3Store("bucket", **options, client_options={"allow_http": True}, retry_config={"max_retries": 0})
+        reader = ObjectReader("", store=store)
+    else:
+        reader = ObjectReader("s3://bucket", options=options)
+    # Some servers repeat the request in the text of an error.
+    server.schedule = lambda request: Fault(status=status, close=not status, code=f"sent: {' '.join(SECRETS)}")
+    with pytest.raises(OSError, match="a") as raised:
+        await reader.read("a")
+    shown = ["".join(traceback.format_exception(raised.value)), repr(raised.value), repr(reader), caplog.text]
+    error = raised.value
+    while error is not None:
+        shown.append(f"{error!r} {error}")
+        error = error.__context__
+    known = SECRETS[:3] if kind == "http" else ["hunter-key", "hunter-token", "hunter-env"]
+    for secret in known:
+        assert secret not in " ".join(shown)
+
+
+# --- late requests
+
+
+async def test_a_late_request_is_sent_a_second_time(server):
+    """A request that takes far longer than 95 % of the others is sent again, and the first answer counts."""
+    server.objects["bucket/a"] = DATA
+    reader = ObjectReader("s3://bucket", options=server.options)
+    for _ in range(80):
+        assert await reader.read("a") == DATA
+    server.schedule = lambda request: Fault(stall=True) if request.number == 80 else None
+    late = asyncio.create_task(reader.read("a"))
+    await asyncio.to_thread(until, lambda: server.count > 80)
+    others = 0
+    while not late.done():
+        assert await reader.read("a") == DATA
+        others += 1
+    assert await late == DATA
+    found = reader.statistics()
+    assert found.hedges >= 1
+    assert (found.requests, found.retries) == (81 + others + found.hedges, 0)
+
+
+async def test_second_requests_are_few(server):
+    """At most 5 % of the requests are sent a second time, however many are late."""
+    server.objects["bucket/a"] = DATA
+    reader = ObjectReader("s3://bucket", options=server.options)
+    server.schedule = lambda request: Fault(delay_s=0.1 if request.number > 100 and request.number % 8 == 0 else 0.0)
+
+    async def read(times):
+        for _ in range(times):
+            await reader.read("a")
+
+    await asyncio.gather(*[read(40) for _ in range(16)])
+    found = reader.statistics()
+    assert 0 < found.hedges <= 0.05 * found.requests
+
+
+async def test_no_second_requests_in_an_outage(server):
+    """If all requests are late, or some have failed, none is sent a second time."""
+    server.objects["bucket/a"] = DATA
+    reader = ObjectReader("s3://bucket", options=server.options)
+    for _ in range(200):
+        await reader.read("a")
+    server.schedule = lambda request: Fault(delay_s=0.2)
+    await asyncio.gather(*[reader.read("a") for _ in range(16)])
+    assert reader.statistics().hedges == 0
+    server.schedule = lambda request: Fault(status=503) if request.number % 2 else Fault(delay_s=0.1)
+    await reader.read("a")
+    await reader.read("a")
+    assert reader.statistics().hedges == 0
+
+
+async def test_cancelling_ends_the_request(server):
+    """A cancelled read closes its connection at once."""
+    server.objects["bucket/a"] = DATA
+    server.schedule = lambda request: Fault(stall=True)
+    reader = ObjectReader("s3://bucket", options=server.options)
+    task = asyncio.create_task(reader.read("a"))
+    await asyncio.to_thread(until, lambda: server.count)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(until, lambda: not server.connections)
+
+
+# --- processes and loops
+
+
+def read_in_child(reader, queue):
+    try:
+        queue.put(asyncio.run(reader.read("a")))
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def test_a_forked_process(reader):
+    """A forked process that reads gets an error at once; obstore would never answer there."""
+    assert asyncio.run(reader.read("a")) == DATA
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=read_in_child, args=(reader, queue))
+    child.start()
+    found = queue.get()
+    child.join()
+    assert found.startswith("FeedError: this process is a fork")
+
+
+def test_a_pickled_reader(reader):
+    """A pickled reader has the same root and options, and a client and figures of its own."""
+    assert asyncio.run(reader.read("a")) == DATA
+    copied = pickle.loads(pickle.dumps(reader))
+    assert asyncio.run(copied.read("a")) == DATA
+    assert copied.statistics().requests == 1
+
+
+def test_several_loops(reader):
+    """Loops in several threads, and one after the other, share a reader; its figures are those of all."""
+    found = []
+
+    def main():
+        async def read_all():
+            return await asyncio.gather(*[reader.read("a") for _ in range(10)])
+
+        for _ in range(3):
+            found.extend(asyncio.run(read_all()))
+
+    threads = [threading.Thread(target=main) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [DATA] * 90
+    assert reader.statistics().requests == 90
+    assert len(reader._monitors) <= 3
+
+
+# --- random schedules
+
+FAULTS = st.one_of(
+    st.none(),
+    st.sampled_from([Fault(status=status) for status in (500, 503, 429)]),
+    st.builds(Fault, cut=st.integers(0, len(DATA) - 1)),
+    st.builds(Fault, delay_s=st.sampled_from([0.001, 0.01])),
+    st.just(Fault(close=True)),
+)
+SHORTEST = len(DATA) - 8
+RANGES = st.lists(st.tuples(st.integers(0, SHORTEST), st.integers(0, SHORTEST)).map(sorted), max_size=6)
+
+
+@pytest.mark.parametrize("gap", [0, 64])
+def test_random_schedules(server, monkeypatch, gap):
+    """Whatever faults come in whatever order, each read returns its own bytes."""
+    monkeypatch.setattr(reader_module, "GAP_BYTES", gap)
+    monkeypatch.setattr(reader_module, "PART_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "WHOLE_BYTES", 4092)
+    server.objects.update({f"bucket/{name}": DATA[name:] for name in range(8)})
+    reader = ObjectReader("s3://bucket", options=server.options)
+
+    @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck))
+    @given(st.lists(FAULTS, max_size=40), st.lists(RANGES, min_size=1, max_size=8))
+    def check(faults, ranges):
+        server.count = 0
+        server.requests.clear()
+        server.schedule = first(*faults)
+
+        async def read_all():
+            whole = asyncio.gather(*[reader.read(str(name)) for name in range(8)])
+            parts = [
+                reader.read_ranges(str(name), [start for start, _ in each], [end for _, end in each])
+                for name, each in enumerate(ranges)
+            ]
+            return await whole, await asyncio.gather(*parts)
+
+        whole, parts = asyncio.run(read_all())
+        assert whole == [DATA[name:] for name in range(8)]
+        assert parts == [[DATA[name:][start:end] for start, end in each] for name, each in enumerate(ranges)]
+
+    check()
+
+
+async def test_a_large_object_of_a_server_that_ignores_ranges(server, monkeypatch):
+    """A large object is read as one if the server sends whole objects only."""
+    monkeypatch.setattr(reader_module, "WHOLE_BYTES", 1000)
+    server.objects["bucket/a"] = DATA
+    server.schedule = lambda request: Fault(ignore_range=True)
+    assert await ObjectReader(f"{server.endpoint}/bucket").read("a") == DATA
+
+
+async def test_weak_etags(server, monkeypatch):
+    """A weak etag, which is not allowed as a condition, is compared with that of the answer."""
+    server.objects["bucket/a"] = DATA
+    monkeypatch.setattr(type(server), "etag", lambda self, key: f'W/"{len(self.objects[key])}"')
+    reader = ObjectReader(f"{server.endpoint}/bucket")
+    etag = (await reader.head("a")).etag
+    assert etag == f'W/"{len(DATA)}"'
+    assert await reader.read_ranges("a", [0], [9], etag=etag) == [DATA[:9]]
+    assert "if-match" not in server.requests[-1].headers
+    server.objects["bucket/a"] = DATA[1:]
+    with pytest.raises(OSError, match="has changed"):
+        await reader.read_ranges("a", [0], [9], etag=etag)
