@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
-    from aiofeed.sources.stream import Stream
     from aiofeed.sources.shards.mds import MDSShards
     from aiofeed.sources.shards.parquet import ParquetRows
     from aiofeed.sources.shards.tar import TarShards
     from aiofeed.sources.shards.tfrecord import TFRecordShards
     from aiofeed.sources.shards.zip import ZipShards
+    from aiofeed.sources.stream import Stream
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
