@@ -49,7 +49,7 @@ class StorageStatistics:
         requests: Requests that were sent, retries and hedges included.
         bytes_read: Bytes received, those between joined ranges included.
         retries: Requests that were sent again after a fault.
-        hedges: Requests that were sent a second time because the first took unusually long.
+        hedges: Further requests because the first took unusually long.
         latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
         latency_p95_s: The 95th percentile.
         latency_p99_s: The 99th percentile.
