@@ -1,7 +1,8 @@
-"""Objects in storage that answers after 20 ms: rate, slow answers, processor time, and the start with many keys.
+"""How close to the ideal are reads of objects in storage that answers after 20 ms?
 
-A server on this machine answers in place of the storage, so that both share its cores. "obstore" is the same client
-library with 128 reads in flight and nothing else: the most that any loader over it can reach on this machine.
+Also: slow answers, processor time, and the start with many keys. A server on this machine answers in place of the
+storage, so that both share its cores. "obstore" is the same client library with 128 reads in flight and nothing else:
+the most that any loader over it can reach on this machine.
 
 Targets: at least 0.95 of the ideal rate, in-flight / latency, and 5 times ``DataLoader`` with two workers; with 2 % of
 the answers after 1 s at least 3 times the rate without second requests, with at most 6 % more requests; at most 6 us of
