@@ -176,8 +176,19 @@ def release_on_stop(feeder: Feeder[Any], barrier: Barrier) -> threading.Thread:
     return thread
 
 
+# The threads that ran before a test: those of datasets that other tests still refer to.
+EARLIER: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads() -> None:
+    """Do not count threads of other tests."""
+    EARLIER.clear()
+    EARLIER.update(threading.enumerate())
+
+
 def engine_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")]
+    return [each for each in threading.enumerate() if each.name.startswith("aiofeed") and each not in EARLIER]
 
 
 def check_nothing_left(staged: Staged, feeder: Feeder[Any]) -> None:
