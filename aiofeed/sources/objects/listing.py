@@ -218,12 +218,22 @@ def save_listing(path: Path, listing: Listing, url: str) -> None:
         "key_bytes": len(keys.data),
     }
     line = json.dumps(header).encode()
+    arrays: list[Any] = [keys.offsets, listing.sizes, keys.data]
+    padded = line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n"
+    write_whole(path, [padded, *[memoryview(values) for values in arrays]])
+
+
+def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file that is complete or not there, also if this process dies; make its folder.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
-            file.write(line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n")
-            for values in (keys.offsets, listing.sizes, keys.data):
-                file.write(memoryview(values))  # type: ignore[arg-type]
+            for part in parts:
+                file.write(part)
             file.close()
             os.replace(file.name, path)
         except BaseException:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aiofeed.sources.file_io import open_file
-from aiofeed.sources.objects.listing import cache_folder
+from aiofeed.sources.objects.listing import cache_folder, write_whole
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
 from aiofeed.sources.shards.urls import Shard, read_range
 
@@ -96,25 +94,12 @@ async def save(
     described = {"url": shard.url, "kind": rules.kind, "size": shard.size, "version": shard.version}
     data = index.to_bytes(**described, target=list(target))
     if path is not None:
-        await asyncio.to_thread(_write, path, data)
+        await asyncio.to_thread(write_whole, path, [data])
     elif (path := _cache_path(shard, rules, target)) is not None:
         try:
-            await asyncio.to_thread(_write, path, data)
+            await asyncio.to_thread(write_whole, path, [data])
         except OSError as error:
             log.warning("the index of %s is not saved: %s", shard.url, error)
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
 
 
 def _load(path: Path, shard: Shard) -> ShardIndex | None:

@@ -146,6 +146,7 @@ def test_web_servers_cannot_be_listed(server):
         aiofeed.ImageFolder(f"{server.endpoint}/train")
 
 
+@pytest.mark.usefixtures("obstore_started")
 def test_other_stores():
     """A store in memory is listed, and not cached."""
     from obstore.store import MemoryStore

@@ -80,6 +80,7 @@ def test_wrong_urls(tmp_path: Path) -> None:
         TarShards([])
 
 
+@pytest.mark.usefixtures("obstore_started")
 def test_a_store_is_one_bucket(shard: Path, read_all: Any) -> None:
     """With `store`, URLs are keys of that store, so that URLs of two buckets are an error."""
     store = pytest.importorskip("obstore.store").MemoryStore()
