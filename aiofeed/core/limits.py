@@ -18,6 +18,8 @@ DEVICE_BATCHES = 2
 # A quarter of the free memory leaves room for the training itself; 4 GiB of read-ahead hides any latency.
 MEMORY_SHARE = 4
 MEMORY_CEILING = 4096 * MIB
+# With shards of 64 MiB and 100 KB per sample, requests for a window of this size join several samples each.
+LOOKAHEAD_BYTES = 256 * MIB
 # 64 concurrent reads from storage with a latency of 20 ms are 3,000 reads/s.
 READ_CONCURRENCY = 64
 
@@ -47,6 +49,9 @@ class Limits:
             Default: 2, with processes 3, so that the workers need not learn at once that a batch was taken.
         memory_bytes: Encoded plus decoded bytes in flight, including finished batches that wait. One batch may always
             proceed. Default: a quarter of the free memory, at most 4 GiB.
+        lookahead_bytes: Encoded bytes of samples in shards at URLs that are read before their batches begin, so that
+            one request reads several ranges of a shard, also if the order is shuffled. They come on top of
+            ``memory_bytes``. Default: a quarter of ``memory_bytes``, at most 256 MiB.
         device_batches: Batches copied, or being copied, to the device before the consumer asks for them. Default: 2. Up
             to 4 more batches may be held by work still queued on the device.
 
@@ -61,6 +66,7 @@ class Limits:
     decode_threads: int | None = None
     prefetch_batches: int | None = None
     memory_bytes: int | None = None
+    lookahead_bytes: int | None = None
     device_batches: int | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +85,7 @@ class ResolvedLimits:
     prefetch_batches: int
     memory_bytes: int
     device_batches: int
+    lookahead_bytes: int = 0
 
     def batches_in_flight(self, batch_size: int) -> int:
         """The maximum number of batches that are finished or being assembled."""
@@ -101,10 +108,12 @@ def resolve_limits(
     threads = limits.decode_threads or cpus
     if most_threads is not None:
         threads = min(threads, most_threads) if limits.decode_threads else most_threads
+    memory_bytes = limits.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB)
     return ResolvedLimits(
         read_concurrency=limits.read_concurrency or max(batch_size, READ_CONCURRENCY),
         decode_threads=threads,
         prefetch_batches=limits.prefetch_batches or PREFETCH_BATCHES + bool(engines),
-        memory_bytes=limits.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB),
+        memory_bytes=memory_bytes,
         device_batches=limits.device_batches or DEVICE_BATCHES,
+        lookahead_bytes=limits.lookahead_bytes or min(memory_bytes // 4, LOOKAHEAD_BYTES),
     )

@@ -132,9 +132,11 @@ class Engine:
     async def run(self) -> None:
         """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
         try:
-            async with asyncio.TaskGroup() as self._group:
-                with task_scope():
-                    await self._plan()
+            if isinstance(self._steps, AsyncIterable):
+                await self._run(self._steps)
+            else:
+                with self._fetcher.following(self._steps) as steps:
+                    await self._run(steps)
         except BaseExceptionGroup as errors:
             # A bug in the engine or a fetcher: raise it in the consumer, which would wait forever.
             self._deliver_failure(errors.exceptions[0])
@@ -143,6 +145,11 @@ class Engine:
         finally:
             self._stop.set()
             self._buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
+
+    async def _run(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
+        async with asyncio.TaskGroup() as self._group:
+            with task_scope():
+                await self._plan(steps)
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
@@ -153,15 +160,15 @@ class Engine:
 
     # --- planning
 
-    async def _plan(self) -> None:
-        if isinstance(self._steps, AsyncIterable):
-            async with aclosing(aiter(self._steps)) as steps:  # type: ignore[type-var]
-                async for step in steps:
+    async def _plan(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
+        if isinstance(steps, AsyncIterable):
+            async with aclosing(aiter(steps)) as given:  # type: ignore[type-var]
+                async for step in given:
                     await self._plan_step(step)
                     if self._admission.closed:
                         return
         else:
-            for step in self._steps:
+            for step in steps:
                 await self._plan_step(step)
                 if self._admission.closed:
                     return

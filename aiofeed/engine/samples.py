@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -131,9 +131,9 @@ class SampleEngine(Engine):
 
     # --- planning and reading
 
-    async def _plan(self) -> None:
+    async def _plan(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
         try:
-            await super()._plan()
+            await super()._plan(steps)
             # Samples that were read and wait for the consumer have no task of their own.
             await self._admission.until(lambda: self._admission.closed or not any(epoch.open for epoch in self._epochs))
         finally:

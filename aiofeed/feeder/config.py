@@ -23,12 +23,14 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
+from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
 from aiofeed.sampling.listers.weighted import WeightedOrder
-from aiofeed.sampling.schedule import Schedule, Shuffle
+from aiofeed.sampling.listers.window import WindowOrder
+from aiofeed.sampling.schedule import Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
@@ -292,8 +294,8 @@ def a_batch_size(value: object) -> int:
 
 def new_lister(
     source: object, weights: Any, order: Schedule, *, sampled: bool, listed: bool
-) -> MixtureOrder | WeightedOrder | None:
-    """Return the order of a mixture or of weights; ``None`` for the schedule's own order.
+) -> MixtureOrder | ComputedOrder | None:
+    """Return the order of a mixture, of weights or of shards; ``None`` for the schedule's own order.
 
     Raises:
         TypeError, ValueError: The arguments exclude each other, or the weights do not fit the source.
@@ -303,13 +305,21 @@ def new_lister(
             "weights=": weights is not None,
             "sampler=": sampled,
             "batch_sampler=": listed,
-            'shuffle="replacement"': order.shuffle == "replacement",
+            f"shuffle={order.shuffle!r}": order.shuffle not in (True, False, "keyed"),
         }
         if excluded := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"a Mixture decides which samples come, so leave out {', '.join(excluded)}")
         return source.order(order.seed, shuffle=bool(order.shuffle))
-    if weights is None:
+    shards = window_shards(order.shuffle)
+    if weights is None and (shards is None or sampled or listed):  # those exclude shuffle=
         return None
+    if weights is None and shards is not None:
+        starts = getattr(source, "shard_starts", None)
+        if starts is None:
+            raise ValueError(
+                f"shuffle={order.shuffle!r} mixes the samples of shards, and {source!r} has none: pass shuffle=True"
+            )
+        return WindowOrder(starts, shards, order.seed)
     if sampled or listed or order.shuffle not in (False, "replacement"):
         other = "sampler=" if sampled else "batch_sampler=" if listed else f"shuffle={order.shuffle!r}"
         raise ValueError(f"weights= draws samples with replacement, so leave out {other}")
@@ -320,7 +330,7 @@ def new_batches(
     batch_size: object,
     batch_sampler: Any,
     order: Schedule,
-    lister: MixtureOrder | WeightedOrder | None,
+    lister: MixtureOrder | ComputedOrder | None,
     *,
     sampled: bool,
 ) -> BatchSamplerAdapter | PlanLister | None:
@@ -343,7 +353,7 @@ def new_batches(
         return None
     if sampled:
         raise ValueError(f"{type(batch_size).__name__} decides the order, so leave out sampler=")
-    if order.shuffle not in (True, False) and lister is None:
+    if order.shuffle not in (True, False) and (lister is None or isinstance(lister, WindowOrder)):
         name = type(batch_size).__name__
         raise ValueError(f"{name} shuffles a list: pass shuffle=True instead of {order.shuffle!r}")
     batch_size.bind(order.length)
@@ -416,10 +426,10 @@ def check_stream(source: object, **arguments: Any) -> None:
 
 def a_shuffle(value: object) -> Shuffle:
     """Return ``value`` if it is a valid ``shuffle``."""
-    if value is True or value is False or value == "keyed" or value == "replacement":
+    if is_shuffle(value):
         return value
     hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
-    raise TypeError(f"shuffle must be True, False, 'keyed' or 'replacement', got {value!r}{hint}")
+    raise TypeError(f"shuffle must be True, False, 'keyed', 'replacement' or 'window', got {value!r}{hint}")
 
 
 def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:

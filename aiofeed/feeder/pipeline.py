@@ -17,7 +17,7 @@ from aiofeed.core.errors import add_note, as_exception
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.factory import builder_factory, new_fetcher
+from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleEngine
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
@@ -66,6 +66,7 @@ class StreamingPipeline(LoopProducer):
             length=config.length,
             policy=config.policy,
             cache=config.cache,
+            lookahead_bytes=limits.lookahead_bytes,
         )
         loop_thread.decode_pool.host = self._fetcher.thread
         self._new_builder = builder_factory(self._fetcher, config.collate_fn, staged=config.backend is not None)

@@ -12,13 +12,13 @@ from typing import Literal, TypeAlias
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.sampling.epochs import EpochStart, EpochStream
+from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter, SamplerAdapter
-from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.schedule import Position, Schedule
 
-Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | WeightedOrder
+Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | ComputedOrder
 """Lists the epochs of a feeder in place of its schedule."""
 
 log = logging.getLogger("aiofeed.sampling")
@@ -73,8 +73,8 @@ class FeedOrder:
         size = f"batch_size={self._sampler if isinstance(self._sampler, PlanLister) else self._base.batch_size}"
         if isinstance(self._sampler, SamplerAdapter):
             return f"{size}, sampler={self._sampler}"
-        if isinstance(self._sampler, WeightedOrder):
-            return f"{size}, weights={self._sampler}, seed={self._base.seed}"
+        if isinstance(self._sampler, ComputedOrder):
+            return f"{size}, {self._sampler.argument}={self._sampler}, seed={self._base.seed}"
         return f"{size}, shuffle={self._base.shuffle!r}, seed={self._base.seed}"
 
     def schedule(self, length: int | None = None) -> Schedule:
@@ -121,7 +121,7 @@ class FeedOrder:
             if start.epoch == position.epoch:
                 self._epoch_used = False
                 self._warn_if_empty(schedule)
-                computed = isinstance(self._sampler, MixtureOrder | WeightedOrder)
+                computed = isinstance(self._sampler, MixtureOrder | ComputedOrder)
                 list_next = partial(self._sampler.list_epoch, resumed=False) if computed else None
                 return EpochStream(schedule, EpochStart(EpochStats(), start, sampled, list_next))
             position = start

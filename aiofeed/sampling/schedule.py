@@ -14,7 +14,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -39,7 +39,26 @@ RANGE_BLOCK = 1 << 14
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
 
-Shuffle: TypeAlias = bool | Literal["keyed", "replacement"]
+Shuffle: TypeAlias = bool | str
+"""``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
+
+# The shards whose samples ``shuffle="window"`` mixes.
+WINDOW_SHARDS = 16
+
+
+def window_shards(shuffle: Shuffle) -> int | None:
+    """The number of shards in "window" or "window:16"; ``None`` for another value."""
+    kind, colon, number = str(shuffle).partition(":")
+    if kind != "window" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+        return None
+    return int(number) if colon else WINDOW_SHARDS
+
+
+def is_shuffle(value: object) -> TypeGuard[Shuffle]:
+    """Whether ``value`` is a ``shuffle``."""
+    if isinstance(value, str):
+        return value in ("keyed", "replacement") or window_shards(value) is not None
+    return isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Schedule:
         batch_size: Samples per batch and rank.
         seed: Seeds shuffling and each sample's random numbers.
         shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation computed per position, "replacement" for
-            independent draws.
+            independent draws. "window" needs an order that is listed.
         drop_last: Drop the samples that do not fill a batch on every rank.
         pad: Give each rank the same number of samples by repeating the head of the list, or by cutting the list with
             ``drop_last``.

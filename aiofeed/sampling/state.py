@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from aiofeed.core.errors import StateError
 from aiofeed.core.validation import check_bool, check_int_from, check_positive_int, check_seed
 from aiofeed.sampling.samples import HandedOut, SampleSchedule
-from aiofeed.sampling.schedule import Position, Schedule, Shuffle
+from aiofeed.sampling.schedule import Position, Schedule, Shuffle, is_shuffle
 
 T = TypeVar("T")
 
@@ -166,9 +166,9 @@ def check_in_order(name: str, value: Any) -> InOrder:
 
 
 def _shuffle(name: str, value: Any) -> Shuffle:
-    if isinstance(value, bool | str) and value in (True, False, "keyed", "replacement"):
-        return value  # type: ignore[return-value]
-    raise ValueError(f'{name} must be True, False, "keyed" or "replacement", got {value!r}')
+    if is_shuffle(value):
+        return value
+    raise ValueError(f'{name} must be True, False, "keyed", "replacement" or "window", got {value!r}')
 
 
 def _text(name: str, value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.core.types import Source
+from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled
 
 
@@ -27,7 +28,7 @@ class ReadResult:
 class AsyncReader:
     """Calls a source's coroutines on the loop, with time limit and retries, and returns what they raise as values."""
 
-    def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
+    def __init__(self, source: Source[Any] | LookAhead, policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
         self._read_many: Callable[[Sequence[int]], Any] | None = getattr(source, "read_many", None)

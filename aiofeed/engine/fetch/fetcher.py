@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.runtime.time_limits import AbandonedError, JobControl
+from aiofeed.sampling.epochs import Step
 
 # Decode time per executor job. A chunk costs the loop a task, two executor calls and three wake-ups, little beside
 # 25 ms. A batch still splits into one chunk per thread.
@@ -160,6 +161,10 @@ class Fetcher(ABC):
             CacheError: Samples cannot be cached.
         """
         return None
+
+    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """The same steps; within the block, their samples may be read before the engine asks for them."""
+        return contextlib.nullcontext(steps)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder for a batch of so many samples, in memory of the lease."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,12 @@ from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
+from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.engine.fetch.user_errors import sample_error, untrace
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.tensors import unchanged
+from aiofeed.sampling.epochs import Step
 from aiofeed.sampling.order import sample_seed
 
 # Reads that take this long are dominated by waiting. Chunks then have an eighth of the reads in flight, so that an
@@ -53,6 +56,7 @@ class SourceFetcher(Fetcher):
         in_place: Whether the decoder writes into the batch's rows (no ``collate_fn`` needs separate samples).
         length: Length of the source when the feeder was made; ``None``: its length now.
         policy: Retries, time limits, and whether the first failure ends a chunk.
+        lookahead_bytes: See ``Limits``.
     """
 
     takes_groups = True
@@ -65,6 +69,7 @@ class SourceFetcher(Fetcher):
         in_place: bool,
         length: int | None = None,
         policy: FailurePolicy | None = None,
+        lookahead_bytes: int = 0,
     ) -> None:
         super().__init__(policy or FailurePolicy())
         self._source = source
@@ -74,7 +79,10 @@ class SourceFetcher(Fetcher):
         self._length = len(source) if length is None else length
         self.limit_s = self.policy.decode_timeout_s
         self.target = getattr(source, "target", None)
-        self._reader = AsyncReader(source, self.policy)
+        self._look_ahead: LookAhead | None = None
+        if lookahead_bytes and getattr(source, "looks_ahead", False):
+            self._look_ahead = LookAhead(source, lookahead_bytes)
+        self._reader = AsyncReader(self._look_ahead or source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
         if (read_now := getattr(source, "read_now", None)) is not None and self.policy.read_timeout_s is None:
@@ -85,6 +93,10 @@ class SourceFetcher(Fetcher):
         self._takes_rng = takes_rng(self._decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
+
+    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """The same steps, whose samples are read ahead if they are in shards."""
+        return super().following(steps) if self._look_ahead is None else self._look_ahead.following(steps)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder with the decoder's rows, or one that collates samples."""

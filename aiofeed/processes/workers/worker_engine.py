@@ -18,7 +18,7 @@ from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import BatchBuilder
-from aiofeed.engine.fetch.factory import NewBuilder, builder_factory, new_fetcher
+from aiofeed.engine.fetchers import NewBuilder, builder_factory, new_fetcher
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe

@@ -18,8 +18,8 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int
+from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
-from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
 
@@ -316,7 +316,7 @@ class PlanLister:
         *,
         shuffle: bool,
         drop_last: bool,
-        order: MixtureOrder | WeightedOrder | None = None,
+        order: MixtureOrder | ComputedOrder | None = None,
     ) -> None:
         self.plan = plan
         self._order = order

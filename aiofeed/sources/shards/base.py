@@ -68,6 +68,21 @@ class Shards(ABC):
         keys = shard.index.keys
         return f"{shard.url}[{sample}]" if keys is None else f"{shard.url}/{keys[sample].decode(errors='replace')}"
 
+    @property
+    def shard_starts(self) -> Sequence[int]:
+        """The index of the first sample of each shard, and the number of samples."""
+        return self._starts
+
+    def nbytes(self, index: int, /) -> int:
+        """The encoded bytes of a sample."""
+        shard, sample = self._find(index)
+        return sum([end - start for start, end in _ranges(shard.index, [sample])])
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether samples should be read before their batches begin, those of a shard together; not for files."""
+        return not self._local
+
     async def read(self, index: int, /) -> Any:
         """Read one sample."""
         [sample] = await self.read_many([index])

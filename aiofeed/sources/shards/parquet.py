@@ -118,6 +118,11 @@ class ParquetRows(Shards):
     def _samples(self, shard: Shard) -> int:
         return int(shard.extra.first[-1])
 
+    def nbytes(self, index: int, /) -> int:
+        """The compressed bytes of a row, on the average of its file."""
+        shard, _ = self._find(index)
+        return shard.size // self._samples(shard)
+
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
         raise NotImplementedError  # rows are read by row groups
 

@@ -31,8 +31,11 @@ def new_fetcher(
     policy: FailurePolicy,
     cache: SampleStore | None,
     own_process: bool = False,
+    lookahead_bytes: int = 0,
 ) -> Fetcher:
     """The fetcher of a feeder with these arguments; ``own_process`` if it is in a worker process.
+
+    ``lookahead_bytes`` as in ``Limits``.
 
     Raises:
         CacheError: The cache cannot be used.
@@ -42,7 +45,9 @@ def new_fetcher(
         inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
         in_place = collate_fn is None and decodes_in_place(decode)
-        inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy)
+        inner = SourceFetcher(
+            source, decode, in_place=in_place, length=length, policy=policy, lookahead_bytes=lookahead_bytes
+        )
     if cache is None:
         return inner
     from aiofeed.cache.item_codec import new_codec
