@@ -26,5 +26,6 @@ MODULES = (
     "resident",
     "datasets",
     "objects",
+    "shards",
     "cache",
 )

@@ -51,6 +51,11 @@ class Source(Protocol[EncodedT_co]):
         replaces ``read`` and ``read_many``.
     ``fingerprint() -> str``
         Identifies the data when a saved state is loaded.
+    ``shard_starts``
+        The index of the first sample of each shard, and the number of samples, for ``shuffle="window"``.
+    ``looks_ahead`` and ``nbytes(index) -> int``
+        If ``looks_ahead`` is true, samples of one shard that are in the order soon are read by one ``read_many`` before
+        their batches begin; ``nbytes`` returns the encoded bytes of a sample. Needs ``shard_starts``.
 
     A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has.
 

@@ -128,7 +128,8 @@ class Feeder(Generic[BatchT]):
             ``batch_size``, ``shuffle``, ``sampler`` and ``drop_last``.
         shuffle: ``True`` shuffles each epoch as ``torch.randperm`` with seed ``seed + epoch``. "keyed" uses a
             pseudo-random permutation that is computed per position and stores no list. "replacement" draws each sample
-            independently. A ``Mixture`` shuffles each of its sources in the way of "keyed".
+            independently. "window" shuffles shards, and mixes the samples of 16 shards at a time ("window:32": of 32).
+            A ``Mixture`` shuffles each of its sources in the way of "keyed".
         sampler: An iterable of indices, listed once per epoch and not sharded again. Excludes ``shuffle``.
         weights: One number from 0 per sample: an epoch is as many draws with replacement, in proportion to these, as
             from ``WeightedRandomSampler``, but sharded and resumed exactly. Excludes ``sampler`` and ``shuffle=True``.

@@ -19,6 +19,7 @@ from xml.sax.saxutils import escape
 import psutil
 
 from aiofeed.runtime.event_loop import new_event_loop
+from tests.support.shard_files import tar_of
 from tests.support.waiting import until
 
 
@@ -259,11 +260,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--objects", type=int, default=1000)
     parser.add_argument("--size", type=int, default=100_000)
+    parser.add_argument("--members", type=int, default=0, help="objects are tar files with so many .jpg of --size")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds until the first byte")
     parser.add_argument("--slow-every", type=int, default=0, help="each so many requests, one is slow")
     parser.add_argument("--slow", type=float, default=1.0, help="seconds until the first byte of a slow one")
     arguments = parser.parse_args()
     data = bytes(arguments.size)
+    if arguments.members:
+        data = tar_of((f"{number:06}.jpg", data) for number in range(arguments.members))
     usual, slow = Fault(delay_s=arguments.delay), Fault(delay_s=arguments.slow)
     every = arguments.slow_every
     server = FaultServer(

@@ -17,11 +17,18 @@ def sample_bytes(number: int) -> dict[str, bytes]:
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, form: int = tarfile.PAX_FORMAT) -> None:
     """Write a tar file with these members."""
-    with tarfile.open(path, "w", format=form) as tar:
+    path.write_bytes(tar_of(members, form=form))
+
+
+def tar_of(members: Iterable[tuple[str, bytes]], *, form: int = tarfile.PAX_FORMAT) -> bytes:
+    """A tar file with these members."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
 
 
 def write_zip(path: Path, members: Iterable[tuple[str, bytes]], *, method: int = zipfile.ZIP_STORED) -> None:

@@ -14,6 +14,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -21,13 +22,17 @@ from hypothesis import given
 import aiofeed.sources.shards.indexing as indexing
 from aiofeed import DecodeImage, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
 from aiofeed.diagnostics.cli import main
+from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.mds import scan_mds
 from aiofeed.sources.shards.tar_index import scan_tar
 from aiofeed.sources.shards.tfrecord import scan_tfrecord
 from aiofeed.sources.shards.urls import expand_braces
 from aiofeed.sources.shards.zip import scan_zip
+from tests.support.fault_server import Fault
 from tests.support.shard_files import members_of, numbered, tfrecord, write_tar, write_zip
+
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 10
 
 
 @pytest.fixture
@@ -465,6 +470,49 @@ def test_objects(server: Any, tmp_path: Path, scans: list[str], read_all: Any) -
     TarShards("s3://bucket/t/{0..2}.tar", options=server.options)
     assert server.count - before == 3
     assert len(scans) == 3
+
+
+@pytest.fixture
+def labels(server: Any, tmp_path: Path) -> TarShards:
+    """The labels 0 to 399 in four shards of a bucket."""
+    for at in range(4):
+        write_tar(tmp_path / "x.tar", members_of(numbered(at * 100, 100)))
+        server.objects[f"bucket/{at}.tar"] = (tmp_path / "x.tar").read_bytes()
+    return TarShards("s3://bucket/{0..3}.tar", "cls", options=server.options)
+
+
+@pytest.mark.parametrize("shuffle", [True, "window:2"])
+def test_a_shuffled_epoch_needs_few_requests(server: Any, labels: TarShards, shuffle: Any) -> None:
+    """The ranges of a shard that fall into the look-ahead are one request."""
+    before = server.count
+    with Feeder(labels, batch_size=8, decode=number, shuffle=shuffle, seed=1) as feeder:
+        found = [label for batch in feeder for label in batch.tolist()]
+    assert sorted(found) == list(range(400))
+    assert found != sorted(found)
+    assert server.count - before < 60
+
+
+def test_look_ahead_under_random_faults(server: Any, labels: TarShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever faults come, with whatever look-ahead, an epoch is exactly that without faults."""
+    monkeypatch.setattr(reader_module, "backoff_s", lambda attempt, jitter: 0.001)
+    faults = st.sampled_from([None, Fault(status=503), Fault(close=True), Fault(delay_s=0.01), Fault(cut=9)])
+    options: dict[str, Any] = {"batch_size": 8, "decode": number, "shuffle": True, "seed": 1}
+    with Feeder(labels, **options) as feeder:
+        expected = [label for batch in feeder for label in batch.tolist()]
+
+    @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
+    @given(st.lists(faults, max_size=60), st.integers(1, 4000), st.booleans())
+    def check(schedule: list[Fault | None], nbytes: int, stops: bool) -> None:
+        server.count = 0
+        server.schedule = lambda request: schedule[request.number] if request.number < len(schedule) else None
+        with Feeder(labels, limits=Limits(lookahead_bytes=nbytes), **options) as feeder:
+            if stops:
+                for _ in feeder:
+                    break
+                feeder.set_epoch(0)
+            assert [label for batch in feeder for label in batch.tolist()] == expected
+
+    check()
 
 
 def test_files_and_objects_together(server: Any, tmp_path: Path) -> None:
