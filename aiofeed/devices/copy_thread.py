@@ -202,6 +202,7 @@ class CopyThread(BoundedThread):
         self._copying.append((pending.copied, item.lease))
         ended = time.perf_counter()
         item.counters.copy_s += ended - began
+        item.counters.events.append(("copy", "copies", began, ended, item.number, item.samples, 0))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: issued its copies in %.1f ms", item.number, (ended - began) * 1e3)
         device_wait = self._device_wait

@@ -121,7 +121,7 @@ class DecodeStage:
     ) -> ChunkOutcome:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
         timer = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
-        samples = len(encoded)
+        samples, began = len(encoded), time.perf_counter()
         # The first chunk that runs takes the buffer; chunks that wait for a thread need none.
         with batch.lock:
             if batch.builder is None:
@@ -131,6 +131,8 @@ class DecodeStage:
         outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
         if deadline is not None and not deadline.finish():
             raise AbandonedError
+        thread, ended = threading.current_thread().name, time.perf_counter()
+        batch.counters.events.append(("decode", thread, began, ended, batch.plan.number, samples, outcome.nbytes))
         if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():
             self._finish(batch, outcome)
         if timer is not None:
@@ -155,7 +157,10 @@ class DecodeStage:
             batch.result = self._wrap(batch.builder.finish(BatchKeys(batch.plan, self._fetcher), batch.kept))
         except CollateError as error:
             batch.error = error
-        outcome.collate_s += time.perf_counter() - started
+        ended, plan = time.perf_counter(), batch.plan
+        outcome.collate_s += ended - started
+        event = (threading.current_thread().name, started, ended, plan.number, len(plan.indices), batch.builder.nbytes)
+        batch.counters.events.append(("collate", *event))
 
     async def recover(self, batch: Batch) -> None:
         """Apply the failure policy to a batch with errors: skip or replace the failed samples, or set its error."""

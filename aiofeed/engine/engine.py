@@ -241,6 +241,7 @@ class Engine:
         # the storage.
         batch.counters.read_s += max(0.0, ended - started - (self._late_s() - late_s))
         batch.count_read(read)
+        batch.counters.events.append(("read", "reads", started, ended, batch.plan.number, stop - start, read.nbytes))
         if log.isEnabledFor(logging.DEBUG):
             ms = (ended - started) * 1e3
             log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)

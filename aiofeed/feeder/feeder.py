@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits
-from aiofeed.core.statistics import EpochStats, FeedStatistics
+from aiofeed.core.statistics import EpochStats, FeedStatistics, new_events
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import (
     check_bool,
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
         in_order: bool | Literal["samples"]
         engine: Engine
         static_batches: bool
+        timeline: bool
 
     # Without the default, `feeder = Feeder(...)` would need an annotation if there is no collate_fn.
     BatchT = typing_extensions.TypeVar("BatchT", default=Any)
@@ -165,6 +168,7 @@ class Feeder(Generic[BatchT]):
         static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
             until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
+        timeline: Keep the latest 20,000 events for ``timeline()``.
 
     Batches are those that ``DataLoader`` would give. With ``DecodeImage`` and without ``collate_fn``, images are uint8
     [N, 3, H, W] in channels_last memory. A batch that the user keeps is never overwritten, except with
@@ -253,6 +257,7 @@ class Feeder(Generic[BatchT]):
         in_order: bool | Literal["samples"] = True,
         engine: Engine = "thread",
         static_batches: bool = False,
+        timeline: bool = True,
     ) -> None:
         self._source = adopt_source(source)
         check_stream(
@@ -284,6 +289,7 @@ class Feeder(Generic[BatchT]):
         if batches is None:
             order = replace(order, batch_size=typical)
         self._order = new_order(self._source, order, sampler, shard, lister if batches is None else batches)
+        self._order.events = new_events(check_bool("timeline", timeline))
         engines = an_engine(engine)
         config = FeederConfig(
             source=self._source,
@@ -465,6 +471,26 @@ class Feeder(Generic[BatchT]):
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""
         return self._session.statistics(total)
+
+    def timeline(
+        self, path: str | os.PathLike[str], *, seconds: float = 10.0, merge: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Write when reads, decode jobs, copies, waits and steps took place in the last seconds.
+
+        Args:
+            path: ``.json`` is a trace for https://ui.perfetto.dev or chrome://tracing, with arrows that follow each
+                batch; ``.html`` and ``.png`` are pictures.
+            seconds: How far it goes back, at most to the last 20,000 events.
+            merge: A trace of ``torch.profiler``, or a timeline of another process, that becomes part of the ``.json``.
+
+        Raises:
+            ValueError: ``path`` has another suffix, nothing took place, or the feeder has ``timeline=False``.
+            OSError: A file cannot be read or written.
+        """
+        from aiofeed.reports.timeline import write_timeline
+
+        merged = None if merge is None else Path(merge)
+        write_timeline(self._order.events, Path(path), seconds=seconds, merge=merged)
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -237,6 +237,8 @@ class FeedIterator(Generic[BatchT_co]):
         self._started = stats.asked_at = time.perf_counter()
         self._finished = self._running = False
         self._closed: str | None = None
+        # When the last batch was handed out, its number and its samples.
+        self._handed_out: tuple[float, int, int] | None = None
 
     def __repr__(self) -> str:
         status = "ended" if self._finished else "closed" if self._closed is not None else "open"
@@ -336,6 +338,9 @@ class FeedIterator(Generic[BatchT_co]):
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
         stats = self._stats
+        stats.events.append(("wait", "training", asked, now, item.number, item.samples, 0))
+        self._add_step(asked)
+        self._handed_out = (now, item.number, item.samples)
         stats.stall_s += stall_s
         stats.batches += 1
         stats.samples += item.samples
@@ -344,10 +349,17 @@ class FeedIterator(Generic[BatchT_co]):
             stats.first_batch_s = now - self._started
         return batch
 
+    def _add_step(self, ended: float) -> None:
+        """Add the consumer's step with the batch that was handed out last."""
+        if self._handed_out is not None:
+            began, number, samples = self._handed_out
+            self._stats.events.append(("step", "training", began, ended, number, samples, 0))
+
     def _end(self, item: QueueItem, asked: float) -> None:
         """Handle an item that is not a batch: return at the end of the epoch, otherwise raise the error."""
         if isinstance(item, EndOfEpoch):
             now = time.perf_counter()
+            self._add_step(asked)
             self._stats.stall_s += now - asked
             self._stats.wall_s = now - self._started
             self._observer.ended()

@@ -91,7 +91,7 @@ class EpochStream:
                 return None
             self._planned = max(self._planned, position.epoch)
             sampled = None if start.list_next is None else start.list_next(position.epoch)
-            counters = self._counters.setdefault(position.epoch, EpochStats())
+            counters = self._counters.setdefault(position.epoch, EpochStats(events=start.counters.events))
             return EpochStart(counters, position, sampled, start.list_next)
 
     def permit_until(self, epoch: int) -> None:
@@ -108,7 +108,7 @@ class EpochStream:
             self._taken = position.epoch
             self._permitted = max(self._permitted, position.epoch)
             self._counters.pop(position.epoch - 1, None)
-            return self._counters.setdefault(position.epoch, EpochStats())
+            return self._counters.setdefault(position.epoch, EpochStats(events=self.first.counters.events))
 
     def drained(self) -> bool:
         """Whether no further epoch follows and every planned one was taken over."""

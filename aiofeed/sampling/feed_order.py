@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from aiofeed.core.statistics import EpochStats
+from aiofeed.core.statistics import EpochStats, new_events
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
@@ -35,6 +36,9 @@ class FeedOrder:
         sampler, shard: See ``Feeder``.
         lister: Another order instead of a sampler. With a batch sampler or a plan, ``base`` counts batches and not
             samples.
+
+    Attributes:
+        events: Receives the events of all epochs.
 
     Raises:
         TypeError: The sampler or the shard has the wrong type.
@@ -62,9 +66,14 @@ class FeedOrder:
             self._shard = check_shard(shard)
         # Whether the epoch planned last has handed out a batch.
         self._epoch_used = True
+        self.events = new_events(keep=False)
         self._suggested = False
         self._warned = False
         self._warned_of_scheduler = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the events."""
+        return self.__dict__ | {"events": deque(maxlen=self.events.maxlen)}
 
     def describe(self) -> str:
         """The order in the words of ``Feeder``'s arguments."""
@@ -111,7 +120,7 @@ class FeedOrder:
             schedule = self.schedule()
             self._suggest_keyed(schedule)
             self._warn_if_empty(schedule)
-            return EpochStream(schedule, EpochStart(EpochStats(), schedule.normalize(position)))
+            return EpochStream(schedule, EpochStart(EpochStats(events=self.events), schedule.normalize(position)))
         if not self._epoch_used:
             self._sampler.repeat_last_epoch()
         while True:
@@ -123,7 +132,7 @@ class FeedOrder:
                 self._warn_if_empty(schedule)
                 computed = isinstance(self._sampler, MixtureOrder | ComputedOrder)
                 list_next = partial(self._sampler.list_epoch, resumed=False) if computed else None
-                return EpochStream(schedule, EpochStart(EpochStats(), start, sampled, list_next))
+                return EpochStream(schedule, EpochStart(EpochStats(events=self.events), start, sampled, list_next))
             position = start
 
     def normalize(self, position: Position) -> Position:

@@ -51,7 +51,7 @@ class StreamOrder(FeedOrder):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the epoch that is being read, except its states."""
-        return self.__dict__ | {"_snapshots": self.snapshots, "epochs": None}
+        return super().__getstate__() | {"_snapshots": self.snapshots, "epochs": None}
 
     def schedule(self, length: int | None = None) -> Schedule:
         """The schedule of an epoch of ``length`` items, by default the length of the stream.
@@ -63,7 +63,7 @@ class StreamOrder(FeedOrder):
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
         """The epoch at ``position`` from there on."""
-        return StreamEpochs(self.schedule(UNKNOWN_LENGTH), EpochStart(EpochStats(), position), self)
+        return StreamEpochs(self.schedule(UNKNOWN_LENGTH), EpochStart(EpochStats(events=self.events), position), self)
 
     def after(self, position: Position, batches: int) -> Position:
         """The position so many batches after another one in its epoch."""

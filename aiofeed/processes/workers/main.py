@@ -20,7 +20,7 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError, FeedError, add_note
 from aiofeed.core.formatting import format_error
-from aiofeed.core.statistics import EpochStats
+from aiofeed.core.statistics import EpochStats, new_events
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, close_all, send_message
 from aiofeed.processes.ipc.schema import encode
@@ -140,7 +140,7 @@ class _Worker:
             if self._engine is not None and self._plans.empty():
                 self._engine.out_of_plans()
             plan = await self._plans.get()
-            yield EpochStart(EpochStats())  # statistics of this batch alone
+            yield EpochStart(EpochStats(events=new_events()))  # statistics of this batch alone
             yield plan
 
     async def request_index(self, serial: int, position: int) -> int:

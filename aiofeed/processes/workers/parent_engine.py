@@ -117,6 +117,9 @@ class MultiprocessEngine(Engine):
             assigned.worker.decoding -= 1
         for name in reply.stats.__struct_fields__:
             setattr(batch.counters, name, getattr(batch.counters, name) + getattr(reply.stats, name))
+        worker = f"worker {assigned.worker.number + 1}"
+        events = [(what, f"{worker}: {lane}", *rest) for what, lane, *rest in reply.events]
+        batch.counters.events.extend(events)  # type: ignore[arg-type]
         borrowed: BorrowedSlot | None = None
         if reply.error is not None:
             error = rebuild(reply.error)

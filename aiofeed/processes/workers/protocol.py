@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, Union
 
+from aiofeed.core.statistics import Event
 from aiofeed.processes.ipc.schema import ErrorMessage, NewSegment, Node, Struct, decoder
 
 # --- from the trainer to a worker ---
@@ -104,6 +105,7 @@ class BatchFinished(Struct, frozen=True):
         retired: Numbers of segments that will not be used again.
         remaining: Positions of the samples that are left; ``None``: all.
         reads: How many samples the worker reads at a time.
+        events: What took place for this batch, see ``EpochStats``. All processes have the same clock.
     """
 
     serial: int
@@ -117,6 +119,7 @@ class BatchFinished(Struct, frozen=True):
     retired: Sequence[int] = ()
     remaining: list[int] | None = None
     reads: int = 0
+    events: Sequence[Event] = ()
 
 
 class ReplacementRequest(Struct, frozen=True):

@@ -203,6 +203,7 @@ class WorkerEngine(Engine):
             retired=retired,
             remaining=None if batch.kept is None else list(batch.kept),
             reads=self._reads.concurrency,
+            events=list(counters.events),
         )
         self._send(message, descriptors)
 

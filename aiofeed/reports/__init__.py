@@ -1,0 +1,1 @@
+"""Views of a run: timelines. They know statistics only, not the engine."""

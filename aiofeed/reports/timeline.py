@@ -1,0 +1,264 @@
+"""Timelines: what a feeder did in the last seconds, as a trace for Perfetto, or as a picture that needs no viewer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from aiofeed.core.statistics import Event
+
+# The lanes from top to bottom, and the colours of what is in them.
+ORDER = ("read", "decode", "collate", "copy", "wait", "step")
+COLOURS = {
+    "read": "#4c78a8",
+    "decode": "#f58518",
+    "collate": "#b279a2",
+    "copy": "#54a24b",
+    "wait": "#e45756",
+    "step": "#bab0ac",
+}
+# Added to the number of this process, which torch's profiler uses for its lanes.
+PROCESSES = 1_000_000_000
+PICTURE_WIDTH = 1800
+LANE_HEIGHT = 18
+MARGIN = 190
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Events of one thread, or of reads that do not overlap, in order."""
+
+    name: str
+    events: Sequence[Event]
+
+
+def write_timeline(
+    events: deque[Event], path: Path, *, seconds: float, merge: Path | None = None, title: str = "aiofeed"
+) -> None:
+    """Write the events of the last seconds.
+
+    Args:
+        events: All events.
+        path: ``.json`` for a trace, ``.html`` or ``.png`` for a picture.
+        seconds: How far it goes back from the last event.
+        merge: A trace of ``torch.profiler`` that the events are added to.
+        title: Names the events in a trace, and the picture.
+
+    Raises:
+        ValueError: ``path`` has another suffix, ``merge`` is no trace, or there are no events.
+        ImportError: A ``.png`` needs Pillow.
+    """
+    latest = sorted(events.copy(), key=lambda event: event[2])
+    if not latest:
+        raise ValueError("there is nothing to show: no batch was read, or the feeder was made with timeline=False")
+    since = max(event[3] for event in latest) - seconds
+    lanes = lanes_of([event for event in latest if event[3] >= since])
+    if path.suffix == ".json":
+        trace = new_trace(lanes, title) if merge is None else merged(json.loads(merge.read_text()), lanes, title, merge)
+        path.write_text(json.dumps(trace))
+    elif merge is not None:
+        raise ValueError(f"merge= makes a trace for Perfetto, so the path must end in .json, got {str(path)!r}")
+    elif path.suffix == ".html":
+        path.write_text(as_html(lanes, title), encoding="utf-8")
+    elif path.suffix == ".png":
+        draw_png(lanes, path)
+    else:
+        raise ValueError(f"a timeline is .json for Perfetto, .html or .png for a picture, got {str(path)!r}")
+
+
+def lanes_of(events: Sequence[Event]) -> list[Lane]:
+    """The lanes of events that are sorted by their begin. Reads that overlap get lanes of their own."""
+
+    def name_of(event: Event) -> tuple[int, str]:
+        # Batches are put together in decode threads; waits and steps alternate in one lane.
+        what = {"collate": "decode", "wait": "step"}.get(event[0], event[0])
+        return ORDER.index(what), event[1].replace("aiofeed-", "")
+
+    lanes: list[Lane] = []
+    for (_, name), grouped in groupby(sorted(events, key=lambda event: (name_of(event), event[2])), name_of):
+        rows: list[list[Event]] = []
+        for event in grouped:
+            # Within the same lane a collate may lie at the end of its decode job.
+            row = next((row for row in rows if row[-1][3] <= event[2] or event[0] == "collate"), None)
+            if row is None:
+                row = []
+                rows.append(row)
+            row.append(event)
+        lanes += [Lane(name if len(rows) == 1 else f"{name} {number}", row) for number, row in enumerate(rows, 1)]
+    return lanes
+
+
+# --- traces
+
+
+def new_trace(lanes: Sequence[Lane], title: str) -> dict[str, Any]:
+    """A trace of the lanes alone, with times since their first event."""
+    first = min(lane.events[0][2] for lane in lanes)
+    base_ns = time.time_ns() - int((time.perf_counter() - first) * 1e9)
+    return {
+        "traceEvents": trace_events(lanes, title, lambda seconds: (seconds - first) * 1e6),
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base_ns,
+    }
+
+
+def merged(trace: Any, lanes: Sequence[Lane], title: str, path: Path) -> dict[str, Any]:
+    """A trace of torch's profiler with the lanes on its clock.
+
+    Raises:
+        ValueError: It is no such trace.
+    """
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError(f"{str(path)!r} is no trace of torch.profiler: it has no list of traceEvents")
+    # torch counts microseconds of the wall clock since baseTimeNanoseconds.
+    shift_ns = time.time_ns() - int(time.perf_counter() * 1e9) - int(trace.get("baseTimeNanoseconds", 0))
+    added = trace_events(lanes, title, lambda seconds: seconds * 1e6 + shift_ns / 1e3)
+    return {**trace, "traceEvents": [*trace["traceEvents"], *added]}
+
+
+def trace_events(lanes: Sequence[Lane], title: str, us: Callable[[float], float]) -> list[dict[str, Any]]:
+    """The events in the format of Chrome's traces, with arrows from reads over decode jobs and copies to steps.
+
+    Args:
+        lanes: The lanes.
+        title: The name of the process.
+        us: Converts seconds of ``perf_counter`` to the trace's microseconds.
+    """
+    found: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
+    # For each batch that is not handed out the threads and middles of its events in the order of their ends.
+    ways: dict[int, list[tuple[int, float]]] = {}
+    arrows = 0
+    every = [(event, number) for number, lane in enumerate(lanes, 1) for event in lane.events]
+    for number, lane in enumerate(lanes, 1):
+        found += [
+            _metadata("thread_name", number, lane.name),
+            _metadata("thread_sort_index", number, number, "sort_index"),
+        ]
+    for (what, _, began, ended, batch, samples, nbytes), thread in sorted(every, key=lambda each: each[0][3]):
+        event = {"ph": "X", "cat": "aiofeed", "name": f"{what} {batch}", "pid": PROCESSES + os.getpid(), "tid": thread}
+        event |= {"ts": us(began), "dur": (ended - began) * 1e6}
+        found.append(event | {"args": {"batch": batch, "samples": samples, "bytes": nbytes}})
+        way = ways.setdefault(batch, [])
+        way.append((thread, us((began + ended) / 2)))
+        if what == "step":
+            arrows += 1
+            found += _arrow(arrows, ways.pop(batch))
+    return found
+
+
+def _metadata(name: str, thread: int, value: Any, argument: str = "name") -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": PROCESSES + os.getpid(), "tid": thread, "args": {argument: value}}
+
+
+def _arrow(number: int, way: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """The flow through the events of one batch."""
+    phases = ["s", *["t"] * (len(way) - 2), "f"] if len(way) > 1 else []
+    return [
+        {
+            "ph": phase,
+            "id": number,
+            "cat": "aiofeed",
+            "name": "batch",
+            "pid": PROCESSES + os.getpid(),
+            "tid": thread,
+            "ts": at,
+            "bp": "e",
+        }
+        for phase, (thread, at) in zip(phases, way, strict=False)
+    ]
+
+
+# --- pictures
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a picture, in pixels, and its text."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    colour: str
+    text: str
+
+
+def boxes_of(lanes: Sequence[Lane]) -> list[Box]:
+    """The rectangles of all events."""
+    first = min(lane.events[0][2] for lane in lanes)
+    last = max(event[3] for lane in lanes for event in lane.events)
+    scale = (PICTURE_WIDTH - MARGIN - 10) / max(last - first, 1e-9)
+    boxes = []
+    for number, lane in enumerate(lanes):
+        for what, _, began, ended, batch, samples, nbytes in lane.events:
+            text = f"{what} of batch {batch}: {(ended - began) * 1e3:.2f} ms, {samples} samples"
+            text += f", {nbytes / 1e6:.2f} MB" if nbytes else ""
+            left, width = MARGIN + (began - first) * scale, max((ended - began) * scale, 0.5)
+            boxes.append(Box(left, 40 + number * LANE_HEIGHT, width, LANE_HEIGHT - 3, COLOURS[what], text))
+    return boxes
+
+
+def ticks_of(lanes: Sequence[Lane]) -> list[tuple[float, str]]:
+    """The positions and texts of the time axis: five to ten of a round number of seconds."""
+    first = min(lane.events[0][2] for lane in lanes)
+    seconds = max(event[3] for lane in lanes for event in lane.events) - first
+    step = 10.0 ** len(str(int(seconds))) if seconds >= 1 else 1.0
+    while seconds / step < 5:
+        step /= 2 if str(step).lstrip("0.").startswith(("1", "2")) else 2.5
+    scale = (PICTURE_WIDTH - MARGIN - 10) / max(seconds, 1e-9)
+    return [(MARGIN + at * step * scale, f"{at * step:g} s") for at in range(int(seconds / step) + 1)]
+
+
+def as_html(lanes: Sequence[Lane], title: str) -> str:
+    """A page with the picture as SVG; the pointer shows the figures of an event."""
+    height = 50 + len(lanes) * LANE_HEIGHT
+    parts = [
+        f'<text x="{MARGIN - 8}" y="{40 + number * LANE_HEIGHT + 12}" text-anchor="end">{escape(lane.name)}</text>'
+        for number, lane in enumerate(lanes)
+    ]
+    for left, text in ticks_of(lanes):
+        parts.append(f'<line x1="{left:.1f}" x2="{left:.1f}" y1="34" y2="{height}" stroke="#8884"/>')
+        parts.append(f'<text x="{left:.1f}" y="30">{text}</text>')
+    for box in boxes_of(lanes):
+        shape = f'x="{box.left:.2f}" y="{box.top}" width="{box.width:.2f}" height="{box.height}" fill="{box.colour}"'
+        parts.append(f"<rect {shape}><title>{escape(box.text)}</title></rect>")
+    legend = " ".join(f'<span style="color:{COLOURS[what]}">&#9632;</span> {what}' for what in ORDER)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<style>:root {{ color-scheme: light dark; }} body {{ font: 13px sans-serif; }}
+text {{ font: 12px sans-serif; fill: currentColor; }} div {{ overflow-x: auto; }}</style></head>
+<body><h1>{escape(title)}</h1><p>{legend}</p>
+<div><svg width="{PICTURE_WIDTH}" height="{height}" viewBox="0 0 {PICTURE_WIDTH} {height}">{"".join(parts)}</svg></div>
+</body></html>
+"""
+
+
+def draw_png(lanes: Sequence[Lane], path: Path) -> None:
+    """Draw the picture with Pillow."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        raise ImportError('a .png needs Pillow: pip install "aiofeed[pillow]"; .html does not') from None
+    image = Image.new("RGB", (PICTURE_WIDTH, 60 + len(lanes) * LANE_HEIGHT), "white")
+    draw = ImageDraw.Draw(image)
+    left = MARGIN
+    for what in ORDER:
+        draw.rectangle((left, 6, left + 10, 16), fill=COLOURS[what])
+        draw.text((left + 14, 5), what, fill="black")
+        left += 80
+    for at, text in ticks_of(lanes):
+        draw.line((at, 34, at, image.height), fill="#dddddd")
+        draw.text((at, 22), text, fill="black")
+    for number, lane in enumerate(lanes):
+        draw.text((8, 40 + number * LANE_HEIGHT + 2), lane.name, fill="black")
+    for box in boxes_of(lanes):
+        draw.rectangle((box.left, box.top, box.left + box.width, box.top + box.height), fill=box.colour)
+    image.save(path)
