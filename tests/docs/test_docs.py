@@ -31,7 +31,7 @@ DOCUMENTS = [
 NEEDS = {"docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers")}
 """Packages that a document imports and aiofeed does not need."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
-INFO_STRINGS = {"python": True, "python no-run": False}
+INFO_STRINGS = {"python": True, "{.python .no-run}": False}
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 FILES = "https://github.com/aiofeed/aiofeed/blob/main/"
 PAGES = "https://aiofeed.readthedocs.io/en/latest/"
@@ -47,7 +47,7 @@ class Block:
         path: the document.
         line: number of the fence's line, from 1; the code starts on the next.
         code: the text between the fences, without their indentation.
-        runs: false for ``python no-run``, which is only compiled.
+        runs: false for ``{.python .no-run}``, which is only compiled.
     """
 
     path: Path
@@ -66,7 +66,7 @@ def python_blocks(path: Path, text: str) -> list[Block]:
     for match in FENCE.finditer(text):
         info = match["info"].strip()
         line = text.count("\n", 0, match.start()) + 1
-        if not info.lower().startswith(("py", "{py")):
+        if not info.lower().startswith(("py", "{py", "{.py")):
             continue
         if info not in INFO_STRINGS:
             raise ValueError(f"{path.name}:{line}: info string {info!r}, expected one of {list(INFO_STRINGS)}")
@@ -108,7 +108,7 @@ def document(path: Path) -> Any:
 def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a document runs as it stands, in order, in one namespace that is empty at first.
 
-    ``python no-run`` blocks are compiled.
+    ``{.python .no-run}`` blocks are compiled.
     """
     for package in NEEDS.get(path.relative_to(ROOT).as_posix(), ()):
         with warnings.catch_warnings():
@@ -257,9 +257,16 @@ def test_links_are_found_in_every_form(tmp_path: Path) -> None:
 
 def test_runner_only_compiles_no_run() -> None:
     """A ``no-run`` block is compiled and not run."""
-    run_blocks(python_blocks(Path("page.md"), "```python no-run\nraise KeyError\n```\n"), {})
+    run_blocks(python_blocks(Path("page.md"), "```{.python .no-run}\nraise KeyError\n```\n"), {})
     with pytest.raises(SyntaxError):
-        run_blocks(python_blocks(Path("page.md"), "```python no-run\nx = = 1\n```\n"), {})
+        run_blocks(python_blocks(Path("page.md"), "```{.python .no-run}\nx = = 1\n```\n"), {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_the_site_shows_every_block_as_code(path: Path) -> None:
+    """Superfences reads one word, or attributes in braces; any other block would appear as text."""
+    for match in FENCE.finditer(path.read_text(encoding="utf-8")):
+        assert re.fullmatch(r"[\w.+-]*|\{[^{}]+\}", match["info"].strip()), match["info"]
 
 
 def test_runner_refuses_unknown_info_strings() -> None:
