@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
     from aiofeed.diagnostics import DeviceReport, device_report
     from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
     from aiofeed.sampling.listers.packing import Pack
+    from aiofeed.sources.arrays.tokens import Tokens
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
@@ -73,6 +75,7 @@ _HOMES = {
     "Files": "aiofeed.sources.files",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
+    "Tokens": "aiofeed.sources.arrays.tokens",
     "Mixture": "aiofeed.sources.mixture",
     "Stream": "aiofeed.sources.stream",
     "TarShards": "aiofeed.sources.shards.tar",
@@ -81,6 +84,9 @@ _HOMES = {
     "TFRecordShards": "aiofeed.sources.shards.tfrecord",
     "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
+    "DecodeNumpy": "aiofeed.decoders.records",
+    "DecodeTensor": "aiofeed.decoders.records",
+    "DecodeJSON": "aiofeed.decoders.records",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
     "Source": "aiofeed.core.types",
@@ -127,6 +133,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Files",
     "FromDataset",
     "Tensors",
+    "Tokens",
     "Mixture",
     "Stream",
     "TarShards",
@@ -135,6 +142,9 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "TFRecordShards",
     "ParquetRows",
     "DecodeImage",
+    "DecodeNumpy",
+    "DecodeTensor",
+    "DecodeJSON",
     "HostCache",
     "DiskCache",
     "Source",

@@ -24,6 +24,7 @@ MODULES = (
     "process_engine",
     "shared_feed",
     "resident",
+    "tokens",
     "datasets",
     "objects",
     "shards",

@@ -32,6 +32,7 @@ from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.listers.window import WindowOrder
 from aiofeed.sampling.schedule import Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder
+from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
@@ -126,6 +127,8 @@ def complete_config(
         )
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
+    if isinstance(config.source, Tokens) and cache is not None:
+        raise TypeError("cache= keeps decoded samples, and files of tokens are decoded already: leave it out")
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
     if config.engines:
@@ -235,6 +238,10 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         if decode is not None:
             raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= gets each batch")
         return None
+    if isinstance(source, Tokens):
+        if decode is not None:
+            raise TypeError("Tokens are decoded already, so decode= makes no sense; transform= gets each batch")
+        return source.decoder
     if isinstance(source, FromDataset):
         if decode is None:
             return None

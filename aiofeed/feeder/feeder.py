@@ -52,6 +52,7 @@ from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import Schedule, Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState, check_in_order
+from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
@@ -120,10 +121,11 @@ class Feeder(Generic[BatchT]):
     of their own, never in the caller's event loop.
 
     Args:
-        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``, a
-            ``Mixture`` of several sources, a ``Stream``, or an ``IterableDataset``, which becomes a ``Stream``.
+        source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``,
+            ``Tokens``, a ``Mixture`` of several sources, a ``Stream``, or an ``IterableDataset``, which becomes a
+            ``Stream``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
-            items, and for a ``Stream`` that does.
+            items, for ``Tokens``, and for a ``Stream`` of decoded items.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
             ``TokenBudget`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
@@ -224,7 +226,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any] | Mixture,
+            source: MapDataset[Any] | FromDataset | Tensors | Tokens | Stream | IterableDataset[Any] | Mixture,
             *,
             decode: None = None,
             batch_size: int | LengthPlan | None = None,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import operator
 import sys
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from aiofeed.core.errors import FeedError
@@ -25,11 +26,14 @@ from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRanges, Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
+from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import enter_iteration
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from aiofeed.cache.resident import ResidentStore
     from aiofeed.core.types import Row
     from aiofeed.engine.resident.cached_data import CachedData
@@ -438,7 +442,8 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
     if isinstance(stream.first.sampled, BatchLists):
         return None  # windows have room for batches of one size
     source, cache = config.source, _resident_cache(config)
-    if not isinstance(source, Tensors) and (cache is None or not _has_all(cache, stream)):
+    tokens = _gathered_tokens(config)
+    if not isinstance(source, Tensors) and tokens is None and (cache is None or not _has_all(cache, stream)):
         return None
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
@@ -447,9 +452,12 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
         cached = old.data.source
         if not isinstance(cached, CachedData) or (cache is not None and cached.samples == cache.cached_samples):
             return old.successor()
-    data: Tensors | CachedData
+    data: Tensors | Tokens | CachedData
+    form_batch: Callable[[list[torch.Tensor]], Any] | None = None
     if isinstance(source, Tensors):
-        data, form_batch = source, None
+        data = source
+    elif tokens is not None:
+        data, form_batch = tokens, None if tokens.targets else operator.itemgetter(0)
     else:
         assert cache is not None
         row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
@@ -461,6 +469,17 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
         data, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
     )
     return ResidentPipeline(resident, form_batch)
+
+
+def _gathered_tokens(config: FeederConfig) -> Tokens | None:
+    """Return the tokens that the consumer's thread gathers: they are in memory, and no option needs other threads.
+
+    For a device, threads gather into pinned memory.
+    """
+    source = config.source
+    if not isinstance(source, Tokens) or not source.in_memory:
+        return None
+    return None if config.backend or config.collate_fn or config.engines else source
 
 
 def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:

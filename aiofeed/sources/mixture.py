@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
+from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 
@@ -146,8 +147,14 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
     return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
 
 
-def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets:
+def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Tokens:
     """The sources as one, whose indices count through them in order."""
+    tokens = [name for name, source in sources.items() if isinstance(source, Tokens)]
+    if tokens:
+        if len(tokens) < len(sources) or names:
+            raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, and without names=True")
+        first, *others = sources.values()
+        return first.joined(others)  # type: ignore[no-any-return]
     datasets = {}
     for name, source in sources.items():
         if isinstance(source, Tensors):

@@ -323,7 +323,13 @@ class RowBatchBuilder(BatchBuilder):
         self, row: Row, samples: int, lease: BufferLease, *, targets: bool, torch_dtype: str | None = None
     ) -> None:
         dtype: np.dtype[Any] = np.dtype(row.dtype)
-        self.rows: NDArray[Any] = array(lease, (samples, *row.shape), dtype)
+        self._parts: list[HostTensor] | None = None
+        if row.parts:
+            memory = array(lease, (row.shape[0], samples, *row.shape[1:]), dtype)
+            self._parts = [HostTensor(part, pinned=lease.pinned) for part in memory]
+            self.rows: NDArray[Any] = memory.swapaxes(0, 1)
+        else:
+            self.rows = array(lease, (samples, *row.shape), dtype)
         self._leaf = HostTensor(
             self.rows,
             axes=None if row.axes is None else (0, *[axis + 1 for axis in row.axes]),
@@ -367,10 +373,12 @@ class RowBatchBuilder(BatchBuilder):
             self._targets.put(position, sample)
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        leaf = self._leaf
-        if positions is not None:
+        leaves = self._parts or [self._leaf]
+        for leaf in leaves:
             leaf.memory = compact(leaf.memory, positions)
-        return leaf if self._targets is None else [leaf, self._targets.finish(keys, positions)]
+        if self._targets is not None:
+            return [*leaves, self._targets.finish(keys, positions)]
+        return leaves if self._parts else leaves[0]
 
     @property
     def nbytes(self) -> int:

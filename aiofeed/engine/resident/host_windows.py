@@ -20,6 +20,7 @@ from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.tensors import is_tensor, tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.schedule import BatchRange
+from aiofeed.sources.arrays.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +164,28 @@ class HostWindows:
             # All indices are valid; with mode "raise" numpy would gather into a temporary buffer.
             np.take(data, indices, axis=0, out=target, mode="clip")
         return target
+
+
+class TokenWindows(HostWindows):
+    """Makes windows of tokens in mapped files. Arguments as for ``ResidentData``."""
+
+    def __init__(self, source: Tokens, batch_size: int, memory_bytes: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._dtypes = None
+        self._tokens = source
+        parts = 1 + source.targets
+        self._memory = HostBufferPool(keep=HOST_WINDOWS * parts)
+        batch_bytes = batch_size * parts * source.block * 8
+        self.max_batches = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+
+    def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
+        """Make a window of a batch range."""
+        shape = (len(batch_range.indices), self._tokens.block)
+        rows = [array(self._memory, shape, np.dtype(np.int64)) for _ in range(1 + self._tokens.targets)]
+        self._tokens.gather(batch_range.indices, *rows)
+        return batch_range, partial(_host_batch, self._torch, rows, None)
 
 
 def _torch_gather(rows: torch.Tensor, indices: NDArray[np.int64], target: NDArray[Any]) -> bool:

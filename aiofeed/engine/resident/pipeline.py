@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_windows import DeviceWindows
-from aiofeed.engine.resident.host_windows import HostWindows, Rows, Windows
+from aiofeed.engine.resident.host_windows import HostWindows, Rows, TokenWindows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
+from aiofeed.sources.arrays.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,9 @@ class ResidentData:
         memory_bytes: Limit of all windows together, excluding those the user keeps.
     """
 
-    def __init__(self, source: Rows, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
+    def __init__(
+        self, source: Rows | Tokens, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
+    ) -> None:
         self.source = source
         self.windows: Windows | None = None
         self._batch_size = batch_size
@@ -53,7 +56,9 @@ class ResidentData:
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
-            if self._backend is None:
+            if isinstance(self.source, Tokens):
+                self.windows = TokenWindows(self.source, self._batch_size, self._memory_bytes)
+            elif self._backend is None:
                 self.windows = HostWindows(self.source, self._batch_size, self._memory_bytes)
             else:
                 self.windows = DeviceWindows(self._backend, self.source, self._batch_size, self._memory_bytes)

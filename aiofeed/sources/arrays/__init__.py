@@ -1,0 +1,1 @@
+"""Samples that are parts of large arrays on disk."""

@@ -1,0 +1,123 @@
+"""Opens files of tokens: raw, with the header of llm.c or NeMo, Megatron's ``.bin`` and ``.idx``, and ``.npy``."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
+
+# A header is 256 int32: magic number, version, number of tokens, bytes per token (NeMo only), zeros.
+HEADER_BYTES = 256 * 4
+# llm.c, dev/data/data_common.py, which modded-nanogpt follows: by magic number the version and the dtype.
+LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+# NeMo Automodel, components/datasets/llm/nanogpt_dataset.py.
+NEMO, NEMO_DTYPES = 278895051, {2: "uint16", 4: "uint32"}
+
+# Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic bytes, version, code of the dtype, number of sequences
+# and of documents; then for each sequence its length (int32), for each its place in the .bin (int64), and more.
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+
+def open_tokens(path: Path, dtype: str) -> NDArray[Any]:
+    """Map the tokens of a file, without reading them; ``dtype`` is that of a file that does not name its own.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is truncated, damaged or of another format.
+    """
+    if not path.is_file():
+        hint = f"; did you mean {path}.bin?" if Path(f"{path}.bin").is_file() else ""
+        raise FileNotFoundError(f"{path} is no file of tokens{hint}")
+    if path.suffix == ".npy":
+        return _open_npy(path)
+    size, offset = path.stat().st_size, 0
+    index = path.with_suffix(".idx")
+    if path.suffix == ".bin" and index.is_file():
+        dtype = _megatron_dtype(index, path, size)
+    elif size >= HEADER_BYTES and (found := _header_dtype(path, size)) is not None:
+        dtype, offset = found, HEADER_BYTES
+    itemsize = np.dtype(dtype).itemsize
+    if (size - offset) % itemsize:
+        raise ValueError(
+            f"{path} has {size - offset} bytes, which is no whole number of {dtype} tokens: it is truncated, or its "
+            f"tokens are of another dtype"
+        )
+    if size == offset:
+        raise ValueError(f"{path} has no tokens")
+    # A plain array: each index into a memmap makes a memmap, which takes several times as long.
+    return np.asarray(np.memmap(path, dtype, "r", offset))
+
+
+def _open_npy(path: Path) -> NDArray[Any]:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no complete .npy file of numbers: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
+        raise ValueError(
+            f"{path} has {tokens.dtype} {list(tokens.shape)}: tokens are one-dimensional and {', '.join(DTYPES)}"
+        )
+    return np.asarray(tokens)
+
+
+def _header_dtype(path: Path, size: int) -> str | None:
+    """The dtype that a header names; ``None`` for a file without a header."""
+    header = np.fromfile(path, "<i4", 4)
+    magic, version, count, itemsize = map(int, header)
+    expected, dtype = LLM_C.get(magic, (1, NEMO_DTYPES.get(itemsize)))
+    if magic in LLM_C or magic == NEMO:
+        if version != expected:
+            raise ValueError(f"{path} has a header of version {version}; aiofeed reads version {expected}")
+        if dtype is None:
+            raise ValueError(f"the header of {path} says {itemsize} bytes per token, but must say 2 or 4")
+        found = (size - HEADER_BYTES) / np.dtype(dtype).itemsize
+        if count != found:
+            raise ValueError(f"the header of {path} says {count} {dtype} tokens, but the file has {found:.12g}")
+        return dtype
+    if version == 1 and size - HEADER_BYTES in (2 * count, 4 * count):
+        known = ", ".join(map(str, (*LLM_C, NEMO)))
+        raise ValueError(
+            f"{path} begins with a header with the magic number {magic}, and aiofeed knows {known}: write the tokens "
+            f"without the header (or with one of these), and pass dtype="
+        )
+    return None
+
+
+def _megatron_dtype(index: Path, path: Path, size: int) -> str:
+    """The dtype of a ``.bin`` by its index, which must fit it."""
+    index_size = os.path.getsize(index)
+    with index.open("rb") as file:
+        head = file.read(MEGATRON_HEADER.size)
+        if not head.startswith(MEGATRON_MAGIC):
+            raise ValueError(
+                f"{index}, beside {path}, is no index of Megatron: it begins with {head[:9]!r} and not with "
+                f"{MEGATRON_MAGIC!r}. If the .bin holds only tokens, move the .idx elsewhere"
+            )
+        if len(head) < MEGATRON_HEADER.size:
+            raise ValueError(f"{index} is truncated: it has {index_size} bytes")
+        _, version, code, sequences, documents = MEGATRON_HEADER.unpack(head)
+        if version != 1 or code not in MEGATRON_DTYPES:
+            known = ", ".join(f"{number} ({name})" for number, name in MEGATRON_DTYPES.items())
+            raise ValueError(f"{index} has version {version} and dtype code {code}; known are version 1 and {known}")
+        least = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
+        if index_size < least:
+            raise ValueError(f"{index} is truncated: {sequences} sequences need {least} bytes, it has {index_size}")
+        end, dtype = 0, MEGATRON_DTYPES[code]
+        if sequences:
+            file.seek(MEGATRON_HEADER.size + 4 * (sequences - 1))
+            length = int.from_bytes(file.read(4), "little")
+            file.seek(MEGATRON_HEADER.size + 12 * sequences - 8)
+            end = int.from_bytes(file.read(8), "little") + length * np.dtype(dtype).itemsize
+    if end != size:
+        raise ValueError(f"{index} describes {end} bytes of tokens, but {path} has {size}: they do not belong together")
+    return dtype

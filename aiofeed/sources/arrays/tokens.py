@@ -1,0 +1,211 @@
+"""``Tokens``: windows of tokens in memory-mapped files."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.core.types import Row, public
+from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.runtime.machine import free_memory
+from aiofeed.sources.arrays.token_files import DTYPES, open_tokens
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# Files up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache.
+MEMORY_SHARE = 2
+
+
+@public
+@explain_arguments({"block_size": "it is called block", "seq_len": "it is called block"})
+class Tokens:
+    """Windows of ``block`` tokens in files of tokens, for language models: int64 [N, block], as embeddings take them.
+
+    With ``targets=True`` a batch is ``x, y``, and ``y`` has the token after each token of ``x``. Pass no ``decode=``.
+    Files are mapped, so that they may be larger than memory. A batch is one gather. It is made ahead in a thread; for a
+    feeder without ``device=``, if the files take less than half of the free memory, in your thread, which costs less.
+
+    Args:
+        paths: A file, or several: windows do not cross files. Raw tokens, as nanoGPT writes them; with the header of
+            llm.c, modded-nanogpt or NeMo; ``.npy``; or Megatron's ``.bin`` beside its ``.idx``, of which the tokens of
+            all documents are one stream.
+        block: Tokens of a window.
+        dtype: The dtype of raw tokens. Other files name their own.
+        stride: Tokens from the start of a window to the next. Default: ``block``, windows side by side. Tokens that do
+            not fill a last window are left out.
+        targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or a file is a URL, truncated, damaged
+            or shorter than a window.
+    """
+
+    answers_at_once = True
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        block: int,
+        dtype: str = "uint16",
+        stride: int | None = None,
+        targets: bool = False,
+    ) -> None:
+        self.block = check_positive_int("Tokens(block=...)", block)
+        self.targets = check_bool("Tokens(targets=...)", targets)
+        step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
+        name = _dtype_name(dtype)
+        self._open([(path, name, step) for path in _checked_paths(paths)])
+
+    def _open(self, files: list[tuple[Path, str, int]]) -> None:
+        """Map files, each with the dtype of raw tokens and the stride."""
+        needed, nbytes = self.block + self.targets, 0
+        self._files = files
+        self._windows = []
+        for path, dtype, stride in files:
+            tokens = open_tokens(path, dtype)
+            if len(tokens) < needed:
+                of_targets = " (block + 1, because targets=True)" if self.targets else ""
+                raise ValueError(f"{path} has {len(tokens)} tokens, and a window needs {needed}{of_targets}")
+            # A view, in which windows may overlap.
+            self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
+            nbytes += tokens.nbytes
+        self._starts = np.cumsum([0, *map(len, self._windows)])
+        self.in_memory = nbytes * MEMORY_SHARE <= free_memory()
+        """Whether the operating system can keep the files in memory."""
+
+    def joined(self, others: Sequence[Tokens]) -> Tokens:
+        """Return these windows, followed by those of others.
+
+        Raises:
+            ValueError: ``block`` or ``targets`` differ.
+        """
+        for other in others:
+            if (other.block, other.targets) != (self.block, self.targets):
+                raise ValueError(
+                    f"{self!r} and {other!r} differ in block or targets, so they do not fit into one batch"
+                )
+        both = copy.copy(self)
+        both._open([*self._files, *(file for other in others for file in other._files)])
+        return both
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the arguments; files are mapped again."""
+        return {"block": self.block, "targets": self.targets, "files": self._files}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.block, self.targets = state["block"], state["targets"]
+        self._open(state["files"])
+
+    def __len__(self) -> int:
+        """The number of windows."""
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        path, _, stride = self._files[0]
+        more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
+        return f"Tokens({str(path)!r}{more}, block={self.block}, stride={stride}, targets={self.targets})"
+
+    def key(self, index: int, /) -> str:
+        """The file and the tokens of a window, as in ``train.bin[2048:3072]``."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        path, _, stride = self._files[number]
+        first = (index - int(self._starts[number])) * stride
+        return f"{path}[{first}:{first + self.block}]"
+
+    async def read(self, index: int, /) -> int:
+        """Return the index: the decoder gathers tokens."""
+        return index
+
+    async def read_many(self, indices: Sequence[int], /) -> list[int]:
+        """Return the indices: the decoder gathers tokens."""
+        return list(indices)
+
+    def read_now(self, indices: Sequence[int], /) -> list[int]:
+        """Return the indices: the decoder gathers tokens."""
+        return list(indices)
+
+    @property
+    def decoder(self) -> TokenDecoder:
+        """The decoder that a feeder uses."""
+        return TokenDecoder(self)
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64], *parts: NDArray[Any]) -> None:
+        """Write windows into ``x``, and with targets ``y``, each [N, block]."""
+        rows = np.asarray(indices, np.int64)
+        if len(self._windows) == 1:
+            self._write(self._windows[0][rows], parts, slice(None))
+            return
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(numbers):
+            chosen = np.flatnonzero(numbers == number)
+            self._write(self._windows[number][rows[chosen] - self._starts[number]], parts, chosen)
+
+    def _write(self, tokens: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Any) -> None:
+        for at, part in enumerate(parts):
+            part[rows] = tokens[:, at : at + self.block]
+
+
+class TokenDecoder:
+    """Gathers the windows of a chunk into the rows of its batch."""
+
+    takes_seed = False
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self.row = Row((2, tokens.block), "int64", parts=True) if tokens.targets else Row((tokens.block,), "int64")
+
+    def __repr__(self) -> str:
+        return "TokenDecoder()"
+
+    def __call__(self, index: int, /) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The tensor of a window, or ``(x, y)``."""
+        import torch
+
+        out = np.empty(self.row.shape, np.int64)
+        self.decode_into(index, out)
+        return tuple(torch.from_numpy(out)) if self.row.parts else torch.from_numpy(out)
+
+    def decode_into(self, index: int, out: NDArray[Any], seed: int | None = None) -> None:
+        """Write a window into its row."""
+        self.decode_many_into([index], out[None], None)
+
+    def decode_many_into(self, indices: Sequence[int], out: NDArray[Any], seeds: None) -> list[None]:
+        """Write windows into rows."""
+        self._tokens.gather(indices, *(out.swapaxes(0, 1) if self.row.parts else (out,)))
+        return [None] * len(indices)
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = ""
+    if dtype is not None:
+        with contextlib.suppress(TypeError):
+            name = str(np.dtype(dtype).name)
+    if name not in DTYPES:
+        raise ValueError(f"Tokens(dtype=...) must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return name
+
+
+def _checked_paths(given: Any) -> list[Path]:
+    if not isinstance(given, str | os.PathLike | Iterable):
+        raise TypeError(f"Tokens(paths) must be the path of a file, or several, got {given!r}")
+    paths = [given] if isinstance(given, str | os.PathLike) else list(given)
+    if not paths:
+        raise ValueError("Tokens needs at least one file; an empty list may come from a glob without a match")
+    for path in paths:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Tokens(paths) must be paths of files, got {path!r}")
+        if "://" in os.fspath(path):
+            raise ValueError(
+                f"Tokens maps local files, and {os.fspath(path)!r} is a URL: download it, or feed shards at URLs, for "
+                f"example MDSShards or ParquetRows with a column of tokens"
+            )
+    return list(map(Path, paths))

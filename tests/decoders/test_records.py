@@ -1,0 +1,258 @@
+"""``DecodeNumpy``, ``DecodeTensor`` and ``DecodeJSON``."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import pytest
+import torch
+
+from aiofeed import DecodeError, DecodeJSON, DecodeNumpy, DecodeTensor, DiskCache, Feeder, Files
+
+ARRAYS = {
+    "float32": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "fortran": np.asfortranarray(np.arange(12).reshape(3, 4)),
+    "big-endian": np.arange(5, dtype=">i4"),
+    "scalar": np.array(3.5),
+    "empty": np.empty((0, 3), np.uint8),
+    "bool": np.array([True, False]),
+    "complex": np.array([1 + 2j]),
+    "text": np.array(["ab", "c"]),
+}
+
+
+def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version)
+    return file.getvalue()
+
+
+def npz(compressed: bool = False, **arrays: Any) -> bytes:
+    file = io.BytesIO()
+    (np.savez_compressed if compressed else np.savez)(file, **arrays)
+    return file.getvalue()
+
+
+# --- DecodeNumpy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [None, (1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.filterwarnings("ignore:Stored array in format")
+def test_npy(name: str, version: tuple[int, int] | None) -> None:
+    """Every array keeps dtype, shape, order and values, and can be written to."""
+    array = ARRAYS[name]
+    for data in (npy(array, version), memoryview(npy(array, version)), npy(array, version) + b"more"):
+        found = DecodeNumpy()(data)  # type: ignore[arg-type, unused-ignore]
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == array.dtype
+        assert found.shape == array.shape
+        assert found.flags.f_contiguous == array.flags.f_contiguous
+        assert np.array_equal(found, array)
+        assert found.flags.writeable
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_npz(compressed: bool) -> None:
+    """A member is an array; without a name all are a dict."""
+    data = npz(compressed, x=ARRAYS["float32"], y=ARRAYS["bool"])
+    x = DecodeNumpy("x")(data)
+    assert isinstance(x, np.ndarray)
+    assert np.array_equal(x, ARRAYS["float32"])
+    every = DecodeNumpy()(data)
+    assert isinstance(every, dict)
+    assert sorted(every) == ["x", "y"]
+    assert every["y"].tolist() == [True, False]
+
+
+PICKLES = np.array([print], dtype=object)
+FLOATS = npy(ARRAYS["float32"])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no .npy or .npz file: it begins with b''"),
+        (b"\x89PNG....", "no .npy or .npz file: it begins with b.*PNG"),
+        (FLOATS[:-1], r"truncated: float32 \[3, 4\] needs 48 bytes, and it has 47"),
+        (FLOATS[:6], "expected 8 bytes got 6"),
+        (FLOATS[:7], "expected 8 bytes got 7"),
+        (FLOATS[:40], "header of the .npy file is damaged: EOF"),
+        (FLOATS.replace(b"'shape'", b"'sheep'"), "header of the .npy file is damaged: .*sheep"),
+        (FLOATS.replace(b"(3, 4)", b"(3, -)"), "header of the .npy file is damaged"),
+        (FLOATS.replace(b"(3, 4)", b"(-3,4)"), r"header of the .npy file is damaged: its shape is \[-3, 4\]"),
+        (FLOATS.replace(b"'<f4'", b"'<z9'"), "header of the .npy file is damaged"),
+        (npz(x=ARRAYS["float32"])[:100], "truncated or damaged"),
+        (npz(x=ARRAYS["float32"]).replace(b"\0\0\x80?", b"\0\1\x80?"), "truncated or damaged: Bad CRC"),
+    ],
+)
+def test_damaged_arrays(data: bytes, message: str) -> None:
+    """Damaged data are a ValueError that says what is wrong."""
+    with pytest.raises(ValueError, match=message):
+        DecodeNumpy()(data)
+
+
+def test_pickles_are_never_loaded() -> None:
+    """Python objects in .npy and .npz files are errors."""
+    file = io.BytesIO()
+    np.save(file, PICKLES, allow_pickle=True)
+    with pytest.raises(ValueError, match="pickles"):
+        DecodeNumpy()(file.getvalue())
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        DecodeNumpy()(npz(x=PICKLES))
+    with pytest.raises(TypeError, match="never loaded"):
+        DecodeNumpy(allow_pickle=True)  # type: ignore[call-arg]
+
+
+def test_a_header_claims_no_memory() -> None:
+    """A header with a huge shape is refused without an allocation."""
+    data = FLOATS.replace(b"(3, 4), }         ", b"(3000000000000,)} ")
+    assert data != FLOATS
+    with pytest.raises(ValueError, match="needs 12000000000000 bytes"):
+        DecodeNumpy()(data)
+
+
+def test_members_of_npz() -> None:
+    """A member that does not exist is an error that lists the others."""
+    with pytest.raises(ValueError, match=r"no 'z'; it has \['x', 'y'\]"):
+        DecodeNumpy("z")(npz(x=ARRAYS["bool"], y=ARRAYS["bool"]))
+
+
+# --- DecodeTensor -----------------------------------------------------------------------------------------------------
+
+
+def test_tensors() -> None:
+    """Tensors keep dtype and values; a name chooses one."""
+    save = pytest.importorskip("safetensors.torch").save
+    tensors = {"x": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "y": torch.tensor([True])}
+    found = DecodeTensor()(save(tensors))
+    assert isinstance(found, dict)
+    assert sorted(found) == ["x", "y"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    y = DecodeTensor("y")(save(tensors))
+    assert isinstance(y, torch.Tensor)
+    assert y.tolist() == [True]
+    with pytest.raises(ValueError, match=r"no 'z'; it has \['x', 'y'\]"):
+        DecodeTensor("z")(save(tensors))
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, -1])
+def test_damaged_tensors(cut: int) -> None:
+    """Truncated data are a ValueError."""
+    save = pytest.importorskip("safetensors.torch").save
+    with pytest.raises(ValueError, match="safetensors file is truncated or damaged"):
+        DecodeTensor()(save({"x": torch.zeros(3)})[:cut])
+
+
+def test_without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra, before any file is read."""
+    from aiofeed.decoders import records
+
+    records._safetensors.cache_clear()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"aiofeed\[safetensors\]"):
+        DecodeTensor()
+
+
+# --- DecodeJSON -------------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: int
+    label: str
+
+
+class Sample(TypedDict):
+    text: str
+    score: float
+
+
+def test_json() -> None:
+    """JSON becomes Python values, or the type."""
+    assert DecodeJSON()(b'{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
+    assert DecodeJSON(Point)(b'[1, "ant"]') == Point(1, "ant")
+    assert DecodeJSON(Sample)(json.dumps({"text": "a", "score": 1}).encode()) == {"text": "a", "score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "message"),
+    [
+        (None, b"{", "this is no JSON: "),
+        (None, b"", "this is no JSON: "),
+        (None, b"\xff", "this is no JSON: "),
+        (None, b'"\xff"', "this is no JSON: "),
+        (Point, b'["a", "b"]', r"not of the type .*Point.*Expected `int`, got `str` - at `\$\[0\]`"),
+        (dict[str, int], b'{"a": "b"}', "Expected `int`, got `str`"),
+    ],
+)
+def test_other_json(kind: Any, data: bytes, message: str) -> None:
+    """Damaged JSON and JSON of another type are ValueErrors that name the place."""
+    with pytest.raises(ValueError, match=message):
+        DecodeJSON(kind)(data)
+
+
+def test_an_unknown_type() -> None:
+    """A type that msgspec does not know is an error when the decoder is made."""
+    with pytest.raises(TypeError, match="3"):
+        DecodeJSON(3)
+
+
+# --- in a feeder ------------------------------------------------------------------------------------------------------
+
+DECODERS: list[Any] = [DecodeNumpy(), DecodeNumpy("x"), DecodeJSON(), DecodeJSON(Point), DecodeJSON(dict[str, int])]
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=repr)
+def test_copies_are_equal(decoder: Any) -> None:
+    """A decoder that is pickled, as for a worker process, is equal."""
+    assert pickle.loads(pickle.dumps(decoder)) == decoder
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=repr)
+@pytest.mark.parametrize("data", ["text", 3, None, {"x": b""}])
+def test_no_bytes(decoder: Any, data: Any) -> None:
+    """Anything but bytes is a TypeError that names the decoder."""
+    with pytest.raises(TypeError, match="takes the bytes of one file, got"):
+        decoder(data)
+
+
+@pytest.mark.parametrize("name", [1, b"x"])
+def test_wrong_names(name: Any) -> None:
+    """A name is text."""
+    with pytest.raises(TypeError, match=r"DecodeNumpy\(member=\.\.\.\) must be a name"):
+        DecodeNumpy(name)
+    with pytest.raises(TypeError, match=r"DecodeTensor\(name=\.\.\.\) must be a name"):
+        DecodeTensor(name)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "host"}, {"cache": "device"}, {"engine": "process:1"}, {"cache": 0}])
+def test_arrays_in_a_feeder(options: dict[str, Any], tmp_path: Path) -> None:
+    """Arrays of files are collated; a truncated file is skipped, and its error names it."""
+    paths = []
+    for number in range(6):
+        paths.append(tmp_path / f"{number}.npy")
+        paths[-1].write_bytes(npy(np.full((2, 3), number)))
+    paths[3].write_bytes(paths[3].read_bytes()[:-8])
+    if options == {"cache": 0}:
+        options = {"cache": DiskCache(tmp_path / "cache")}
+    with Feeder(Files(paths), decode=DecodeNumpy(), batch_size=2, on_error="skip", **options) as feeder:
+        for _ in feeder.epochs(2):
+            assert [batch[:, 0, 0].tolist() for batch in feeder] == [[0, 1], [2], [4, 5]]
+        first = feeder.failures[0]
+        assert first.key == str(paths[3])
+        assert "truncated" in str(first.error)
+
+
+def test_the_error_names_the_file(tmp_path: Path) -> None:
+    """A damaged file is a DecodeError with its path."""
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    feeder: Feeder[Any] = Feeder(Files([path]), decode=DecodeJSON(), batch_size=1)
+    with pytest.raises(DecodeError, match=r"broken\.json.*this is no JSON"):
+        next(iter(feeder))

@@ -1,0 +1,485 @@
+"""``Tokens``: windows of tokens in files, in memory and made ahead by threads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import aiofeed
+from aiofeed import DiskCache, Feeder, Mixture, StateError, Tokens
+from aiofeed.testing import SimulatedDevice
+from tests.support.token_files import write_header, write_megatron, write_raw
+
+BLOCK = 8
+COUNT = 500
+NUMBERS = np.arange(COUNT) * 101 % 60_000
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "raw": lambda folder: write_raw(folder / "train.bin", NUMBERS),
+    "llm.c": lambda folder: write_header(folder / "train.bin", NUMBERS),
+    "llm.c, uint32": lambda folder: write_header(folder / "train.bin", NUMBERS, "uint32", magic=20240801, version=7),
+    "NeMo, uint16": lambda folder: write_header(folder / "train.bin", NUMBERS, magic=278895051, bytes_per_token=2),
+    "NeMo, uint32": lambda folder: write_header(
+        folder / "train.bin", NUMBERS, "uint32", magic=278895051, bytes_per_token=4
+    ),
+    "Megatron": lambda folder: write_megatron(folder / "train.bin", np.split(NUMBERS, [7, 7, 400])),
+    "Megatron, int32": lambda folder: write_megatron(folder / "train.bin", [NUMBERS], "int32"),
+    ".npy": lambda folder: save_npy(folder / "train.npy", NUMBERS.astype(np.int32)),
+    ".npy, big-endian": lambda folder: save_npy(folder / "train.npy", NUMBERS.astype(">u2")),
+}
+
+
+def save_npy(path: Path, array: Any) -> Path:
+    np.save(path, array, allow_pickle=array.dtype == object)
+    return path
+
+
+@pytest.fixture(params=["in memory", "threads"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Whether the consumer's thread gathers tokens, or threads make batches ahead."""
+    return str(request.param)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of 500 tokens."""
+    return write_raw(tmp_path / "train.bin", NUMBERS)
+
+
+def tokens_in(way: str, *arguments: Any, **options: Any) -> Tokens:
+    source = Tokens(*arguments, **options)
+    assert source.in_memory
+    source.in_memory = way == "in memory"
+    return source
+
+
+def windows(numbers: Any = NUMBERS, block: int = BLOCK, stride: int = BLOCK) -> list[list[int]]:
+    return [numbers[at : at + block].tolist() for at in range(0, len(numbers) - block + 1, stride)]
+
+
+def lists(feeder: Any) -> list[Any]:
+    """The batches as lists of numbers."""
+    return [
+        batch.tolist() if isinstance(batch, torch.Tensor) else [part.tolist() for part in batch] for batch in feeder
+    ]
+
+
+# --- windows and formats ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_windows(name: str, way: str, tmp_path: Path) -> None:
+    """Batches are the windows of the file's tokens as int64, in the order of the epoch."""
+    feeder: Feeder[Any] = Feeder(tokens_in(way, FORMATS[name](tmp_path), BLOCK), batch_size=5)
+    batches = list(feeder)
+    assert all(batch.dtype == torch.int64 and batch.is_contiguous() for batch in batches)
+    assert torch.cat(batches).tolist() == windows()
+    assert type(feeder._session.pipeline).__name__.startswith("Resident" if way == "in memory" else "Streaming")
+
+
+def test_targets_are_the_following_tokens(way: str, path: Path) -> None:
+    """With targets a batch is two contiguous tensors, and the second is one token ahead; the last one has a target."""
+    feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK, targets=True), batch_size=6, shuffle=True)
+    pairs = []
+    for x, y in feeder:
+        assert x.is_contiguous()
+        assert y.is_contiguous()
+        assert x.dtype == y.dtype == torch.int64
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        pairs += [(*a, b[-1]) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+    assert sorted(pairs) == sorted(map(tuple, windows(block=BLOCK + 1, stride=BLOCK)))
+
+
+@pytest.mark.parametrize("stride", [1, 3, 20])
+def test_stride(stride: int, way: str, path: Path) -> None:
+    """Windows begin every ``stride`` tokens: they overlap, or leave tokens out."""
+    source = tokens_in(way, path, BLOCK, stride=stride)
+    assert len(source) == len(windows(stride=stride))
+    assert sorted(sum(lists(Feeder(source, batch_size=7, shuffle=True)), [])) == sorted(windows(stride=stride))
+
+
+def test_windows_do_not_cross_files(way: str, tmp_path: Path) -> None:
+    """Each file has windows of its own, also if files differ in format; keys name file and tokens."""
+    files = [
+        write_raw(tmp_path / "a.bin", NUMBERS[:30]),
+        write_header(tmp_path / "b.bin", NUMBERS[30:77]),
+        save_npy(tmp_path / "c.npy", NUMBERS[77:85].astype(np.int64)),
+    ]
+    source = tokens_in(way, files, BLOCK)
+    expected = windows(NUMBERS[:30]) + windows(NUMBERS[30:77]) + windows(NUMBERS[77:85])
+    assert torch.cat(list(Feeder(source, batch_size=4))).tolist() == expected
+    shuffled: Feeder[Any] = Feeder(source, batch_size=4, shuffle=True)
+    assert sorted(torch.cat(list(shuffled)).tolist()) == sorted(expected)
+    assert [source.key(at) for at in (0, 2, 3, 8)] == [
+        f"{files[0]}[0:8]", f"{files[0]}[16:24]", f"{files[1]}[0:8]", f"{files[2]}[0:8]"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", np.uint16])
+def test_raw_dtypes(dtype: Any, tmp_path: Path) -> None:
+    """Tokens of every integer dtype arrive with their values."""
+    numbers = np.array([0, 1, np.iinfo(dtype).max, np.iinfo(dtype).min], dtype)
+    path = write_raw(tmp_path / "train.bin", numbers, np.dtype(dtype).name)
+    assert lists(Feeder(Tokens(path, 4, dtype=dtype), batch_size=1)) == [[numbers.tolist()]]
+
+
+def test_files_larger_than_memory(tmp_path: Path) -> None:
+    """A file of a tebibyte is mapped at once, and threads make its batches."""
+    path = tmp_path / "train.bin"
+    with path.open("wb") as file:
+        try:
+            os.truncate(file.fileno(), 1 << 40)
+        except OSError as error:
+            pytest.skip(f"this file system has no sparse files of that size: {error}")
+        file.seek(600 * 1024 * 2)
+        file.write(np.arange(1024, dtype=np.uint16).tobytes())
+    source = Tokens(path, 1024)
+    assert len(source) == (1 << 39) // 1024
+    assert not source.in_memory
+    with Feeder(source, batch_size=2, sampler=[600, len(source) - 1]) as feeder:
+        assert next(iter(feeder)).sum(1).tolist() == [1023 * 512, 0]
+
+
+def test_a_kept_batch_is_never_overwritten(way: str, path: Path) -> None:
+    """Batches that the user keeps or changes stay as they are."""
+    feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK, targets=True), batch_size=6)
+    kept = list(feeder)
+    kept[0][0].zero_()
+    list(feeder)
+    assert torch.cat([x for x, _ in kept[1:]]).tolist() == windows()[6:]
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"device": SimulatedDevice()},
+    "static": {"device": SimulatedDevice(), "static_batches": True, "drop_last": True},
+    "as they finish": {"in_order": False, "collate_fn": default_collate},
+    "samples": {"in_order": "samples"},
+    "collate_fn": {"collate_fn": default_collate},
+    "processes": {"engine": "process:2"},
+    "batch_sampler": {"batch_sampler": [list(range(at, at + 6)) for at in range(0, 60, 6)], "batch_size": None},
+    "skip": {"on_error": "skip"},
+    "transform": {"transform": lambda batch: batch},
+    "window": {"shuffle": True},
+    "keyed": {"shuffle": "keyed"},
+    "replacement": {"weights": torch.ones(62)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_feeder(name: str, way: str, path: Path) -> None:
+    """With every option an epoch has windows and their targets, each once unless it draws with replacement."""
+    options = {"batch_size": 6} | OPTIONS[name]
+    count = 60 if name in ("static", "batch_sampler") else 62
+    with Feeder(tokens_in(way, path, BLOCK, targets=True), **options) as feeder:
+        for _ in feeder.epochs(2):
+            seen = []
+            for x, y in feeder:
+                assert torch.equal(x[:, 1:].cpu(), y[:, :-1].cpu())
+                seen += list(map(tuple, x.tolist()))
+            assert len(seen) == count
+            assert set(seen) <= set(map(tuple, windows()))
+            assert name == "replacement" or len(set(seen)) == count
+
+
+def test_several_devices(path: Path) -> None:
+    """Each device gets its part of ``x`` and ``y``."""
+    devices = [SimulatedDevice(), SimulatedDevice()]
+    feeder: Feeder[Any] = Feeder(Tokens(path, BLOCK, targets=True), batch_size=6, device=devices)
+    first = [[part.cpu().tolist() for part in parts] for parts in next(iter(feeder))]
+    assert first[0][0] + first[1][0] == windows()[:6]
+    feeder.close()
+
+
+def test_async_for(way: str, path: Path) -> None:
+    """``async for`` gives the batches of ``for``."""
+    feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK), batch_size=6)
+
+    async def collected() -> list[Any]:
+        return [batch.tolist() async for batch in feeder]
+
+    assert asyncio.run(collected()) == lists(feeder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "host"}, "decoded already: leave it out"),
+        ({"cache": "device"}, "decoded already: leave it out"),
+        ({"decode": lambda data: data}, "transform= gets each batch"),
+    ],
+)
+def test_options_without_sense_are_refused(options: dict[str, Any], message: str, path: Path) -> None:
+    """A cache and a decoder are errors that say what to do instead."""
+    with pytest.raises(TypeError, match=message):
+        Feeder(Tokens(path, BLOCK), batch_size=4, **options)
+
+
+def test_a_disk_cache_is_refused(path: Path, tmp_path: Path) -> None:
+    """So is a cache in a file."""
+    with pytest.raises(TypeError, match="leave it out"):
+        Feeder(Tokens(path, BLOCK), batch_size=4, cache=DiskCache(tmp_path / "cache"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+def test_served_tokens(way: str, path: Path, tmp_path: Path) -> None:
+    """Other processes can attach to a feeder of tokens."""
+    address = str(tmp_path / "feed.sock")
+    feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK, targets=True), batch_size=6)
+    with feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
+        assert torch.cat([x for x, _ in feed]).tolist() == windows()
+
+
+# --- order and state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", range(12))
+def test_resume_at_every_position(position: int, way: str, path: Path) -> None:
+    """A state saved after any batch goes on with the next one, in memory and in threads alike."""
+    other = "threads" if way == "in memory" else "in memory"
+    options: dict[str, Any] = {"batch_size": 6, "shuffle": True}
+    expected: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK), **options)
+    whole = lists(expected) + lists(expected)
+    feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK), **options)
+    for _ in islice(feeder, position):
+        pass
+    state = json.loads(json.dumps(feeder.state_dict()))
+    resumed: Feeder[Any] = Feeder(tokens_in(other, path, BLOCK), **options)
+    resumed.load_state_dict(state)
+    rest = lists(resumed) + (lists(resumed) if position < len(expected) else [])
+    assert rest == whole[position:]
+
+
+def test_resume_with_another_number_of_ranks(way: str, path: Path) -> None:
+    """Three ranks go on with the windows that two have not handed out."""
+    seen: list[list[int]] = []
+    state: dict[str, Any] = {}
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True}
+    for rank in range(2):
+        feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK), shard=(rank, 2), **options)
+        for batch in islice(feeder, 3):
+            seen += batch.tolist()
+        state = feeder.state_dict()
+    for rank in range(3):
+        feeder = Feeder(tokens_in(way, path, BLOCK), shard=(rank, 3), **options)
+        feeder.load_state_dict(state)
+        seen += sum(lists(feeder), [])
+    assert len(seen) == len(windows()) + 1  # one is repeated, because 3 does not divide the other 38
+    assert set(map(tuple, seen)) == set(map(tuple, windows()))
+
+
+@pytest.mark.parametrize("changed", [{"block": 9}, {"stride": 9}, {"paths": "other.bin"}])
+def test_the_state_of_other_windows_is_refused(changed: dict[str, Any], path: Path, tmp_path: Path) -> None:
+    """A state belongs to the same files, block and stride."""
+    write_raw(tmp_path / "other.bin", NUMBERS)
+    state = Feeder(Tokens(path, BLOCK), batch_size=4).state_dict()
+    options = {"paths": path, "block": BLOCK} | changed
+    if "paths" in changed:
+        options["paths"] = tmp_path / "other.bin"
+    with pytest.raises(StateError):
+        Feeder(Tokens(**options), batch_size=4).load_state_dict(state)
+
+
+def test_break_and_errors_keep_the_position(way: str, path: Path) -> None:
+    """After a break or an error in the loop, the saved state goes on with the next batch."""
+    feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK), batch_size=6)
+    with pytest.raises(ZeroDivisionError):
+        for _ in feeder:
+            1 / 0  # noqa: B018
+    feeder.load_state_dict(feeder.state_dict())
+    assert next(iter(feeder)).tolist() == windows()[6:12]
+    feeder.close()
+
+
+def test_a_pickled_source_maps_its_files_again(path: Path) -> None:
+    """A copy of the source has the same windows, and no tokens in its pickle."""
+    source = Tokens(path, BLOCK, targets=True)
+    data = pickle.dumps(source)
+    assert len(data) < 500
+    copied = pickle.loads(data)
+    assert lists(Feeder(copied, batch_size=6)) == lists(Feeder(source, batch_size=6))
+
+
+# --- mixtures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_mixture_of_tokens(way: str, tmp_path: Path) -> None:
+    """Windows of several sources come in their proportions, and are counted by source."""
+    web = Tokens(write_raw(tmp_path / "web.bin", np.full(800, 1)), BLOCK, targets=True)
+    code = Tokens(write_raw(tmp_path / "code.bin", np.full(400, 2), "uint32"), BLOCK, "uint32", stride=4, targets=True)
+    mixture = Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}, until=80)
+    mixture.combined.in_memory = way == "in memory"  # type: ignore[union-attr]
+    feeder: Feeder[Any] = Feeder(mixture, batch_size=8, shuffle=True)
+    for x, _ in feeder:
+        assert x.tolist().count([1] * BLOCK) == 6
+    assert feeder.statistics().by_source == {"web": 60, "code": 20}
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "message"),
+    [
+        ({"block": 9}, ValueError, "differ in block or targets"),
+        ({"targets": True}, ValueError, "differ in block or targets"),
+    ],
+)
+def test_windows_of_a_mixture_are_alike(
+    others: dict[str, Any], error: type[Exception], message: str, path: Path
+) -> None:
+    """Sources of other windows do not fit into a batch."""
+    with pytest.raises(error, match=message):
+        Mixture({"a": Tokens(path, BLOCK), "b": Tokens(**{"paths": path, "block": BLOCK} | others)})
+
+
+def test_tokens_mix_with_tokens_only(path: Path) -> None:
+    """A mixture with another source, or with names, is refused."""
+    with pytest.raises(TypeError, match="mix with Tokens only"):
+        Mixture({"a": Tokens(path, BLOCK), "b": [1, 2, 3]})
+    with pytest.raises(TypeError, match="without names=True"):
+        Mixture({"a": Tokens(path, BLOCK)}, names=True)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path, kind: str) -> Path:
+    """A file that is damaged in one way."""
+    path = folder / "train.bin"
+    match kind:
+        case "odd":
+            path.write_bytes(b"x" * 1001)
+        case "empty":
+            path.touch()
+        case "header only":
+            write_header(path, [])
+        case "header says more":
+            data = write_header(path, NUMBERS).read_bytes()
+            path.write_bytes(data[:-2])
+        case "odd after header":
+            data = write_header(path, NUMBERS).read_bytes()
+            path.write_bytes(data[:-1])
+        case "other magic":
+            write_header(path, NUMBERS, magic=20250401)
+        case "other version":
+            write_header(path, NUMBERS, version=2)
+        case "other size":
+            write_header(path, NUMBERS, magic=278895051, bytes_per_token=3)
+        case "no index":
+            write_megatron(path, [NUMBERS]).with_suffix(".idx").write_bytes(b"TNTIDX\x00\x00" + b"\0" * 40)
+        case "short index":
+            index = write_megatron(path, [NUMBERS]).with_suffix(".idx")
+            index.write_bytes(index.read_bytes()[:50])
+        case "very short index":
+            index = write_megatron(path, [NUMBERS]).with_suffix(".idx")
+            index.write_bytes(index.read_bytes()[:20])
+        case "index of another":
+            index = write_megatron(path, [NUMBERS]).with_suffix(".idx").read_bytes()
+            write_megatron(path, [NUMBERS, NUMBERS]).with_suffix(".idx").write_bytes(index)
+        case "float index":
+            index = bytearray(write_megatron(path, [NUMBERS]).with_suffix(".idx").read_bytes())
+            index[17] = 6
+            path.with_suffix(".idx").write_bytes(index)
+        case "text as npy":
+            path = folder / "train.npy"
+            path.write_text("tokens")
+        case "short npy":
+            path = save_npy(folder / "train.npy", NUMBERS)
+            path.write_bytes(path.read_bytes()[:-10])
+        case "floats":
+            path = save_npy(folder / "train.npy", NUMBERS / 2)
+        case "rows":
+            path = save_npy(folder / "train.npy", NUMBERS.reshape(2, -1))
+        case "objects":
+            path = save_npy(folder / "train.npy", NUMBERS.astype(object))
+        case "short":
+            write_raw(path, NUMBERS[:7])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("odd", "1001 bytes, which is no whole number of uint16 tokens"),
+        ("empty", "no tokens"),
+        ("header only", "no tokens"),
+        ("header says more", "says 500 uint16 tokens, but the file has 499"),
+        ("odd after header", r"says 500 uint16 tokens, but the file has 499\.5"),
+        ("other magic", "magic number 20250401, and aiofeed knows 20240520, 20240801, 278895051"),
+        ("other version", "version 2; aiofeed reads version 1"),
+        ("other size", "says 3 bytes per token, but must say 2 or 4"),
+        ("no index", r"train\.idx.*is no index of Megatron: it begins with b'TNTIDX"),
+        ("short index", r"train\.idx is truncated: 1 sequences need 62 bytes, it has 50"),
+        ("very short index", r"train\.idx is truncated: it has 20 bytes"),
+        ("index of another", "describes 1000 bytes of tokens, but .* has 2000"),
+        ("float index", "dtype code 6"),
+        ("text as npy", "no complete .npy file"),
+        ("short npy", "no complete .npy file"),
+        ("floats", r"has float64 \[500\]: tokens are one-dimensional and uint8"),
+        ("rows", r"has int64 \[2, 250\]"),
+        ("objects", "no complete .npy file"),
+        ("short", "has 7 tokens, and a window needs 8$"),
+    ],
+)
+def test_damaged_files(kind: str, message: str, tmp_path: Path) -> None:
+    """A damaged file is an error that names it, when the source is made."""
+    path = damaged(tmp_path, kind)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokens(path, BLOCK)
+    assert str(path.with_suffix("")) in str(caught.value)
+
+
+def test_targets_need_one_token_more(tmp_path: Path) -> None:
+    """A file of one window has no window with targets."""
+    path = write_raw(tmp_path / "train.bin", NUMBERS[:BLOCK])
+    assert len(Tokens(path, BLOCK)) == 1
+    with pytest.raises(ValueError, match=r"has 8 tokens, and a window needs 9 \(block \+ 1, because targets=True\)"):
+        Tokens(path, BLOCK, targets=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("train.bin", 0), ValueError, "Tokens\\(block=...\\)"),
+        (("train.bin", 8.0), TypeError, "Tokens\\(block=...\\)"),
+        (("train.bin", 8, "float32"), ValueError, "dtype.*uint8, int8.*got 'float32'"),
+        (("train.bin", 8, "token"), ValueError, "got 'token'"),
+        (("train.bin", 8, None), ValueError, "got None"),
+        (("train.bin", 8, "uint16", 0), ValueError, "stride"),
+        (("train.bin", 8, "uint16", None, 1), TypeError, "targets"),
+        (([], 8), ValueError, "a glob without a match"),
+        ((3, 8), TypeError, "got 3"),
+        (([3], 8), TypeError, "got 3"),
+        (("s3://bucket/train.bin", 8), ValueError, "'s3://bucket/train.bin' is a URL: download it"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, error: type[Exception], message: str) -> None:
+    """A wrong argument is an error that names it and its value."""
+    with pytest.raises(error, match=message):
+        Tokens(*arguments)
+
+
+def test_missing_files(path: Path, tmp_path: Path) -> None:
+    """A file that does not exist is named; Megatron's prefix is completed."""
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "absent.bin"))):
+        Tokens([path, tmp_path / "absent.bin"], BLOCK)
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*train\.bin\?"):
+        Tokens(tmp_path / "train", BLOCK)
+
+
+def test_block_size_is_explained(path: Path) -> None:
+    """nanoGPT's name of the argument is explained."""
+    with pytest.raises(TypeError, match="it is called block"):
+        Tokens(path, block_size=8)  # type: ignore[call-arg]
