@@ -304,6 +304,18 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     assert "uninterrupted process: True" in output
 
 
+# --- nanogpt ----------------------------------------------------------------------------------------------------------
+
+
+def test_nanogpt_is_resumed_with_its_next_batches() -> None:
+    """The loss on other text falls, and the resumed training gets the batches of an uninterrupted one."""
+    output = run("nanogpt.py", "--steps", "60")
+    lines = re.findall(r"^steps (\d+) to (\d+), .* val loss ([0-9.]+), [0-9,]+ tokens/s$", output, re.MULTILINE)
+    assert [line[:2] for line in lines] == [("0", "30"), ("30", "60")]
+    assert float(lines[1][2]) < float(lines[0][2]) < 4
+    assert "uninterrupted training: True" in output
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 

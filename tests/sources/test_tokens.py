@@ -205,6 +205,25 @@ def test_several_devices(path: Path) -> None:
     feeder.close()
 
 
+def test_window_shuffle_mixes_files(way: str, tmp_path: Path) -> None:
+    """``shuffle="window:2"`` mixes the windows of two files at a time."""
+    files = [write_raw(tmp_path / f"{number}.bin", np.full(80, number)) for number in range(6)]
+    feeder: Feeder[Any] = Feeder(tokens_in(way, files, BLOCK), batch_size=20, shuffle="window:2")
+    seen = [batch[:, 0].tolist() for batch in feeder]
+    assert [len(set(numbers)) for numbers in seen] == [2, 2, 2]
+    assert sorted(sum(seen, [])) == sorted(list(range(6)) * 10)
+
+
+def test_tokens_are_a_dataset(path: Path) -> None:
+    """A window is found by its index, so that torch's ``DataLoader`` gives the same batches."""
+    source = Tokens(path, BLOCK, targets=True)
+    assert source[-1][0].tolist() == windows()[-1]
+    with pytest.raises(IndexError):
+        source[len(source)]
+    loader: Any = torch.utils.data.DataLoader(source, 6)  # type: ignore[arg-type]
+    assert lists(loader) == lists(Feeder(source, batch_size=6))
+
+
 def test_async_for(way: str, path: Path) -> None:
     """``async for`` gives the batches of ``for``."""
     feeder: Feeder[Any] = Feeder(tokens_in(way, path, BLOCK), batch_size=6)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +56,10 @@ def open_tokens(path: Path, dtype: str) -> NDArray[Any]:
         )
     if size == offset:
         raise ValueError(f"{path} has no tokens")
-    # A plain array: each index into a memmap makes a memmap, which takes several times as long.
-    return np.asarray(np.memmap(path, dtype, "r", offset))
+    # From Python 3.13 on, a mapping needs no open file: a dataset may have more files than a process may open.
+    more: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **more), dtype, offset=offset)
 
 
 def _open_npy(path: Path) -> NDArray[Any]:

@@ -114,6 +114,15 @@ class Tokens:
         more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
         return f"Tokens({str(path)!r}{more}, block={self.block}, stride={stride}, targets={self.targets})"
 
+    def __getitem__(self, index: int) -> Any:
+        """One window as an int64 tensor, or ``(x, y)``, as from a ``Dataset``."""
+        return self.decoder(range(len(self))[index])
+
+    @property
+    def shard_starts(self) -> NDArray[np.int64]:
+        """The first window of each file, and the number of windows, for ``shuffle="window"``."""
+        return self._starts
+
     def key(self, index: int, /) -> str:
         """The file and the tokens of a window, as in ``train.bin[2048:3072]``."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
