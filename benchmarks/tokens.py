@@ -35,7 +35,8 @@ def run(settings: Settings) -> list[Figure]:
     path = settings.data / f"tokens-{count}.bin"
     if not path.exists():
         np.random.default_rng(0).integers(50_257, size=count, dtype=np.uint16).tofile(path)
-    options = {"path": str(path)}
+    epochs = settings.size(5, 1)
+    options = {"path": str(path), "epochs": epochs}
     ours, torchs = ("torch", "aiofeed:Feeder", "aiofeed:Tokens"), ("torch.utils.data",)
     contenders = [
         Contender("Tokens", tokens, options, ours),
@@ -47,8 +48,9 @@ def run(settings: Settings) -> list[Figure]:
     ]
     samples = interleave(contenders, settings)
     # The same number of batches in all.
-    batches = (count - 1) // BLOCK // BATCH
+    batches = (count - 1) // BLOCK // BATCH * epochs
     wall = {label: column(rounds, "wall_s", 1e6 / batches) for label, rounds in samples.items()}
+    cpu = {label: column(rounds, "cpu_s", 1e6 / batches) for label, rounds in samples.items()}
     return [
         Figure("speed / np.take", per(wall["np.take"], wall["Tokens"]), target=at_least(0.7)),
         Figure(
@@ -58,11 +60,12 @@ def run(settings: Settings) -> list[Figure]:
         Figure("speed / nanoGPT's get_batch", per(wall["nanoGPT's get_batch"], wall["Tokens"])),
         Figure("threads: speed / np.take", per(wall["np.take"], wall["Tokens, threads"])),
         *[Figure(f"batch: {label}", values, "us") for label, values in wall.items()],
+        *[Figure(f"CPU per batch: {label}", cpu[label], "us") for label in ("Tokens", "np.take")],
     ]
 
 
 @contextmanager
-def tokens(path: str, in_memory: bool = True) -> Iterator[Measure]:
+def tokens(path: str, epochs: int, in_memory: bool = True) -> Iterator[Measure]:
     import aiofeed
 
     source = aiofeed.Tokens(path, BLOCK, targets=True)
@@ -71,14 +74,14 @@ def tokens(path: str, in_memory: bool = True) -> Iterator[Measure]:
         one_epoch = single_epochs(feeder)
 
         def epoch() -> Mapping[str, float]:
-            return {"items": sum(len(y) for _, y in one_epoch())}
+            return {"items": sum(len(y) for _ in range(epochs) for _, y in one_epoch())}
 
         epoch()
         yield epoch
 
 
 @contextmanager
-def take(path: str) -> Iterator[Measure]:
+def take(path: str, epochs: int) -> Iterator[Measure]:
     import numpy as np
     import torch
 
@@ -90,12 +93,12 @@ def take(path: str) -> Iterator[Measure]:
         x, y = (np.take(each, chosen, axis=0).astype(np.int64) for each in (windows, following))
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    with by_hand(len(windows), batch) as epoch:
+    with by_hand(len(windows), batch, epochs) as epoch:
         yield epoch
 
 
 @contextmanager
-def get_batch(path: str) -> Iterator[Measure]:
+def get_batch(path: str, epochs: int) -> Iterator[Measure]:
     import numpy as np
     import torch
 
@@ -107,26 +110,29 @@ def get_batch(path: str) -> Iterator[Measure]:
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + BLOCK].astype(np.int64)) for i in starts])
         return x, y
 
-    with by_hand((len(data) - 1) // BLOCK, batch) as epoch:
+    with by_hand((len(data) - 1) // BLOCK, batch, epochs) as epoch:
         yield epoch
 
 
 @contextmanager
-def by_hand(windows: int, batch: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Measure]:
+def by_hand(windows: int, batch: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], epochs: int) -> Iterator[Measure]:
     import numpy as np
 
     generator = np.random.default_rng(0)
 
     def epoch() -> Mapping[str, float]:
-        order = generator.permutation(windows)
-        return {"items": sum(len(batch(order[i : i + BATCH])[1]) for i in range(0, windows // BATCH * BATCH, BATCH))}
+        items = 0
+        for _ in range(epochs):
+            order = generator.permutation(windows)
+            items += sum(len(batch(order[i : i + BATCH])[1]) for i in range(0, windows // BATCH * BATCH, BATCH))
+        return {"items": items}
 
     epoch()
     yield epoch
 
 
 @contextmanager
-def data_loader(path: str, workers: int = 0) -> Iterator[Measure]:
+def data_loader(path: str, epochs: int, workers: int = 0) -> Iterator[Measure]:
     import numpy as np
     from torch.utils.data import DataLoader
 
@@ -140,7 +146,7 @@ def data_loader(path: str, workers: int = 0) -> Iterator[Measure]:
     )
 
     def epoch() -> Mapping[str, float]:
-        return {"items": sum(len(y) for _, y in loader)}
+        return {"items": sum(len(y) for _ in range(epochs) for _, y in loader)}
 
     epoch()
     yield epoch

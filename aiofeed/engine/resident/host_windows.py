@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 # Two windows of this size fit into the cache of one or two cores, and making one takes a fraction of a millisecond.
 HOST_WINDOW_BYTES = 1 << 20
+# Windows of tokens: 64 windows of 1,024 tokens with targets take 73 us of CPU time per batch in windows of 2 or 3 MiB,
+# 84 in windows of 1 or 4.
+TOKEN_WINDOW_BYTES = 2 << 20
 # The window in use, and the previous one, of which the consumer still holds a batch.
 HOST_WINDOWS = 2
 # From this size on, torch's threads gather faster than numpy's single one.
@@ -175,15 +178,15 @@ class TokenWindows(HostWindows):
         self._torch = torch
         self._dtypes = None
         self._tokens = source
-        parts = 1 + source.targets
-        self._memory = HostBufferPool(keep=HOST_WINDOWS * parts)
-        batch_bytes = batch_size * parts * source.block * 8
-        self.max_batches = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+        self._parts = 1 + source.targets
+        self._memory = HostBufferPool(keep=HOST_WINDOWS)
+        batch_bytes = batch_size * self._parts * source.block * 8
+        self.max_batches = window_batches(batch_bytes, TOKEN_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range."""
-        shape = (len(batch_range.indices), self._tokens.block)
-        rows = [array(self._memory, shape, np.dtype(np.int64)) for _ in range(1 + self._tokens.targets)]
+        shape = (self._parts, len(batch_range.indices), self._tokens.block)
+        rows = list(array(self._memory, shape, np.dtype(np.int64)))
         self._tokens.gather(batch_range.indices, *rows)
         return batch_range, partial(_host_batch, self._torch, rows, None)
 
