@@ -106,7 +106,8 @@ class Row:
         shape: The shape of the memory in C order, e.g. (224, 224, 3).
         dtype: numpy's name of the element type, e.g. "uint8".
         axes: The permutation of the memory's axes that gives the user's tensor, e.g. (2, 0, 1) for [3, 224, 224].
-        parts: Whether the parts along the first axis are separate tensors of the batch, each contiguous.
+        parts: Whether the parts along the first axis are separate tensors of the batch, each contiguous. Excludes
+            ``axes`` and a cache.
     """
 
     shape: tuple[int, ...]

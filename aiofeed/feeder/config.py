@@ -129,6 +129,8 @@ def complete_config(
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.source, Tokens) and cache is not None:
         raise TypeError("cache= keeps decoded samples, and files of tokens are decoded already: leave it out")
+    elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
+        raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
     if config.engines:

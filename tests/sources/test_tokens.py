@@ -248,6 +248,14 @@ def test_options_without_sense_are_refused(options: dict[str, Any], message: str
         Feeder(Tokens(path, BLOCK), batch_size=4, **options)
 
 
+@pytest.mark.parametrize("cache", ["host", "device"])
+def test_a_cache_of_rows_with_parts_is_refused(cache: Any, path: Path) -> None:
+    """A decoder whose row has parts cannot be cached, whatever its source."""
+    decode = Tokens(path, BLOCK, targets=True).decoder
+    with pytest.raises(TypeError, match=r"rows of TokenDecoder\(\) have parts"):
+        Feeder(aiofeed.Files([path]), decode=decode, batch_size=1, cache=cache)
+
+
 def test_a_disk_cache_is_refused(path: Path, tmp_path: Path) -> None:
     """So is a cache in a file."""
     with pytest.raises(TypeError, match="leave it out"):
