@@ -32,8 +32,16 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8", **changes}
 
 
-def run(name: str, *arguments: str | Path, code: int = 0) -> str:
-    """Run an example, which must exit with ``code``; returns its stdout and stderr."""
+# Torch 2.13 keeps gloo's threads after destroy_process_group if there was a DistributedDataParallel. At the exit of a
+# process they seldom abort it with this message, after all it had to do.
+ABORTED_AT_EXIT = "terminate called without an active exception"
+
+
+def run(name: str, *arguments: str | Path, code: int = 0, attempts: int = 1) -> str:
+    """Run an example, which must exit with ``code``; returns its stdout and stderr.
+
+    Further attempts are for torch's abort at the exit of a process only.
+    """
     done = subprocess.run(
         command(name, *arguments),
         stdout=subprocess.PIPE,
@@ -43,6 +51,8 @@ def run(name: str, *arguments: str | Path, code: int = 0) -> str:
         timeout=150,
         check=False,
     )
+    if attempts > 1 and ABORTED_AT_EXIT in done.stdout:
+        return run(name, *arguments, code=code, attempts=attempts - 1)
     assert done.returncode == code, done.stdout
     assert "Traceback" not in done.stdout
     return done.stdout
@@ -391,7 +401,7 @@ def test_timm_mixup_turns_mixup_off() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun's rendezvous needs another build of torch on Windows")
 def test_torchrun_ddp_resumes_with_more_processes() -> None:
     """Two processes see 40 samples each, then three see the rest of the 300, with two repeated."""
-    output = run("torchrun_ddp.py", "--self-test")
+    output = run("torchrun_ddp.py", "--self-test", attempts=3)
     lines = re.findall(r"^process (\d) of (\d): (\d+) samples$", output, re.MULTILINE)
     assert sorted(lines) == [("0", "2", "40"), ("0", "3", "74"), ("1", "2", "40"), ("1", "3", "74"), ("2", "3", "74")]
     assert "self-test: 302 samples seen: 300, and 2 repeated" in output
