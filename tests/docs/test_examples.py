@@ -303,7 +303,7 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
-    output = run("packed_text.py")
+    output = run("packed_text.py", attempts=3)
     lines = re.findall(
         r"^(\d) processes: loss ([0-9.]+) to ([0-9.]+), .* prose (\d+), code (\d+)$", output, re.MULTILINE
     )
@@ -436,7 +436,7 @@ def test_three_trainings_share_decoded_images() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
 def test_ddp_one_host_distributes_the_batches() -> None:
     """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
-    output = run("ddp_one_host.py")
+    output = run("ddp_one_host.py", attempts=3)
     assert len(re.findall(r"^rank [01]: 16 batches", output, re.MULTILINE)) == 2
     assert "each sample once: True, same weights: True" in output
 
