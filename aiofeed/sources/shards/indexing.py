@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from aiofeed.sources.file_io import open_file
+from aiofeed.sources.file_io import open_file, read_range
 from aiofeed.sources.objects.listing import cache_folder, write_whole
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
-from aiofeed.sources.shards.urls import Shard, read_range
+from aiofeed.sources.shards.urls import Shard
 
 log = logging.getLogger("aiofeed.sources")
 
