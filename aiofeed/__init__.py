@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
+    from aiofeed.sources.objects.manifest import Manifest
     from aiofeed.sources.shards.mds import MDSShards
     from aiofeed.sources.shards.parquet import ParquetRows
     from aiofeed.sources.shards.tar import TarShards
@@ -71,6 +72,7 @@ _HOMES = {
     # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.image_folder",
     "Files": "aiofeed.sources.files",
+    "Manifest": "aiofeed.sources.objects.manifest",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "Mixture": "aiofeed.sources.mixture",
@@ -125,6 +127,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach",
     "ImageFolder",
     "Files",
+    "Manifest",
     "FromDataset",
     "Tensors",
     "Mixture",
