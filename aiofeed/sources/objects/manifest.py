@@ -26,7 +26,7 @@ from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 
 # The names of the column of keys: of this package, Hugging Face, img2dataset, WebDataset and torchvision's CSV files.
 KEYS = ("path", "file_name", "url", "key", "filename")
-FORMATS = {
+_FORMATS = {
     **{".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"},
     **{".parquet": "parquet", ".pq": "parquet"},
 }
@@ -38,6 +38,13 @@ _OUTWARD = r"^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
 _LINE = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
+
+
+def format_of(key: str) -> tuple[str | None, str | None]:
+    """The format of a table and its compression by the name of its file; ``None`` if the name has none."""
+    stem, suffix = os.path.splitext(key.lower())
+    compression = _COMPRESSIONS.get(suffix)
+    return _FORMATS.get(suffix if compression is None else os.path.splitext(stem)[1]), compression
 
 
 class TableFile:
@@ -60,12 +67,10 @@ class TableFile:
         base, key = split_url(path)
         self.is_local = not base and (store is None or scheme_of(path) == "file")
         self._arrow = _pyarrow("")
-        stem, suffix = os.path.splitext(key.lower())
-        self._compression = _COMPRESSIONS.get(suffix)
-        suffix = suffix if self._compression is None else os.path.splitext(stem)[1]
-        self._format = FORMATS.get(suffix) if format is None else format
+        by_suffix, self._compression = format_of(key)
+        self._format = by_suffix if format is None else format
         self.has_empty_cells = self._format in ("csv", "tsv")
-        if self._format not in FORMATS.values():
+        if self._format not in _FORMATS.values():
             given = f"format={format!r}" if format is not None else f"the suffix of {redacted(path)!r}"
             raise ValueError(f"{given} is none of csv, tsv, jsonl and parquet: pass format= as one of these")
         if self.is_local:
