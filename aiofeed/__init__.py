@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.devices.scatter import scatter
     from aiofeed.diagnostics import DeviceReport, device_report
     from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
     from aiofeed.feeder.feeder import Feeder
     from aiofeed.feeder.prefetch import prefetch
-    from aiofeed.feeder.scatter import scatter
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
@@ -65,7 +65,7 @@ _HOMES = {
     "Pack": "aiofeed.sampling.listers.packing",
     "pad_collate": "aiofeed.engine.fetch.sequences",
     "prefetch": "aiofeed.feeder.prefetch",
-    "scatter": "aiofeed.feeder.scatter",
+    "scatter": "aiofeed.devices.scatter",
     # one feeder for several processes
     "serve": "aiofeed.feeder.serve",
     "attach": "aiofeed.feeder.attach",
