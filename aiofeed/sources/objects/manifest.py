@@ -395,11 +395,7 @@ def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
     is_text = arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)
     missing = column.is_null().to_numpy() if column.null_count else np.zeros(len(column), np.bool_)
     if is_text:
-        texts = arrow.concat_arrays([chunk.cast(arrow.large_string()) for chunk in column.chunks])
-        _, offsets, data = texts.buffers()
-        packed = PackedKeys(
-            np.frombuffer(data or b"", np.uint8), np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
-        )
+        packed = _packed(column)
         if is_key or file.has_empty_cells:
             missing |= np.diff(packed.offsets) == 0
     if missing.any():
@@ -413,6 +409,15 @@ def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
     ):
         return column.to_numpy()
     return ArrowColumn(arrow.concat_arrays(column.chunks))
+
+
+def _packed(column: Any) -> PackedKeys:
+    """The texts of a column, in the memory of Arrow if they lie together there."""
+    arrow = _pyarrow("")
+    texts = arrow.concat_arrays([chunk.cast(arrow.large_string()) for chunk in column.chunks])
+    _, offsets, data = texts.buffers()
+    at = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
+    return PackedKeys(np.frombuffer(data or b"", np.uint8), at)
 
 
 def _row(mask: Any) -> str:
@@ -452,7 +457,7 @@ def _located(
     urls = rows(_URL)
     try:
         if root is None and len(urls):
-            found = _of_urls(file, keys, urls, store, options)
+            found = _of_urls(file, column, keys, urls, store, options)
         else:
             # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
             folder = os.fspath(root) if root is not None else "" if file.is_local and store is not None else file.folder
@@ -469,17 +474,25 @@ def _located(
     return found
 
 
-def _of_urls(file: TableFile, keys: PackedKeys, urls: Any, store: Any, options: Mapping[str, Any] | None) -> ObjectList:
+def _of_urls(
+    file: TableFile, column: Any, keys: PackedKeys, urls: Any, store: Any, options: Mapping[str, Any] | None
+) -> ObjectList:
     """The objects of a column of URLs."""
     if len(urls) != len(keys):
         other = int(np.setdiff1d(np.arange(len(keys)), urls)[0])
         raise ValueError(
             f"row {other}, {keys[other]!r}, is no URL, and row {urls[0]} is one; aiofeed.Mixture reads both kinds"
         )
-    if scheme_of(keys[0]) != "file":
-        return objects_of(keys, None, store, options)
-    if not file.is_local:
-        raise ValueError(f"row 0, {keys[0]!r}, is a file, and the manifest is not: pass Files a list of paths")
-    packer = KeyPacker()
-    packer.add(path_of(url, row) for row, url in enumerate(keys))
-    return ObjectList(packer.packed(), [ObjectReader("")])
+    if scheme_of(keys[0]) == "file":
+        if not file.is_local:
+            raise ValueError(f"row 0, {keys[0]!r}, is a file, and the manifest is not: pass Files a list of paths")
+        packer = KeyPacker()
+        packer.add(path_of(url, row) for row, url in enumerate(keys))
+        return ObjectList(packer.packed(), [ObjectReader("")])
+    compute, base = _pyarrow("compute"), split_url(keys[0])[0]
+    # The keys of one bucket are plain text and need no loop, which takes a second for a million of them.
+    in_bucket = store is None and not base.startswith("http")
+    if in_bucket and compute.all(compute.starts_with(column, f"{base}/")).as_py():
+        rest = compute.utf8_slice_codeunits(column, len(base) + 1)
+        return ObjectList(_packed(rest), [ObjectReader(base, options=options)])
+    return objects_of(keys, None, store, options)
