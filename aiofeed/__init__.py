@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.devices.scatter import scatter
     from aiofeed.diagnostics import DeviceReport, device_report
     from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
     from aiofeed.feeder.feeder import Feeder
     from aiofeed.feeder.prefetch import prefetch
-    from aiofeed.feeder.scatter import scatter
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
+    from aiofeed.sources.objects.manifest import Manifest
     from aiofeed.sources.shards.mds import MDSShards
     from aiofeed.sources.shards.parquet import ParquetRows
     from aiofeed.sources.shards.tar import TarShards
@@ -64,13 +65,14 @@ _HOMES = {
     "Pack": "aiofeed.sampling.listers.packing",
     "pad_collate": "aiofeed.engine.fetch.sequences",
     "prefetch": "aiofeed.feeder.prefetch",
-    "scatter": "aiofeed.feeder.scatter",
+    "scatter": "aiofeed.devices.scatter",
     # one feeder for several processes
     "serve": "aiofeed.feeder.serve",
     "attach": "aiofeed.feeder.attach",
     # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.image_folder",
     "Files": "aiofeed.sources.files",
+    "Manifest": "aiofeed.sources.objects.manifest",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "Mixture": "aiofeed.sources.mixture",
@@ -125,6 +127,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach",
     "ImageFolder",
     "Files",
+    "Manifest",
     "FromDataset",
     "Tensors",
     "Mixture",

@@ -20,7 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
     index.add_argument("--target", help="the field of targets, which the index then contains")
     index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
+    listing = commands.add_parser("ls", help="show what is in folders, buckets, shards and manifests")
+    listing.add_argument(
+        "listed", nargs="+", metavar="URL", help="a URL or path; shards with braces {000..099} or a glob"
+    )
+    listing.add_argument("--json", action="store_true", help="print a JSON object per line")
     options = parser.parse_args(arguments)
+    if hasattr(options, "listed"):
+        from aiofeed.diagnostics.ls_command import list_urls
+
+        return list_urls(options.listed, as_json=options.json)
     if hasattr(options, "urls"):
         from aiofeed.diagnostics.index_command import write_indexes
 

@@ -29,7 +29,6 @@ from aiofeed.feeder.config import (
     FeederConfig,
     a_batch_size,
     a_collate_fn,
-    a_shuffle,
     adopt_decoder,
     adopt_source,
     an_engine,
@@ -37,13 +36,11 @@ from aiofeed.feeder.config import (
     complete_config,
     length_of,
     limits_for,
-    new_batches,
-    new_lister,
-    new_order,
     with_resident_tensors,
     with_static_outputs,
 )
 from aiofeed.feeder.iterator import FeedIterator
+from aiofeed.feeder.ordering import a_shuffle, new_batches, new_lister, new_order
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
-pytestmark = pytest.mark.usefixtures("accelerator_started")
+pytestmark = pytest.mark.usefixtures("accelerator_started", "arrow_started")
 
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),

@@ -113,7 +113,7 @@ def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
         hours = (time.time() - cached.listed_at) / 3600
         log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", reader.url(""), hours, path)
         return cached
-    listing = run_blocking(lambda: _list(reader))
+    listing = run_blocking(lambda: read_listing(reader))
     if path is not None:
         try:
             save_listing(path, listing, reader.url(""))
@@ -167,7 +167,12 @@ class _Part:
         return self
 
 
-async def _list(reader: ObjectReader) -> Listing:
+async def read_listing(reader: ObjectReader) -> Listing:
+    """The objects below the root of a reader, listed now.
+
+    Raises:
+        OSError: The objects cannot be listed.
+    """
     progress = _Progress(reader.url(""))
     first: list[tuple[str, ObjectInfo]] = await anext(reader.list(), [])
     turn = asyncio.Semaphore(FOLDERS)

@@ -118,7 +118,7 @@ class Shards(ABC):
         """Names, sizes, lengths and keys of the shards, and which part of the samples is read."""
         digest = hashlib.sha256(f"{type(self).__name__} {self._selection()!r}".encode())
         for shard in self._shards:
-            keys = 0 if shard.index.keys is None else zlib.crc32(shard.index.keys.data)
+            keys = 0 if shard.index.keys is None else zlib.crc32(shard.index.keys.data.tobytes())
             name = os.path.basename(shard.key)
             digest.update(f"\n{name} {shard.size} {self._samples(shard)} {keys}".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:32]

@@ -160,8 +160,9 @@ def test_other_stores():
     assert list(aiofeed.ImageFolder("train", store=store).paths) == ["train/dog/3.jpg"]
     source = aiofeed.ImageFolder("s3://bucket/train/", store=store)
     assert list(source.paths) == ["s3://bucket/train/dog/3.jpg"]
-    with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder:
-        assert len(list(feeder)) == 1
+    for each in (source, aiofeed.ImageFolder("train", store=store)):
+        with aiofeed.Feeder(each, decode=len, batch_size=1) as feeder:
+            assert len(list(feeder)) == 1
 
 
 def test_folders_as_on_disk(server, tmp_path):
