@@ -425,7 +425,7 @@ def epoch(feeder: Any) -> list[int]:
     "arguments",
     [
         {},
-        {"device": SimulatedDevice()},
+        {"device": "simulated"},
         {"cache": "host"},
         {"cache": "device"},
         {"cache": "disk"},
@@ -442,6 +442,8 @@ def test_epochs(source: Manifest, folder: Path, arguments: dict[str, Any]) -> No
         expected = epoch(feeder)
     if arguments.get("cache") == "disk":
         arguments = {**arguments, "cache": aiofeed.DiskCache(folder / "cache.aiofeed")}
+    if "device" in arguments:
+        arguments = {**arguments, "device": SimulatedDevice()}
     with new_feeder(source, **arguments) as feeder:
         for number in range(3):
             for _ in feeder:
