@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_callable, explain_arguments
+from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, beneath, open_file, read_range
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.faults import too_short
@@ -24,7 +24,7 @@ from aiofeed.sources.objects.reader import ObjectReader, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 
-# The names of the column of keys: of this package, Hugging Face, img2dataset, WebDataset and torchvision's CSV files.
+# The usual names of the column of keys; Hugging Face's metadata files have "file_name".
 KEYS = ("path", "file_name", "url", "key", "filename")
 _FORMATS = {
     **{".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"},
@@ -224,6 +224,7 @@ class Manifest(Files):
         if ranges and (start is None or len(ranges) != 2):
             raise ValueError("Manifest: parts of files need start= and one of end= and length=")
         check_callable("Manifest(to_target=)", to_target)
+        check_positive_int("max_bytes", max_bytes)
         file = TableFile(os.fspath(path), format, store, options)
         key = _check_names(file, key, [*targets, *ranges])
         arrow = _pyarrow("")
@@ -402,11 +403,8 @@ def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
         raise ValueError(f"{file.name}: {_row(missing)} has no {name!r}")
     if is_text:
         return packed
-    if (
-        arrow.types.is_integer(column.type)
-        or arrow.types.is_floating(column.type)
-        or arrow.types.is_boolean(column.type)
-    ):
+    types = arrow.types
+    if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
         return column.to_numpy()
     return ArrowColumn(arrow.concat_arrays(column.chunks))
 
@@ -462,14 +460,14 @@ def _located(
             # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
             folder = os.fspath(root) if root is not None else "" if file.is_local and store is not None else file.folder
             if root is not None or not file.is_local:
-                for row in sorted({*urls.tolist(), *rows(_OUTWARD).tolist()}):
-                    if row in urls:
-                        raise ValueError(f"{redacted(keys[row])!r} is not relative to root={redacted(folder)!r}")
+                if len(urls):
+                    raise ValueError(f"{redacted(keys[urls[0]])!r} is not relative to root={redacted(folder)!r}")
+                for row in rows(_OUTWARD):
                     beneath(redacted(folder), keys[row])
             found = ObjectList(keys, [ObjectReader(folder, store=store, options=options)])
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None
-    if found.is_local and options is not None:
+    if file.is_local and found.is_local and options is not None:
         raise ValueError("options= are for the store of URLs, and these are files: leave it out")
     return found
 

@@ -194,6 +194,7 @@ def test_urls(server: Any, folder: Path, name: str) -> None:
     assert source.fingerprint() == Manifest(local, target="label").fingerprint()
     rooted = Manifest(local, root="s3://bucket", options=server.options)
     assert read_all(rooted) == contents
+    assert read_all(Manifest(f"s3://bucket/{name}", root=folder, options=server.options)) == contents
     of_web = Manifest(f"{server.endpoint}/bucket/{name}?token=hunter-2222")
     assert read_all(of_web) == contents
     assert "hunter" not in repr(of_web) + of_web.key(0)
@@ -328,6 +329,7 @@ def test_wrong_manifests(name: str, data: bytes, arguments: dict[str, Any], mess
         ("m.csv", {"to_target": "int"}, TypeError, r"Manifest\(to_target=\) must be callable"),
         ("m.csv", {"targets": "label"}, TypeError, r"target= names a column"),
         ("m.csv", {"max_bytes": 0}, ValueError, r"max_bytes must be at least 1"),
+        ("m.csv", {"max_bytes": "1 GB", "start": "label", "length": "label"}, TypeError, r"max_bytes must be an int"),
     ],
 )
 def test_wrong_arguments(folder: Path, path: Any, arguments: dict[str, Any], error: type, message: str) -> None:
