@@ -51,6 +51,11 @@ class Source(Protocol[EncodedT_co]):
         replaces ``read`` and ``read_many``.
     ``fingerprint() -> str``
         Identifies the data when a saved state is loaded.
+    ``version(index) -> str``
+        Changes with the bytes of the sample. With ``key`` it names the sample in an ``EncodedCache``, which otherwise
+        uses the fingerprint. Called in threads, before each read.
+    ``announce(plan)``
+        Called on the engine's loop with each ``BatchPlan`` before its samples are read.
 
     A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has.
 
@@ -190,7 +195,12 @@ class DeferredTensor(ABC):
 
 
 class EpochOrder(Protocol):
-    """The order of one epoch."""
+    """The order of one epoch.
+
+    An optional method ``next_use(indices)`` maps indices to their positions in the next epoch, int64, counted from the
+    start of epoch 0: ``(epoch + 1) * length + position``; -1 if that is unknown. It may compute a list of the epoch at
+    its first call, so call it in a thread.
+    """
 
     @property
     def length(self) -> int:

@@ -20,7 +20,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
     index.add_argument("--target", help="the field of targets, which the index then contains")
     index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
+    cache = commands.add_parser("cache", help="describe or verify the file of an EncodedCache")
+    actions = cache.add_subparsers(metavar="action", required=True)
+    info = actions.add_parser("info", help="print the number of entries, their bytes and the budget")
+    verify = actions.add_parser("verify", help="verify all checksums; the exit code is 1 if an entry is damaged")
+    for action in (info, verify):
+        action.add_argument("path", metavar="PATH", help="the file")
+        action.set_defaults(verify=action is verify)
+    verify.add_argument("--repair", action="store_true", help="delete damaged entries")
     options = parser.parse_args(arguments)
+    if hasattr(options, "verify"):
+        from aiofeed.diagnostics.cache_command import show_cache
+
+        return show_cache(options.path, verify=options.verify, repair=getattr(options, "repair", False))
     if hasattr(options, "urls"):
         from aiofeed.diagnostics.index_command import write_indexes
 

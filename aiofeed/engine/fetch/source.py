@@ -74,6 +74,7 @@ class SourceFetcher(Fetcher):
         self._length = len(source) if length is None else length
         self.limit_s = self.policy.decode_timeout_s
         self.target = getattr(source, "target", None)
+        self._announce: Callable[[BatchPlan], object] | None = getattr(source, "announce", None)
         self._reader = AsyncReader(source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
@@ -85,6 +86,11 @@ class SourceFetcher(Fetcher):
         self._takes_rng = takes_rng(self._decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
+
+    def announce(self, plan: BatchPlan) -> None:
+        """Announce a plan to the source, if it has the method."""
+        if self._announce is not None:
+            self._announce(plan)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder with the decoder's rows, or one that collates samples."""

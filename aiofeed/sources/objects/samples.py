@@ -31,6 +31,7 @@ class ObjectList(Sequence[str]):
         self._keys = keys
         self._readers = readers
         self._numbers = numbers
+        self._stores: list[str] | None = None
 
     def __len__(self) -> int:
         """The number of objects."""
@@ -57,6 +58,12 @@ class ObjectList(Sequence[str]):
             if isinstance(data, BaseException):
                 data.__traceback__ = None  # refers to frames, and so to the bytes of other objects
         return found
+
+    def store_of(self, index: int) -> str:
+        """Identifies the store of an object, which its URL may leave open."""
+        if self._stores is None:
+            self._stores = [reader.identity or repr(reader) for reader in self._readers]
+        return self._stores[0 if self._numbers is None else self._numbers[index]]
 
     def statistics(self) -> StorageStatistics | None:
         """The requests of all readers."""

@@ -68,6 +68,11 @@ class Shards(ABC):
         keys = shard.index.keys
         return f"{shard.url}[{sample}]" if keys is None else f"{shard.url}/{keys[sample].decode(errors='replace')}"
 
+    def version(self, index: int, /) -> str:
+        """The version of the shard, the sample's number in it, and which part of it is read."""
+        shard, sample = self._find(index)
+        return f"{shard.version} {shard.size} {sample} {self._selection()!r}"
+
     async def read(self, index: int, /) -> Any:
         """Read one sample."""
         [sample] = await self.read_many([index])
