@@ -197,9 +197,9 @@ class DeferredTensor(ABC):
 class EpochOrder(Protocol):
     """The order of one epoch.
 
-    An optional method ``next_use(indices)`` maps indices to their positions in the next epoch, int64, counted from the
-    start of epoch 0: ``(epoch + 1) * length + position``; -1 if that is unknown. It may compute a list of the epoch at
-    its first call, so call it in a thread.
+    Optional attributes are ``epoch``, its number, and ``next_use``: ``None``, or a function that maps indices to the
+    positions at which the ranks of this machine read them next, int64, counted from the start of epoch 0:
+    ``epoch * length + position``. Its first call may take seconds, so call it in a thread.
     """
 
     @property

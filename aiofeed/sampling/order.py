@@ -100,20 +100,11 @@ def shuffled(n: int, seed: int, epoch: int) -> Permutation:
     return indices.__getitem__
 
 
-def inverse_of(permutation: Permutation, n: int) -> Permutation:
-    """Maps indices to positions, by a list."""
-    positions = np.arange(n, dtype=np.int32 if n <= np.iinfo(np.int32).max else np.int64)
-    inverse = np.empty_like(positions)
-    inverse[permutation(np.arange(n))] = positions
-    return lambda indices: inverse[indices].astype(np.int64)
-
-
-def feistel(n: int, seed: int, epoch: int, *, inverse: bool = False) -> Permutation:
+def feistel(n: int, seed: int, epoch: int) -> Permutation:
     """A pseudo-random permutation computed per position, without a list: a Feistel network with cycle walking.
 
     Six rounds over the smallest even number of bits that holds n - 1, repeated until the result is below n (cycle
-    walking, Black and Rogaway 2002): under four times on average, because the domain is smaller than 4 n. ``inverse``
-    maps indices to positions.
+    walking, Black and Rogaway 2002): under four times on average, because the domain is smaller than 4 n.
     """
     half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -126,19 +117,11 @@ def feistel(n: int, seed: int, epoch: int, *, inverse: bool = False) -> Permutat
             left, right = right, left ^ (_mix_array(right ^ key) & mask)
         return (left << half) | right
 
-    def decrypt(value: UInt64) -> UInt64:
-        left, right = value >> half, value & mask
-        for key in reversed(keys):
-            left, right = right ^ (_mix_array(left ^ key) & mask), left
-        return (left << half) | right
-
-    step = decrypt if inverse else encrypt
-
     def permutation(positions: Int64) -> Int64:
-        found = step(positions.astype(np.uint64))
+        found = encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(found >= n)
         while outside.size:
-            found[outside] = step(found[outside])
+            found[outside] = encrypt(found[outside])
             outside = outside[found[outside] >= n]
         return found.astype(np.int64)
 

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from aiofeed.core.types import BatchPlan
+from aiofeed.sampling.next_use import NextUses, next_uses_of
 from aiofeed.sampling.order import (
     BatchLists,
     ComputedEpoch,
@@ -30,7 +29,6 @@ from aiofeed.sampling.order import (
     drawn,
     epoch_seed,
     feistel,
-    inverse_of,
     sequential,
     shuffled,
 )
@@ -149,13 +147,11 @@ class Schedule:
             return drawn(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
-    def inverse(self, epoch: int) -> Permutation | None:
-        """Maps indices to positions in an epoch of the schedule's own order; ``None`` for draws with replacement."""
-        if self.shuffle == "keyed":
-            return feistel(self.length, self.seed, epoch, inverse=True)
+    def _next_uses(self, epoch: int) -> NextUses | None:
+        """When samples are read after an epoch; ``None`` if that is not of use, or for draws with replacement."""
         if self.shuffle == "replacement":
             return None
-        return inverse_of(shuffled(self.length, self.seed, epoch), self.length) if self.shuffle else sequential
+        return next_uses_of(epoch, self.length, self.permutation, self.rank, self.world_size)
 
     def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
         """The batches from a position to the end of its epoch, computed on demand.
@@ -170,8 +166,8 @@ class Schedule:
             yield from self._listed_plans(start, sampled)
             return
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
-        following = partial(self.inverse, start.epoch + 1) if sampled is None else None
-        order = PermutedOrder(self.length, permutation, start.epoch, following)
+        next_use = self._next_uses(start.epoch) if sampled is None else None
+        order = PermutedOrder(self.length, permutation, start.epoch, next_use)
         several = max(PLAN_BLOCK // size, 1)
         for first in range(0, batches, several):
             found = self.positions_from(start, first, several)
@@ -233,32 +229,12 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class PermutedOrder:
-    """The order of one epoch; positions from ``length`` on start again at 0.
-
-    Args:
-        length: The number of positions.
-        permutation: Maps positions to indices.
-        epoch: The number of the epoch.
-        following: Returns the inverse of the next epoch's permutation; ``None`` if it is not known.
-    """
+    """The order of one epoch; positions from ``length`` on start again at 0. See ``EpochOrder``."""
 
     length: int
     permutation: Permutation
     epoch: int = 0
-    following: Callable[[], Permutation | None] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @cached_property
-    def _inverse(self) -> Permutation | None:
-        return None if self.following is None else self.following()
-
-    def next_use(self, indices: Int64) -> Int64:
-        """The next positions of some indices; see ``EpochOrder``."""
-        with self._lock:  # two threads would compute the list twice
-            inverse = self._inverse
-        if inverse is None:
-            return np.full(len(indices), -1, np.int64)
-        return (self.epoch + 1) * self.length + inverse(indices)
+    next_use: NextUses | None = None
 
     def index_at(self, position: int) -> int:
         """The index at a position."""

@@ -35,6 +35,7 @@ UNKNOWN = 1e9
 LATE = 0.25
 # Entries of a source that nobody has read for so long are evicted first.
 UNUSED_S = 3600.0
+_OTHER = "is another file, or damaged: give EncodedCache another path, or delete the file"
 # Names of one query.
 _NAMES = 500
 
@@ -115,6 +116,7 @@ class Entry(NamedTuple):
         kind: How the sample is encoded.
         data: Its bytes; ``None`` if only the next use is to be written, or if they are damaged.
         next_use: When it is read next, in epochs.
+        run: The source that read it last; 0 for a new one.
     """
 
     name: int
@@ -122,6 +124,7 @@ class Entry(NamedTuple):
     kind: int
     data: bytes | None
     next_use: float = UNKNOWN
+    run: int = 0
 
 
 class CacheDatabase:
@@ -139,6 +142,8 @@ class CacheDatabase:
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
         if max_bytes is None and not os.path.exists(path):
             raise CacheError(f"there is no cache at {path!r}")
+        if os.path.isfile(path) and 0 < os.path.getsize(path) < 512:  # SQLite would write over it
+            raise CacheError(f"the cache {path!r} {_OTHER}")
         uri = f"{Path(path).absolute().as_uri()}?mode={'rw' if max_bytes is None else 'rwc'}"
         self._connection: sqlite3.Connection | None = None
         try:
@@ -235,12 +240,13 @@ class CacheDatabase:
         for start in range(0, len(wanted), _NAMES):
             block = wanted[start : start + _NAMES]
             for row in self._rows(f"WHERE name IN ({','.join('?' * len(block))})", block):
-                name, tag, kind, _, data = row
-                found[name] = Entry(name, tag, kind, data if tag == names[name] and _is_valid(row) else None)
+                name, tag, kind, _, data, run = row
+                data = data if tag == names[name] and _is_valid(row) else None
+                found[name] = Entry(name, tag, kind, data, run=run)
         return found
 
     def _rows(self, where: str, values: Sequence[int] = ()) -> sqlite3.Cursor:
-        columns = "name, tag, kind, crc, bytes"
+        columns = "name, tag, kind, crc, bytes, run"
         return self._execute(f"SELECT {columns} FROM entries LEFT JOIN data ON id = data {where}", values)
 
     def write(self, run: int, clock: float | None, damaged: Iterable[int], entries: Iterable[Entry]) -> None:
@@ -260,7 +266,7 @@ class CacheDatabase:
                 [run, clock or 0.0, now],
             )
             self._delete(damaged)
-            for name, tag, kind, data, next_use in entries:
+            for name, tag, kind, data, next_use, _ in entries:
                 known = self._execute("SELECT run, next_use FROM entries WHERE name = ?", [name]).fetchone()
                 if known is not None or data is None:
                     if known not in (None, (run, next_use)):
@@ -318,8 +324,8 @@ class CacheDatabase:
             self._execute("DELETE FROM entries WHERE name = ?", [name])
 
 
-def _is_valid(row: tuple[int, int, int, int, Any]) -> bool:
-    name, tag, kind, crc, data = row
+def _is_valid(row: tuple[Any, ...]) -> bool:
+    name, tag, kind, crc, data, _ = row
     return type(data) is bytes and crc == _checksum(name, tag, kind, data)
 
 
@@ -336,7 +342,7 @@ def _refusal(error: sqlite3.Error) -> str | None:
     """Why a file cannot be used as a cache, for an error that does not pass."""
     code = code_of(error)
     if code == sqlite3.SQLITE_NOTADB:
-        return "is another file, or damaged: give EncodedCache another path, or delete the file"
+        return _OTHER
     if code == sqlite3.SQLITE_CORRUPT or "no such" in str(error):
         return f"is damaged ({error}): delete the file, with the -wal and -shm beside it; it will be filled again"
     if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):

@@ -19,7 +19,7 @@ import numpy as np
 from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache, Entry, code_of
 from aiofeed.core.errors import CacheError
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.types import BatchPlan, EpochOrder, Source
+from aiofeed.core.types import BatchPlan, Source
 from aiofeed.sources.dataset import fingerprint_of
 
 ResultT = TypeVar("ResultT")
@@ -29,6 +29,8 @@ log = logging.getLogger("aiofeed.cache")
 # Changes are written together: a transaction takes as long as some hundred updates.
 WRITE_EVERY_S = 0.25
 WRITE_BYTES = 8 << 20
+# After so long without a change only the time is written.
+IN_USE_S = 60.0
 # Samples that wait to be written. Beyond this they are not stored: training does not wait for the disk.
 MOST_PENDING_BYTES = 32 << 20
 # How long closing waits for them.
@@ -50,15 +52,15 @@ _inherited: list[Any] = []
 
 Name: TypeAlias = tuple[int, int]
 """Name and tag of an entry."""
-Planned: TypeAlias = tuple[EpochOrder, int]
-"""The order in which a sample is read, and its position there."""
+Planned: TypeAlias = tuple[Any, int]
+"""The order in which a sample is read, which knows next uses, and the sample's position there."""
 
 
 class Pending(NamedTuple):
     """An entry to write, whose next use is not known yet."""
 
     entry: Entry
-    index: int
+    at: int
     planned: Planned | None
 
 
@@ -96,6 +98,8 @@ class CachedSource:
         self._pending: dict[int, Pending] = {}
         self._in_write: dict[int, Pending] = {}
         self._pending_bytes = 0
+        # Whether to write the time, so that the entries are not evicted as unused.
+        self._in_use = False
         self._hits = self._misses = self._total = 0
         self._nearly_full = False
 
@@ -132,7 +136,7 @@ class CachedSource:
         if (announce := getattr(self._source, "announce", None)) is not None:
             announce(plan)
         order = plan.order
-        if order is None or getattr(order, "next_use", None) is None:
+        if getattr(order, "next_use", None) is None:
             return
         if len(self._planned) > MOST_PLANNED:  # of plans that were never read
             self._planned.clear()
@@ -190,20 +194,25 @@ class CachedSource:
                 raise ValueError(f"read_many returned {len(found)} samples for {len(missing)} indices")
             for at, sample in zip(missing, found, strict=True):
                 samples[at] = self._keep(indices[at], planned[at], names[at], sample)
-        due = time.monotonic() - self._written_at > WRITE_EVERY_S or self._pending_bytes > WRITE_BYTES
-        if due and (self._pending or self._damaged) and not self._writing.locked():
+        since = time.monotonic() - self._written_at
+        self._in_use |= since > IN_USE_S
+        if (since > WRITE_EVERY_S or self._pending_bytes > WRITE_BYTES) and self._has_changes:
             self._written_at = time.monotonic()
             asyncio.get_running_loop().run_in_executor(None, self._write_pending)
         return samples
+
+    @property
+    def _has_changes(self) -> bool:
+        return bool(self._pending or self._damaged or self._in_use)
 
     def _look_up(self, indices: Sequence[int], planned: Sequence[Planned | None]) -> tuple[list[Name], list[Any]]:
         """The names of samples, and the samples that are cached. Runs in a thread."""
         names = [self._name(index) for index in indices]
         # New ones are looked up first: those that are written meanwhile are found in the database.
         new = dict[int, Entry]()
-        for name, _ in names:
+        for name, tag in names:
             waiting = self._pending.get(name) or self._in_write.get(name)
-            if waiting is not None and waiting.entry.data is not None:
+            if waiting is not None and waiting.entry.data is not None and waiting.entry.tag == tag:
                 new[name] = waiting.entry
         wanted = {name: tag for name, tag in names if name not in new and name != 0}
 
@@ -216,12 +225,17 @@ class CachedSource:
         damaged = {name for name, entry in found.items() if entry.data is None}
         if damaged:
             log.warning("the cache %s has %d damaged entries, which are read again", self._cache.path, len(damaged))
+        found |= new
         with self._lock:
             self._damaged |= damaged
             for index, (name, _), use in zip(indices, names, planned, strict=True):
-                if self._nearly_full and name in found and name not in damaged:
-                    self._pending.setdefault(name, Pending(found[name]._replace(data=None), index, use))
-        found |= new
+                entry, waiting = found.get(name), self._pending.get(name)
+                if waiting is not None:
+                    self._pending[name] = waiting._replace(planned=use or waiting.planned)
+                elif entry is None or entry.data is None:
+                    continue
+                elif entry.run not in (0, self._run) or (self._nearly_full and use is not None):
+                    self._pending[name] = Pending(entry._replace(data=None), index, use)
         return names, [_unpacked(found.get(name)) for name, _ in names]
 
     def _name(self, index: int) -> Name:
@@ -256,9 +270,9 @@ class CachedSource:
         if not self._writing.acquire(blocking=wait):
             return
         try:
-            while self._pending or self._damaged:
+            while self._has_changes:
                 with self._lock:
-                    damaged, pending = self._damaged, self._pending
+                    damaged, pending, self._in_use = self._damaged, self._pending, False
                     self._in_write, self._pending, self._damaged, self._pending_bytes = pending, {}, set(), 0
                 clock, entries = _with_next_uses(list(pending.values()))
                 self._writer.call(lambda database: database.write(self._run, clock, damaged, entries), None)  # noqa: B023
@@ -270,17 +284,16 @@ class CachedSource:
 def _with_next_uses(pending: Sequence[Pending]) -> tuple[float | None, list[Entry]]:
     """The latest position that was read, in epochs, and the entries with their next use."""
     entries, clock = [each.entry for each in pending], None
-    by_order: dict[EpochOrder, list[int]] = {}
+    by_order: dict[Any, list[int]] = {}
     for at, each in enumerate(pending):
         if each.planned is not None:
             by_order.setdefault(each.planned[0], []).append(at)
     for order, places in by_order.items():
-        uses = order.next_use(np.array([pending[at].index for at in places], np.int64))  # type: ignore[attr-defined]
+        uses = order.next_use(np.array([pending[at].at for at in places], np.int64))
+        latest = max([each.planned[1] for at in places if (each := pending[at]).planned is not None])
+        clock = max(clock or 0.0, order.epoch + latest / order.length)
         for at, use in zip(places, uses.tolist(), strict=True):
-            if use >= 0:
-                entries[at] = entries[at]._replace(next_use=use / order.length)
-                _, position = pending[at].planned or (order, 0)
-                clock = max(clock or 0.0, use // order.length - 1 + position / order.length)
+            entries[at] = entries[at]._replace(next_use=use / order.length)
     return clock, entries
 
 
