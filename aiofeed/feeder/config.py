@@ -528,9 +528,10 @@ def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
             "EncodedCache keeps the bytes that a source reads, and the items of a Dataset are decoded: pass "
             "cache=DiskCache(path), or a source of bytes such as aiofeed.Files(paths) with decode="
         )
+    from aiofeed.cache.encoded.database import check_file
     from aiofeed.cache.encoded.source import CachedSource
 
-    cache.check()
+    check_file(cache)
     return CachedSource(source, cache)
 
 

@@ -39,23 +39,20 @@ _OTHER = "is another file, or damaged: give EncodedCache another path, or delete
 # Names of one query.
 _NAMES = 500
 
-_SCHEMA = f"""
-CREATE TABLE budget (total INTEGER NOT NULL, max_bytes INTEGER NOT NULL);
-CREATE TABLE data (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL);
-CREATE TABLE runs (run INTEGER PRIMARY KEY, clock REAL NOT NULL, seen REAL NOT NULL);
-CREATE TABLE entries (
+_SCHEMA = (
+    "CREATE TABLE budget (total INTEGER NOT NULL, max_bytes INTEGER NOT NULL)",
+    "CREATE TABLE data (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL)",
+    "CREATE TABLE runs (run INTEGER PRIMARY KEY, clock REAL NOT NULL, seen REAL NOT NULL)",
+    """CREATE TABLE entries (
     name INTEGER PRIMARY KEY, tag INTEGER NOT NULL, kind INTEGER NOT NULL, crc INTEGER NOT NULL, size INTEGER NOT NULL,
-    data INTEGER NOT NULL, run INTEGER NOT NULL, next_use REAL NOT NULL
-);
-CREATE INDEX uses ON entries (run, next_use);
-CREATE TRIGGER stored AFTER INSERT ON entries BEGIN UPDATE budget SET total = total + new.size; END;
-CREATE TRIGGER evicted AFTER DELETE ON entries BEGIN
-    UPDATE budget SET total = total - old.size;
-    DELETE FROM data WHERE id = old.data;
-END;
-PRAGMA application_id = {APPLICATION};
-PRAGMA user_version = {FORMAT};
-"""
+    data INTEGER NOT NULL, run INTEGER NOT NULL, next_use REAL NOT NULL)""",
+    "CREATE INDEX uses ON entries (run, next_use)",
+    "CREATE TRIGGER stored AFTER INSERT ON entries BEGIN UPDATE budget SET total = total + new.size; END",
+    """CREATE TRIGGER evicted AFTER DELETE ON entries
+    BEGIN UPDATE budget SET total = total - old.size; DELETE FROM data WHERE id = old.data; END""",
+    f"PRAGMA application_id = {APPLICATION}",
+    f"PRAGMA user_version = {FORMAT}",
+)
 
 
 @public
@@ -65,20 +62,20 @@ class EncodedCache:
     """Cache encoded samples, as a source reads them, on a local disk: ``cache=EncodedCache("train.cache", 100 << 30)``.
 
     For sources of bytes whose reads are slow: objects and shards at URLs. A sample in the cache is not requested again,
-    in later epochs, in other processes and in later runs. Decoding and augmentation run in every epoch. The file is an
-    SQLite database, which survives killed processes; each read verifies the entry's checksum, and a damaged entry is
-    read from the source again. If the disk is full, or the database fails, samples are read from the source, with a
-    log line.
+    in later epochs, by other processes and in later runs. It is decoded and augmented in every epoch. The file is an
+    SQLite database, which survives killed processes. Each read verifies the entry's checksum; a damaged entry is read
+    from the source again. If the disk is full, or the database fails, samples come from the source, and a log line says
+    so.
 
-    When the cache is full, a sample replaces the entry whose next use is latest, if its own is sooner. Next uses follow
-    from seed and epoch, so this is the optimal choice (Belady, 1966), also for several ranks. If they are not known
-    (``sampler=``, ``batch_sampler=``, ``weights=``, plans, ``Mixture``, ``shuffle="replacement"``,
-    ``engine="process"``), the samples that were stored first stay: evicting the least recently used would lose those
-    that come next. Entries of a source that nobody has read for an hour are evicted first.
+    When the cache is full, the samples that were stored first stay: an epoch reads each sample once, so no replacement
+    has more hits. On several machines, each of which reads a part of every epoch, as ``LOCAL_WORLD_SIZE`` says, a
+    sample replaces the entry that the machine reads latest, if it is read sooner (Belady, 1966). This follows from seed
+    and epoch, for up to 8 epochs. Where the order is not known in advance (samplers, weights, plans, ``Mixture``,
+    ``engine="process"``), the first samples stay. Entries of sources not read for an hour are evicted first.
 
-    Entries are named by type and key of the sample, and by the source's ``version(index)`` if it has that method, else
-    by its fingerprint. Shards that changed are noticed, and files; objects that were replaced under the same key are
-    not: delete the file then.
+    Entries are named by the type of the source, the sample's key and ``source.version(index)``; without this method, by
+    the source's fingerprint. So shards and files that change are noticed. Objects that are replaced under the same key
+    are *not*: delete the file then.
 
     Args:
         path: Path of the file, on a local disk; its folder must exist and be writable.
@@ -95,16 +92,17 @@ class EncodedCache:
         object.__setattr__(self, "path", os.fspath(self.path))
         object.__setattr__(self, "max_bytes", check_positive_int("EncodedCache(max_bytes=...)", self.max_bytes))
 
-    def check(self) -> None:
-        """Open the file once, and create it if it does not exist.
 
-        Raises:
-            CacheError: The file is not a cache, is damaged or cannot be opened.
-        """
-        try:
-            CacheDatabase(str(self.path), self.max_bytes).close()
-        except sqlite3.Error as error:  # a full disk, for example: samples are then read from the source
-            log.warning("the cache %s cannot be opened now: %s", self.path, error)
+def check_file(cache: EncodedCache) -> None:
+    """Open the file of a cache once, and create it if it does not exist.
+
+    Raises:
+        CacheError: The file is not a cache, is damaged or cannot be opened.
+    """
+    try:
+        CacheDatabase(str(cache.path), cache.max_bytes).close()
+    except sqlite3.Error as error:  # a full disk, for example: samples are then read from the source
+        log.warning("the cache %s cannot be opened now: %s", cache.path, error)
 
 
 class Entry(NamedTuple):
@@ -210,7 +208,7 @@ class CacheDatabase:
                 time.sleep(0.01)
         with self._transaction():
             if not self._is_cache(path):
-                for statement in _statements(_SCHEMA):
+                for statement in _SCHEMA:
                     self._execute(statement)
                 self._execute("INSERT INTO budget VALUES (0, ?)", [max_bytes])
 
@@ -348,13 +346,3 @@ def _refusal(error: sqlite3.Error) -> str | None:
     if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
         return f"cannot be opened ({error}): its folder must exist, and both must be writable"
     return None
-
-
-def _statements(script: str) -> Iterator[str]:
-    """The statements of a script one by one: ``executescript`` would end the transaction."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
