@@ -52,12 +52,13 @@ class Source(Protocol[EncodedT_co]):
     ``fingerprint() -> str``
         Identifies the data when a saved state is loaded.
     ``version(index) -> str``
-        Changes with the bytes of the sample. With ``key`` it names the sample in an ``EncodedCache``, which otherwise
-        uses the fingerprint. Called in threads, before each read.
+        Changes with the bytes of the sample. With the type and ``key`` it names the sample in an ``EncodedCache``, which
+        otherwise uses the fingerprint. Called in threads, before each read.
     ``announce(plan)``
         Called on the engine's loop with each ``BatchPlan`` before its samples are read.
 
-    A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has.
+    A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has, and
+    ``version`` if its arguments change what is read.
 
     All coroutines run on the engine's own event loop, never on the caller's.
     """

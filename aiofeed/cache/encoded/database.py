@@ -148,6 +148,7 @@ class CacheDatabase:
             self._connection = sqlite3.connect(
                 uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
+            self._connection.text_factory = bytes  # a damaged entry may be a text
             self._prepare(path, max_bytes)
         except BaseException as error:
             self.close()
@@ -199,7 +200,8 @@ class CacheDatabase:
         deadline = time.monotonic() + BUSY_S
         while True:
             try:
-                self._execute("PRAGMA journal_mode = WAL")
+                if self._execute("PRAGMA journal_mode = WAL").fetchone()[0] != b"wal":
+                    raise CacheError(f"the cache {path!r} needs a local disk: its file system has no shared memory")
                 break
             except sqlite3.OperationalError as error:
                 # Another process does the same; SQLite does not wait for it here.

@@ -49,7 +49,6 @@ _PLAIN = (bytes, str, int, float, bool, type(None))
 # Connections of a parent process. Closing them here could remove its locks.
 _inherited: list[Any] = []
 
-
 Name: TypeAlias = tuple[int, int]
 """Name and tag of an entry."""
 Planned: TypeAlias = tuple[Any, int]
@@ -77,7 +76,8 @@ class CachedSource:
     def __init__(self, source: Source[Any], cache: EncodedCache) -> None:
         self._source = source
         self._cache = cache
-        self._kind = f"{type(source).__module__}.{type(source).__qualname__}"
+        module = type(source).__module__.replace("__mp_main__", "__main__")  # as worker processes import the script
+        self._kind = f"{module}.{type(source).__qualname__}"
         self._fingerprint = fingerprint_of(source, len(source))
         digest = hashlib.blake2b(f"{self._kind}\0{self._fingerprint}".encode(), digest_size=8).digest()
         self._run = int.from_bytes(digest, "little", signed=True)
@@ -177,7 +177,15 @@ class CachedSource:
         return [await self._source.read(indices[0])]
 
     async def _read_each(self, indices: Sequence[int]) -> list[Any]:
-        return await asyncio.gather(*map(self._source.read, indices), return_exceptions=True)
+        async def read(index: int) -> Any:
+            try:
+                return await self._source.read(index)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - the user's coroutine; SystemExit would end the loop
+                return error
+
+        return await asyncio.gather(*map(read, indices))
 
     async def _cached(self, indices: Sequence[int], read: Callable[[Sequence[int]], Any]) -> list[Any]:
         if self._pid != os.getpid():
