@@ -52,8 +52,8 @@ class Source(Protocol[EncodedT_co]):
     ``fingerprint() -> str``
         Identifies the data when a saved state is loaded.
     ``version(index) -> str``
-        Changes with the bytes of the sample. With the type and ``key`` it names the sample in an ``EncodedCache``, which
-        otherwise uses the fingerprint. Called in threads, before each read.
+        Changes with the bytes of the sample. With the type and ``key`` it names the sample in an ``EncodedCache``,
+        which otherwise uses the fingerprint. Called in threads, before each read.
     ``announce(plan)``
         Called on the engine's loop with each ``BatchPlan`` before its samples are read.
 

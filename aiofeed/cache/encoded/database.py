@@ -54,6 +54,18 @@ _SCHEMA = (
     f"PRAGMA user_version = {FORMAT}",
 )
 
+# For each source its first and its last next use: the first may have passed.
+_LATEST = """
+SELECT CASE
+    WHEN seen < :unused OR next_use < clock - :late THEN :never
+    WHEN next_use >= :unknown THEN :unknown
+    ELSE next_use - clock
+END AS wait, name, size FROM runs JOIN entries ON name IN (
+    (SELECT name FROM entries AS each WHERE each.run = runs.run ORDER BY next_use LIMIT 1),
+    (SELECT name FROM entries AS each WHERE each.run = runs.run ORDER BY next_use DESC LIMIT 1)
+) ORDER BY wait DESC LIMIT 1
+"""
+
 
 @public
 @explain_arguments()
@@ -161,7 +173,7 @@ class CacheDatabase:
         if self._connection is not None:
             self._connection.close()
 
-    def _execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+    def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         assert self._connection is not None
         return self._connection.execute(statement, values)
 
@@ -265,6 +277,8 @@ class CacheDatabase:
                 + ("" if clock is None else ", clock = excluded.clock"),
                 [run, clock or 0.0, now],
             )
+            unused = "seen < ? AND NOT EXISTS (SELECT 1 FROM entries WHERE entries.run = runs.run)"
+            self._execute(f"DELETE FROM runs WHERE {unused}", [now - UNUSED_S])
             self._delete(damaged)
             for name, tag, kind, data, next_use, _ in entries:
                 known = self._execute("SELECT run, next_use FROM entries WHERE name = ?", [name]).fetchone()
@@ -287,29 +301,15 @@ class CacheDatabase:
             latest = self._latest()
             if latest is None or latest[0] <= wait:
                 return False
-            self._execute("DELETE FROM entries WHERE name = ?", [latest[1]])
+            self._delete(latest[1:2])
             total -= latest[2]
         return True
 
     def _latest(self) -> tuple[float, int, int] | None:
         """The entry whose next use is latest: epochs until then, name and size."""
-        latest: tuple[float, int, int] | None = None
-        now = time.time()
-        for run, clock, seen in self._execute("SELECT run, clock, seen FROM runs").fetchall():
-            for direction in ("ASC", "DESC"):
-                row = self._execute(
-                    f"SELECT next_use, name, size FROM entries WHERE run = ? ORDER BY next_use {direction} LIMIT 1",
-                    [run],
-                ).fetchone()
-                if row is None:
-                    self._execute("DELETE FROM runs WHERE run = ? AND seen < ?", [run, now - UNUSED_S])
-                    break
-                wait = row[0] - clock if row[0] < UNKNOWN else UNKNOWN
-                if wait < -LATE or seen < now - UNUSED_S:
-                    wait = math.inf
-                if latest is None or wait > latest[0]:
-                    latest = wait, row[1], row[2]
-        return latest
+        values = {"unused": time.time() - UNUSED_S, "late": LATE, "unknown": UNKNOWN, "never": math.inf}
+        found: tuple[float, int, int] | None = self._execute(_LATEST, values).fetchone()
+        return found
 
     def verify(self, *, repair: bool) -> int:
         """Verify all checksums; returns the number of damaged entries, which ``repair`` deletes."""

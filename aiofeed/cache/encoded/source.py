@@ -121,10 +121,6 @@ class CachedSource:
         """The source's name of a sample."""
         return self._source.key(index)
 
-    def fingerprint(self) -> str:
-        """The source's."""
-        return self._fingerprint
-
     def storage_statistics(self) -> StorageStatistics:
         """The source's requests, and the hits and misses of this process."""
         inner = getattr(self._source, "storage_statistics", None)
