@@ -100,6 +100,7 @@ class CachedSource:
         self._pending_bytes = 0
         # Whether to write the time, so that the entries are not evicted as unused.
         self._in_use = False
+        self._damage_logged = False
         self._hits = self._misses = self._total = 0
         self._nearly_full = False
 
@@ -227,8 +228,9 @@ class CachedSource:
 
         found: dict[int, Entry] = self._reader.call(look_up, {}) if wanted else {}
         damaged = {name for name, entry in found.items() if entry.data is None}
-        if damaged:
-            log.warning("the cache %s has %d damaged entries, which are read again", self._cache.path, len(damaged))
+        if damaged and not self._damage_logged:
+            self._damage_logged = True
+            log.warning("the cache %s has damaged entries; their samples are read again", self._cache.path)
         found |= new
         with self._lock:
             self._damaged |= damaged
