@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     __version__: str
     from aiofeed import testing
     from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.host import HostCache
     from aiofeed.core.errors import (
         BatchFailedError,
@@ -85,6 +86,7 @@ _HOMES = {
     "DecodeImage": "aiofeed.decoders.image",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
+    "EncodedCache": "aiofeed.cache.encoded.database",
     "Source": "aiofeed.core.types",
     "Decoder": "aiofeed.core.types",
     # between processes
@@ -140,6 +142,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "DecodeImage",
     "HostCache",
     "DiskCache",
+    "EncodedCache",
     "Source",
     "Decoder",
     "share",

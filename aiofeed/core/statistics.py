@@ -62,7 +62,7 @@ class EpochStats:
 @public
 @dataclass(frozen=True)
 class StorageStatistics:
-    """Requests for objects at URLs, since their source was made.
+    """Requests for objects at URLs, and the use of an ``EncodedCache``, since their source was made.
 
     Args:
         requests: Requests that were sent, retries and hedges included.
@@ -72,6 +72,9 @@ class StorageStatistics:
         latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
         latency_p95_s: The 95th percentile.
         latency_p99_s: The 99th percentile.
+        cache_hits: Samples that were found in the cache.
+        cache_misses: Samples that were read from their source.
+        cached_bytes: Bytes in the cache, those of other processes included, at the last look-up.
     """
 
     requests: int = 0
@@ -81,12 +84,19 @@ class StorageStatistics:
     latency_p50_s: float = 0.0
     latency_p95_s: float = 0.0
     latency_p99_s: float = 0.0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cached_bytes: int = 0
 
     def __str__(self) -> str:
+        looked_up = self.cache_hits + self.cache_misses
+        cached = f"{self.cache_hits} of {looked_up} samples cached"
+        if looked_up and not self.requests:
+            return cached
         return (
             f"{self.requests} requests ({self.retries} retries, {self.hedges} hedges), median "
             f"{self.latency_p50_s * 1000:.0f} ms, 95 % in {self.latency_p95_s * 1000:.0f} ms, 99 % in "
-            f"{self.latency_p99_s * 1000:.0f} ms"
+            f"{self.latency_p99_s * 1000:.0f} ms" + (f"; {cached}" if looked_up else "")
         )
 
 
@@ -123,8 +133,8 @@ class FeedStatistics:
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
             the position of ``state_dict()``. Otherwise empty.
-        storage: The requests for objects at URLs since the source was made. ``None`` for other sources, and with
-            ``engine="process"``, whose processes make the requests.
+        storage: The requests for objects at URLs, and the use of an ``EncodedCache``, since the source was made.
+            ``None`` for other sources, and with ``engine="process"``, whose processes make the requests.
     """
 
     samples: int = 0

@@ -25,11 +25,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "listed", nargs="+", metavar="URL", help="a URL or path; shards with braces {000..099} or a glob"
     )
     listing.add_argument("--json", action="store_true", help="print a JSON object per line")
+    cache = commands.add_parser("cache", help="describe or verify the file of an EncodedCache")
+    actions = cache.add_subparsers(metavar="action", required=True)
+    info = actions.add_parser("info", help="print the number of entries, their bytes and the budget")
+    verify = actions.add_parser("verify", help="verify all checksums; the exit code is 1 if an entry is damaged")
+    for action in (info, verify):
+        action.add_argument("path", metavar="PATH", help="the file")
+        action.set_defaults(verify=action is verify)
+    verify.add_argument("--repair", action="store_true", help="delete damaged entries")
     options = parser.parse_args(arguments)
     if hasattr(options, "listed"):
         from aiofeed.diagnostics.ls_command import list_urls
 
         return list_urls(options.listed, as_json=options.json)
+    if hasattr(options, "verify"):
+        from aiofeed.diagnostics.cache_command import show_cache
+
+        return show_cache(options.path, verify=options.verify, repair=getattr(options, "repair", False))
     if hasattr(options, "urls"):
         from aiofeed.diagnostics.index_command import write_indexes
 

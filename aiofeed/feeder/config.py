@@ -33,6 +33,7 @@ from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.decoder_codec import SampleCodec
+    from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
@@ -121,6 +122,11 @@ def complete_config(
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
+    if cache is not None:
+        from aiofeed.cache.encoded.database import EncodedCache
+
+        if isinstance(cache, EncodedCache):
+            config, cache = replace(config, source=_cached_source(config.source, cache)), None
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -423,6 +429,25 @@ def _check_static(config: FeederConfig, *, drop_last: bool, sampled: bool) -> No
         )
 
 
+def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
+    """Return the source with a cache of its encoded samples.
+
+    Raises:
+        TypeError: The source gives no encoded samples.
+        CacheError: The file is not a cache or cannot be opened.
+    """
+    if isinstance(source, FromDataset):
+        raise TypeError(
+            "EncodedCache keeps the bytes that a source reads, and the items of a Dataset are decoded: pass "
+            "cache=DiskCache(path), or a source of bytes such as aiofeed.Files(paths) with decode="
+        )
+    from aiofeed.cache.encoded.database import check_file
+    from aiofeed.cache.encoded.source import CachedSource
+
+    check_file(cache)
+    return CachedSource(source, cache)
+
+
 def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> SampleStore:
     """Return an empty store for decoded samples.
 
@@ -441,7 +466,8 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
     if cache != "device" and not isinstance(cache, HostCache | DiskCache):
         is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
         raise TypeError(
-            f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
+            f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
+            f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
             + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
         )
     source, length, decode = config.source, config.length, config.decode

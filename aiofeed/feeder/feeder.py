@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
 
     from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.host import HostCache
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.decoders.image import DecodeImage
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
         drop_last: bool
         pad: bool
         on_error: Action | FailurePolicy
-        cache: Literal["host", "device"] | HostCache | DiskCache | None
+        cache: Literal["host", "device"] | HostCache | DiskCache | EncodedCache | None
         limits: Limits | None
         shard: tuple[int, int] | Literal["auto"] | None
         in_order: bool | Literal["samples"]
@@ -150,6 +151,7 @@ class Feeder(Generic[BatchT]):
             of an epoch are cached, batches are views of a permuted buffer, as with ``Tensors``. Samples are cached as
             they are first used. Random augmentation runs after the cache, in the first epoch too; with "device" only
             ``transform`` can augment. For a ``Dataset`` its items are cached, including their random augmentation.
+            ``EncodedCache(path, max_bytes)`` caches encoded samples of slow sources of bytes on a local disk.
         limits: Upper limits for resources. By default they are chosen at run time.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
@@ -248,7 +250,7 @@ class Feeder(Generic[BatchT]):
         device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
-        cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
+        cache: Literal["host", "device"] | HostCache | DiskCache | EncodedCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool | Literal["samples"] = True,

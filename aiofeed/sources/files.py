@@ -131,6 +131,14 @@ class Files:
         """The path of the file, joined to ``root`` if that was given; or the URL, without credentials."""
         return self.paths[index]
 
+    def version(self, index: int, /) -> str:
+        """Absolute path, size and times of the file; the store of an object, whose contents are not checked."""
+        if self._objects is not None:
+            return self._objects.store_of(index)
+        path = os.path.abspath(self.paths[index])
+        status = os.stat(path)
+        return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
+
     async def read(self, index: int, /) -> bytes:
         """Read a whole file."""
         [data] = await self.read_many([index])

@@ -170,6 +170,10 @@ class Fetcher(ABC):
         """A builder for a batch of so many samples, in memory of the lease."""
         return DefaultCollateBuilder(samples, lease)
 
+    def announce(self, plan: BatchPlan) -> None:
+        """Called on the loop with each plan before its samples are read."""
+        return None
+
     @abstractmethod
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
         """How many of a batch's samples the next chunk should have."""

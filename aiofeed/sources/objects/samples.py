@@ -31,6 +31,7 @@ class ObjectList(Sequence[str]):
         self.keys = keys
         self._readers = readers
         self._numbers = numbers
+        self._stores: list[str] | None = None
 
     def __len__(self) -> int:
         """The number of objects."""
@@ -74,6 +75,12 @@ class ObjectList(Sequence[str]):
     async def read_ranges(self, index: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Ranges of one object."""
         return await self._reader(index).read_ranges(self.keys[index], starts, ends)
+
+    def store_of(self, index: int) -> str:
+        """Identifies the store of an object, which its URL may leave open."""
+        if self._stores is None:
+            self._stores = [reader.identity or repr(reader) for reader in self._readers]
+        return self._stores[0 if self._numbers is None else self._numbers[index]]
 
     def statistics(self) -> StorageStatistics | None:
         """The requests of all readers."""

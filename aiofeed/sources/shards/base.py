@@ -83,6 +83,11 @@ class Shards(ABC):
         """Whether samples should be read before their batches begin, those of a shard together; not for files."""
         return not self._local
 
+    def version(self, index: int, /) -> str:
+        """The version of the shard, the sample's number in it, and which part of it is read."""
+        shard, sample = self._find(index)
+        return f"{shard.version} {shard.size} {sample} {self._selection()!r}"
+
     async def read(self, index: int, /) -> Any:
         """Read one sample."""
         [sample] = await self.read_many([index])
