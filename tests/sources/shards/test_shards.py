@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
-from aiofeed import DecodeImage, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
+from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
 from aiofeed.diagnostics.cli import main
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex
@@ -490,6 +490,22 @@ def test_a_shuffled_epoch_needs_few_requests(server: Any, labels: TarShards, shu
     assert sorted(found) == list(range(400))
     assert found != sorted(found)
     assert server.count - before < 60
+
+
+def test_samples_of_a_cache_are_not_requested_again(server: Any, labels: TarShards, tmp_path: Path) -> None:
+    """Look-ahead reads through the cache: the second epoch makes no requests, and samples have next uses."""
+    cache = EncodedCache(tmp_path / "encoded.sqlite", 1 << 20)
+    with Feeder(labels, batch_size=8, decode=number, shuffle=True, seed=1) as feeder:
+        expected = [[label for batch in feeder for label in batch.tolist()] for _ in range(2)]
+    with Feeder(labels, batch_size=8, decode=number, shuffle=True, seed=1, cache=cache) as feeder:
+        assert [label for batch in feeder for label in batch.tolist()] == expected[0]
+        before = server.count
+        assert [label for batch in feeder for label in batch.tolist()] == expected[1]
+        assert server.count == before
+        storage = feeder.statistics().storage
+        assert storage is not None
+        assert (storage.cache_hits, storage.cache_misses) == (400, 400)
+        assert not feeder._config.source._planned
 
 
 def test_look_ahead_under_random_faults(server: Any, labels: TarShards, monkeypatch: pytest.MonkeyPatch) -> None:
