@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
+    from aiofeed.diagnostics.explain.explanation import Explanation
+    from aiofeed.diagnostics.explain.headroom import Headroom
     from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
@@ -95,6 +97,8 @@ _HOMES = {
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",
     "Failure": "aiofeed.core.failures",
+    "Explanation": "aiofeed.diagnostics.explain.explanation",
+    "Headroom": "aiofeed.diagnostics.explain.headroom",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
     # errors
@@ -147,6 +151,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FeedStatistics",
     "StorageStatistics",
     "Failure",
+    "Explanation",
+    "Headroom",
     "device_report",
     "DeviceReport",
     "FeedError",

@@ -26,7 +26,29 @@ class EpochStats:
     failures: int = 0
     retries: int = 0
     gil_us: float = 0.0
-    asked_at: float = field(default=0.0, metadata={"internal": True})
+    asked_at: float = 0.0
+    # For ``explain``. Samples that were read, the sum over them of the seconds that their reads took, and both for
+    # those reads only that began while at most half of the permitted reads were in flight.
+    samples_read: int = 0
+    reading_s: float = 0.0
+    samples_read_apart: int = 0
+    reading_apart_s: float = 0.0
+    # Samples that decode jobs have finished, those of them that came from a cache, and processor time.
+    samples_decoded: int = 0
+    samples_cached: int = 0
+    decode_cpu_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    # Time that planning waited for `memory_bytes`, and that finished batches waited for an earlier one.
+    memory_wait_s: float = 0.0
+    order_wait_s: float = 0.0
+    # Time that copies were waited for before the next one was issued, and time of the consumer between the arrival of
+    # a batch and its return, for example in `transform`.
+    copy_wait_s: float = 0.0
+    hand_over_s: float = 0.0
+    # Processor time of the process up to the last batch, and the time that decode threads waited for the GIL in probes.
+    process_cpu_s: float = 0.0
+    gil_probe_s: float = 0.0
+    gil_probes: int = 0
 
     def add(self, other: EpochStats) -> None:
         """Add another epoch's totals; ``first_batch_s`` stays that of the first epoch, ``gil_us`` is the last found."""
@@ -36,8 +58,8 @@ class EpochStats:
         self.first_batch_s, self.gil_us = first, gil_us
 
     def totals(self) -> dict[str, float]:
-        """The totals by field name, without internal fields."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("internal")}
+        """The totals by field name, of the fields that ``FeedStatistics`` has."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(FeedStatistics) if hasattr(self, entry.name)}
 
 
 @public

@@ -178,7 +178,10 @@ class Engine:
             admission = self._admission
             if not admission.has_room(samples):
                 admission.waited_for_reads = False
+                started, for_memory = time.perf_counter(), admission.batches_have_room
                 await admission.until(partial(admission.has_room, samples))
+                if for_memory:
+                    self._counters.memory_wait_s += time.perf_counter() - started
             if admission.closed:
                 return
             batch = self._new_batch(step, self._budget.reserve(samples))
@@ -220,6 +223,7 @@ class Engine:
     async def _read(self, batch: Batch, start: int, stop: int) -> ReadResult:
         """Read samples of a batch."""
         started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
+        apart = 2 * self._admission.reading <= concurrency
         late_s = self._late_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
@@ -232,8 +236,11 @@ class Engine:
         ended = time.perf_counter()
         # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time of
         # the storage.
-        batch.counters.read_s += max(0.0, ended - started - (self._late_s() - late_s))
+        seconds = max(0.0, ended - started - (self._late_s() - late_s))
+        batch.counters.read_s += seconds
         batch.count_read(read)
+        if read.waited:
+            batch.count_reading(seconds, stop - start, apart=apart)
         if log.isEnabledFor(logging.DEBUG):
             ms = (ended - started) * 1e3
             log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
@@ -283,7 +290,7 @@ class Engine:
 
     def _complete(self, batch: Batch) -> None:
         batch.reserved = self._budget.correct(batch.reserved, batch.nbytes, len(batch.plan.indices))
-        batch.complete = True
+        batch.complete, batch.complete_at = True, time.perf_counter()
         self._deliver()
 
     # --- delivery
@@ -315,6 +322,7 @@ class Engine:
             batch.failures = []
             return
         self._buffer.waiting += 1
+        batch.counters.order_wait_s += time.perf_counter() - batch.complete_at
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: delivered, %d waiting", batch.plan.number, self._buffer.waiting)
         if self._tuner is not None:

@@ -235,6 +235,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._observer = observer or EpochObserver(delivery)
         self._pid = os.getpid()
         self._started = stats.asked_at = time.perf_counter()
+        self._cpu_started = time.process_time()
         self._finished = self._running = False
         self._closed: str | None = None
 
@@ -325,6 +326,7 @@ class FeedIterator(Generic[BatchT_co]):
             )
 
     def _take(self, item: ReadyBatch, asked: float) -> Any:
+        arrived = time.perf_counter()
         try:
             batch = self._delivery.take(item)
         except Exception as error:  # noqa: BLE001 - `_fail` raises it
@@ -337,6 +339,8 @@ class FeedIterator(Generic[BatchT_co]):
             log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
         stats = self._stats
         stats.stall_s += stall_s
+        stats.hand_over_s += now - arrived
+        stats.process_cpu_s = time.process_time() - self._cpu_started
         stats.batches += 1
         stats.samples += item.samples
         stats.wall_s = now - self._started
@@ -379,6 +383,16 @@ class FeedIterator(Generic[BatchT_co]):
             raise error
         finally:
             del error  # the traceback refers to this frame
+
+    @property
+    def batches(self) -> int:
+        """The number of batches handed out."""
+        return self._stats.batches
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave the last seconds, in which the consumer used other batches, out of the statistics."""
+        self._started += seconds
+        self._stats.asked_at = time.perf_counter()
 
     @property
     def live(self) -> bool:

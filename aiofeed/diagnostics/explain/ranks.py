@@ -1,0 +1,103 @@
+"""Compares the explanations of all ranks: which one is the slowest, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from aiofeed.diagnostics.explain.bottleneck import COLLATE, COPY, DECODE, HAND_OVER, KEEPS_UP, READ, STEP
+from aiofeed.diagnostics.explain.explanation import Explanation, RankTimes, format_seconds
+
+# Ranks whose rates differ by less are equally fast: they wait for each other in every step.
+SAME_RATE = 0.95
+
+_STAGES = ("", READ, DECODE, COLLATE, COPY, HAND_OVER, STEP)
+_RESOURCES = (
+    "",
+    "storage latency",
+    "storage bandwidth",
+    "cores",
+    "threads",
+    "one thread",
+    "GIL",
+    "blocking calls",
+    "other processes",
+    "memory_bytes",
+    "prefetch_batches",
+    "order of batches",
+    "cold cache",
+    "PCIe",
+    "memory bandwidth",
+    "training thread",
+    "the step itself",
+)
+
+
+def explain_ranks(own: Explanation, batch_samples: float) -> Explanation:
+    """``own`` with the figures of all ranks. All ranks must call it: it is one all-gather of six numbers.
+
+    Args:
+        own: The explanation of this rank.
+        batch_samples: Samples per batch of this rank.
+
+    Raises:
+        ValueError: ``torch.distributed`` is not initialized.
+    """
+    import torch
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise ValueError(
+            "explain(ranks=True) compares the ranks of torch.distributed, which is not initialized: call "
+            "torch.distributed.init_process_group first, or leave ranks out"
+        )
+    backend = distributed.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    numbers = torch.tensor(encode(own, batch_samples), dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(numbers) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, numbers)
+    return compare([decode(rank, each.tolist()) for rank, each in enumerate(gathered)], own)
+
+
+def encode(own: Explanation, batch_samples: float) -> list[float]:
+    """The figures of a rank as numbers."""
+    times = {stage.name: stage for stage in own.stages}
+    limit = times.get(own.stage)
+    return [
+        own.samples_per_s,
+        own.waiting,
+        times[STEP].time_s * batch_samples if STEP in times else 0.0,
+        float(_STAGES.index(own.stage)),
+        float(_RESOURCES.index(own.resource)),
+        (limit.samples_per_s or 0.0) if limit is not None else 0.0,
+    ]
+
+
+def decode(rank: int, numbers: Sequence[float]) -> RankTimes:
+    """The figures of a rank from what ``encode`` returned."""
+    rate, waiting, step_s, stage, resource, possible = numbers
+    return RankTimes(rank, rate, waiting, step_s, _STAGES[int(stage)], _RESOURCES[int(resource)], possible)
+
+
+def compare(ranks: Sequence[RankTimes], own: Explanation) -> Explanation:
+    """``own`` with the figures of all ranks; its verdict names the slowest one and its reason."""
+    measured = [rank for rank in ranks if rank.stage]
+    if len(measured) < len(ranks) or len(ranks) < 2:
+        return replace(own, ranks=tuple(ranks))
+    slowest = min(ranks, key=lambda rank: rank.samples_per_s)
+    if slowest.samples_per_s >= SAME_RATE * max(rank.samples_per_s for rank in ranks):
+        slowest = max(ranks, key=lambda rank: rank.waiting)
+        if slowest.waiting < KEEPS_UP:
+            return replace(own, verdict=f"{own.verdict} All {len(ranks)} ranks are equally fast.", ranks=tuple(ranks))
+    others = [rank for rank in ranks if rank is not slowest]
+    if slowest.waiting < KEEPS_UP:
+        step_s = sum(rank.step_s for rank in others) / len(others)
+        reason = f"its step takes {format_seconds(slowest.step_s)}, that of the others {format_seconds(step_s)}"
+    else:
+        waiting = sum(rank.waiting for rank in others) / len(others)
+        reason = (
+            f"it waits {slowest.waiting:.0%} of the time, and its limit is the stage {slowest.stage!r} "
+            f"({slowest.resource}); the others wait {waiting:.0%}"
+        )
+    verdict = f"{own.verdict} Rank {slowest.rank} is the slowest of {len(ranks)}: {reason}."
+    return replace(own, verdict=verdict, ranks=tuple(ranks))
