@@ -27,4 +27,5 @@ MODULES = (
     "datasets",
     "objects",
     "cache",
+    "explain",
 )

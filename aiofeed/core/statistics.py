@@ -38,9 +38,12 @@ class EpochStats:
     samples_cached: int = 0
     decode_cpu_s: float = 0.0
     collate_cpu_s: float = 0.0
-    # Time that planning waited for `memory_bytes`, and that finished batches waited for an earlier one.
+    # Decode jobs after the first batch was handed out, the sum of their times, and of the squares of these.
+    jobs: int = 0
+    jobs_s: float = 0.0
+    jobs_square_s: float = 0.0
+    # Time that planning waited for `memory_bytes`.
     memory_wait_s: float = 0.0
-    order_wait_s: float = 0.0
     # Time that copies were waited for before the next one was issued, and time of the consumer between the arrival of
     # a batch and its return, for example in `transform`.
     copy_wait_s: float = 0.0

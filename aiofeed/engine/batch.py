@@ -42,7 +42,6 @@ class Batch:
         failures: errors of samples that were skipped or replaced, in a fixed order.
         error: raised to the consumer instead of the batch.
         complete: whether it may be delivered.
-        complete_at: time at which it was complete.
         handed_out: see ``ReadyBatch``.
     """
 
@@ -64,7 +63,6 @@ class Batch:
     failures: list[SampleError] = field(default_factory=list)
     error: FeedError | None = None
     complete: bool = False
-    complete_at: float = 0.0
     handed_out: tuple[int, int] | None = None
 
     def count_read(self, read: ReadResult) -> None:
@@ -93,6 +91,10 @@ class Batch:
         counters.collate_s += outcome.collate_s
         counters.collate_cpu_s += outcome.collate_cpu_s
         counters.samples_decoded += outcome.samples
+        if counters.batches:  # the first jobs import modules and fill caches
+            counters.jobs += 1
+            counters.jobs_s += outcome.decode_s
+            counters.jobs_square_s += outcome.decode_s**2
         counters.samples_cached += outcome.cached
         counters.gil_probe_s += outcome.gil_probe_s
         counters.gil_probes += outcome.gil_probes

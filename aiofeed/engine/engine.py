@@ -123,6 +123,8 @@ class Engine:
             read_slot=self._admission.read_slot,
             tuner=None if tuner is None else tuner.decoding,
         )
+        # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
+        self._reading = 0
         # When the queue became full, until the next batch is taken.
         self._full_since: float | None = None
         # See ``ReadyBatch``.
@@ -223,7 +225,8 @@ class Engine:
     async def _read(self, batch: Batch, start: int, stop: int) -> ReadResult:
         """Read samples of a batch."""
         started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
-        apart = 2 * self._admission.reading <= concurrency
+        self._reading += stop - start
+        apart = 2 * self._reading <= concurrency
         late_s = self._late_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
@@ -231,6 +234,7 @@ class Engine:
                 seconds = time.perf_counter() - started
                 self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
         finally:
+            self._reading -= stop - start
             self._admission.reading -= stop - start
             self._admission.room.set()
         ended = time.perf_counter()
@@ -290,7 +294,7 @@ class Engine:
 
     def _complete(self, batch: Batch) -> None:
         batch.reserved = self._budget.correct(batch.reserved, batch.nbytes, len(batch.plan.indices))
-        batch.complete, batch.complete_at = True, time.perf_counter()
+        batch.complete = True
         self._deliver()
 
     # --- delivery
@@ -322,7 +326,6 @@ class Engine:
             batch.failures = []
             return
         self._buffer.waiting += 1
-        batch.counters.order_wait_s += time.perf_counter() - batch.complete_at
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: delivered, %d waiting", batch.plan.number, self._buffer.waiting)
         if self._tuner is not None:

@@ -2,7 +2,7 @@
 
 Each stage can process at most so many samples per second: threads, or reads in flight, divided by the time of one. The
 stage with the least is the limit if samples arrive at about that rate. If they arrive more slowly although no stage is
-busy, stages wait for each other: for memory, or for the order of batches.
+busy, stages wait for each other: for memory, or for a slow sample.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ LEAST_BATCHES = 3
 KEEPS_UP = 0.05
 # A stage that reaches this part of its rate is busy.
 BUSY = 0.75
-# Stages wait for memory, or batches for an earlier one, if they do so for this part of the time.
+# Planning waits for memory for this part of the time.
 WAITING = 0.3
 # The time of a job goes to cores, to waiting for a core or to other waits, whichever has this part of it.
 LARGE_PART = 0.3
+# The variance of the times of decode jobs, divided by the square of the mean. It is 2 if one job in ten takes ten
+# times as long.
+UNEVEN = 0.5
 # Reads take this many times as long if many are in flight: the bandwidth of the storage is used up.
 CONGESTED = 1.7
 # Faster reads come from the page cache.
@@ -32,6 +35,8 @@ SLOW_READ_S = 0.001
 GIL_WAIT_S = 0.0005
 # The process uses its cores up.
 OWN_CORES = 0.85
+# Threads that wait for cores for this part of the time keep the GIL meanwhile: then it is not the GIL that limits them.
+STOLEN = 0.5
 
 STEP, HAND_OVER, COPY, COLLATE, DECODE, READ = "step", "hand-over", "copy", "collate", "decode", "read"
 
@@ -194,16 +199,22 @@ class Bottleneck:
         stats, measured = self.stats, self.measured
         if measured.dataset_threads == 1 and not measured.processes:
             return "one thread"
-        probe_s = stats.gil_probe_s / stats.gil_probes if stats.gil_probes else 0.0
-        if measured.threads > 1 and (stats.gil_us or probe_s > GIL_WAIT_S):
-            return "GIL"
         at_work = min(cpu_s / seconds, 1.0)
         core_wait = min(measured.core_wait, 1.0 - at_work)
-        if core_wait >= LARGE_PART and stats.process_cpu_s < OWN_CORES * measured.cores * stats.wall_s:
+        others = stats.process_cpu_s < OWN_CORES * measured.cores * stats.wall_s
+        probe_s = stats.gil_probe_s / stats.gil_probes if stats.gil_probes else 0.0
+        if measured.threads > 1 and (stats.gil_us or probe_s > GIL_WAIT_S) and not (others and core_wait > STOLEN):
+            return "GIL"
+        if others and core_wait > LARGE_PART:
             return "other processes"
         if 1.0 - at_work - core_wait > max(at_work, LARGE_PART):
             return "blocking calls"
         return "threads" if measured.threads < measured.cores else "cores"
+
+    def _jobs_are_uneven(self) -> bool:
+        """Whether the times of decode jobs vary so much that threads wait for the slow ones."""
+        stats = self.stats
+        return stats.jobs * stats.jobs_square_s > (1.0 + UNEVEN) * stats.jobs_s**2
 
     def _limit(self, stall_s: float) -> tuple[str, str]:
         stats, measured = self.stats, self.measured
@@ -222,8 +233,9 @@ class Bottleneck:
         if self.rate < BUSY * (lowest.samples_per_s or inf):
             if stats.memory_wait_s > WAITING * stats.wall_s:
                 return lowest.name, "memory_bytes"
-            if measured.in_order is True and stats.order_wait_s > WAITING * stats.wall_s:
-                return lowest.name, "order of batches"
+            alone = lowest.name == DECODE and lowest.resource not in ("GIL", "other processes")
+            if alone and measured.in_order != "samples" and self._jobs_are_uneven():
+                return lowest.name, "uneven samples"
         if lowest.name in (DECODE, COLLATE) and self.lanes() < measured.threads and lowest.resource != "GIL":
             return lowest.name, "prefetch_batches"
         return lowest.name, lowest.resource

@@ -82,7 +82,7 @@ class Explanation:
         samples_per_s: Samples per second, without the first batch.
         waiting: The share of the time in which training waits for batches, without the first one.
         stages: The times of each stage. Stages that took no time are left out.
-        advice: Changes that help, the best one first. Empty if the step is the limit.
+        advice: Changes that help, the simplest one first. Empty if the step is the limit.
         ranks: With ``explain(ranks=True)`` the figures of each rank.
     """
 

@@ -8,8 +8,11 @@ from dataclasses import replace
 from aiofeed.diagnostics.explain.bottleneck import COLLATE, COPY, DECODE, HAND_OVER, KEEPS_UP, READ, STEP
 from aiofeed.diagnostics.explain.explanation import Explanation, RankTimes, format_seconds
 
-# Ranks whose rates differ by less are equally fast: they wait for each other in every step.
-SAME_RATE = 0.95
+# Ranks with rates as close as this wait for each other in every step. The first batch does not count, and the others
+# wait for it in a step.
+SAME_RATE = 0.8
+# Their steps take equally long if they are as close as this.
+SAME_STEP = 0.95
 
 _STAGES = ("", READ, DECODE, COLLATE, COPY, HAND_OVER, STEP)
 _RESOURCES = (
@@ -24,7 +27,7 @@ _RESOURCES = (
     "other processes",
     "memory_bytes",
     "prefetch_batches",
-    "order of batches",
+    "uneven samples",
     "cold cache",
     "PCIe",
     "memory bandwidth",
@@ -86,9 +89,14 @@ def compare(ranks: Sequence[RankTimes], own: Explanation) -> Explanation:
         return replace(own, ranks=tuple(ranks))
     slowest = min(ranks, key=lambda rank: rank.samples_per_s)
     if slowest.samples_per_s >= SAME_RATE * max(rank.samples_per_s for rank in ranks):
+        # One that waits for batches keeps the others waiting, within their steps.
         slowest = max(ranks, key=lambda rank: rank.waiting)
+        steps = [rank.step_s for rank in ranks]
         if slowest.waiting < KEEPS_UP:
-            return replace(own, verdict=f"{own.verdict} All {len(ranks)} ranks are equally fast.", ranks=tuple(ranks))
+            if min(steps) >= SAME_STEP * max(steps):
+                verdict = f"{own.verdict} All {len(ranks)} ranks are equally fast."
+                return replace(own, verdict=verdict, ranks=tuple(ranks))
+            slowest = max(ranks, key=lambda rank: rank.step_s)
     others = [rank for rank in ranks if rank is not slowest]
     if slowest.waiting < KEEPS_UP:
         step_s = sum(rank.step_s for rank in others) / len(others)

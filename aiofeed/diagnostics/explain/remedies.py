@@ -21,6 +21,8 @@ from aiofeed.diagnostics.explain.explanation import Advice, Explanation
 
 # A change that is predicted to bring less is not advised.
 LEAST_GAIN = 1.05
+# Threads and reads are advised for so many times the rate of the other stages: at the same rate, both wait at times.
+SPARE = 1.25
 # Threads that wait, not compute, may be more than the cores, up to so many times as many.
 WAITING_THREADS = 8
 # Decoded samples may fill this part of the free memory.
@@ -47,7 +49,6 @@ def explain(measured: FeedMeasurements) -> Explanation:
         )
     found = Bottleneck(measured)
     lines = [advice for advice in _advise(found) if advice.gain is None or advice.gain >= LEAST_GAIN]
-    lines.sort(key=lambda advice: -(advice.gain or 0.0))
     return Explanation(
         _verdict(found), found.stage, found.resource, found.rate, found.waiting, found.stages, tuple(lines)
     )
@@ -90,8 +91,8 @@ def _advise(found: Bottleneck) -> Iterator[Advice]:
         case "memory_bytes":
             yield from _on_memory(found)
             return
-        case "order of batches":
-            yield from _on_order(found)
+        case "uneven samples":
+            yield from _on_uneven_samples(found)
             return
         case "prefetch_batches":
             yield _on_prefetch(found)
@@ -142,7 +143,7 @@ def _on_reads(found: Bottleneck) -> Iterator[Advice]:
             f"store smaller samples, or on faster storage: it delivers {mb_per_s:,.0f} MB/s, and all are in use"
         )
     elif measured.reads < measured.reads_most:
-        wanted = measured.reads * found.with_stages(**{READ: inf}) / found.rate
+        wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate
         reads = min(measured.reads_most, _power_of_two(wanted))
         memory = found.measured.sample_bytes * reads
         limits = f"read_concurrency={reads}"
@@ -164,7 +165,7 @@ def _on_memory(found: Bottleneck) -> Iterator[Advice]:
     yield Advice(f"Limits(memory_bytes={wanted}), {format_bytes(wanted)}", _gain(found))
 
 
-def _on_order(found: Bottleneck) -> Iterator[Advice]:
+def _on_uneven_samples(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
     value = "False" if measured.processes else '"samples"'
     yield Advice(
@@ -227,7 +228,7 @@ def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
 def _threads_wanted(found: Bottleneck, waiting: bool) -> int:
     """The threads that decode as much as the other stages can take; not more than the cores if threads compute."""
     measured = found.measured
-    wanted = ceil(measured.threads * found.with_stages(pool=inf) / found.rate)
+    wanted = ceil(SPARE * measured.threads * found.with_stages(pool=inf) / found.rate)
     return min(wanted, measured.cores * (WAITING_THREADS if waiting else 1))
 
 
