@@ -48,8 +48,10 @@ class EpochStats:
     # a batch and its return, for example in `transform`.
     copy_wait_s: float = 0.0
     hand_over_s: float = 0.0
-    # Processor time of the process up to the last batch, and the time that decode threads waited for the GIL in probes.
+    # Processor time of the process when the epoch was asked for, and from then to its end, 0 before that.
+    cpu_started_s: float = 0.0
     process_cpu_s: float = 0.0
+    # Probes of decode threads that released the GIL for a moment, and the time that they then waited for it.
     gil_probe_s: float = 0.0
     gil_probes: int = 0
 

@@ -40,7 +40,7 @@ BuilderFactory = Callable[[BatchPlan, BufferLease], BatchBuilder]
 
 # Decode threads measure this often, after a job, how long one waits for the GIL: some microseconds, or the 5 ms of
 # Python's switch interval if another thread runs Python code. It takes 0.2 ms.
-GIL_PROBE_INTERVAL_S = 0.03
+GIL_PROBE_INTERVAL_S = 0.05
 # The search for a replacement yields to the loop after this many samples that are known to fail.
 YIELD_STEPS = 256
 Attempt = Callable[[BatchPlan, int], Awaitable[FeedError | None]]

@@ -235,7 +235,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._observer = observer or EpochObserver(delivery)
         self._pid = os.getpid()
         self._started = stats.asked_at = time.perf_counter()
-        self._cpu_started = time.process_time()
+        stats.cpu_started_s = time.process_time()
         self._finished = self._running = False
         self._closed: str | None = None
 
@@ -340,7 +340,6 @@ class FeedIterator(Generic[BatchT_co]):
         stats = self._stats
         stats.stall_s += stall_s
         stats.hand_over_s += now - arrived
-        stats.process_cpu_s = time.process_time() - self._cpu_started
         stats.batches += 1
         stats.samples += item.samples
         stats.wall_s = now - self._started
@@ -354,6 +353,7 @@ class FeedIterator(Generic[BatchT_co]):
             now = time.perf_counter()
             self._stats.stall_s += now - asked
             self._stats.wall_s = now - self._started
+            self._stats.process_cpu_s = time.process_time() - self._stats.cpu_started_s
             self._observer.ended()
             self._finished = True
             del self._queue.items[0]

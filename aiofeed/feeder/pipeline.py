@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -206,7 +207,7 @@ def measurements(
         core_wait = streaming.loop_thread.decode_pool.core_wait_s() / busy_s
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     return FeedMeasurements(
-        stats=replace(stats),
+        stats=replace(stats, process_cpu_s=stats.process_cpu_s or time.process_time() - stats.cpu_started_s),
         threads=limits.decode_threads if tuner is None else tuner.max_running,
         cores=machine.cpus(),
         reads=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
