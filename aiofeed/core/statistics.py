@@ -42,8 +42,9 @@ class EpochStats:
     jobs: int = 0
     jobs_s: float = 0.0
     jobs_square_s: float = 0.0
-    # Time that planning waited for `memory_bytes`.
+    # Time that planning waited for `memory_bytes`, and for the items of a stream.
     memory_wait_s: float = 0.0
+    plan_s: float = 0.0
     # Time that copies were waited for before the next one was issued, and time of the consumer between the arrival of
     # a batch and its return, for example in `transform`.
     copy_wait_s: float = 0.0

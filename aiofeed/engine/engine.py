@@ -158,10 +158,13 @@ class Engine:
     async def _plan(self) -> None:
         if isinstance(self._steps, AsyncIterable):
             async with aclosing(aiter(self._steps)) as steps:  # type: ignore[type-var]
+                asked = time.perf_counter()
                 async for step in steps:
+                    self._counters.plan_s += time.perf_counter() - asked
                     await self._plan_step(step)
                     if self._admission.closed:
                         return
+                    asked = time.perf_counter()
         else:
             for step in self._steps:
                 await self._plan_step(step)

@@ -21,6 +21,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.factory import builder_factory, new_fetcher
+from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.engine.samples import SampleEngine
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.reads import READS_MOST
@@ -195,8 +196,14 @@ def measurements(
     pipeline: StreamingPipeline | ResidentPipeline | None,
     *,
     first_epoch: bool,
+    planned: bool,
 ) -> FeedMeasurements:
-    """Return what ``explain`` needs to know about an epoch; ``first_epoch``: no epoch before filled a cache."""
+    """Return what ``explain`` needs to know about an epoch.
+
+    Args:
+        first_epoch: Whether no epoch before has filled a cache.
+        planned: Whether a plan decides which samples are in a batch.
+    """
     from aiofeed.diagnostics.explain.bottleneck import FeedMeasurements
 
     limits, user_limits, source, decode = config.limits, config.user_limits, config.source, config.decode
@@ -226,7 +233,12 @@ def measurements(
         in_order=config.in_order,
         core_wait=core_wait,
         resident=pipeline is not None and streaming is None,
-        may_cache=config.cache is None and not isinstance(source, Tensors | Stream | Mixture),
+        threads_tuned=tuner is not None and not tuner.decoding.given,
+        may_use_processes=not isinstance(source, Stream),
+        may_mix=not (planned or config.engines or isinstance(source, Stream)),
+        may_cache=config.cache is None
+        and not isinstance(source, Tensors | Stream | Mixture)
+        and not isinstance(config.collate_fn, PackCollate),
         cold_cache=config.cache is not None and first_epoch and 2 * stats.samples_cached < stats.samples_decoded,
         collate_fn=config.collate_fn is not None,
         transform=config.transform is not None and config.backend is None,

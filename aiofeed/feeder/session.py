@@ -128,7 +128,9 @@ class FeederSession(Generic[BatchT]):
 
         stats = self.stats
         first_epoch = not self._earlier_stats.samples
-        explanation = explain(measurements(self.config, stats, self.pipeline, first_epoch=first_epoch))
+        planned = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
+        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, planned=planned)
+        explanation = explain(measured)
         if not ranks:
             return explanation
         return explain_ranks(explanation, stats.samples / max(stats.batches, 1))

@@ -131,6 +131,12 @@ def test_reads_of_a_file_system_are_not_advised_beyond_its_threads() -> None:
         ({"decode_cpu_s": 5.0}, {"core_wait": 0.7}, "other processes", "Limits(decode_threads=1)"),
         ({"decode_cpu_s": 1.0}, {}, "blocking calls", "Limits(decode_threads="),
         ({}, {"cold_cache": True}, "cold cache", "nothing needs to be done"),
+        (
+            {},
+            {"threads_tuned": True, "decoders": (("a faster decoder", None),)},
+            "memory bandwidth",
+            "a faster decoder",
+        ),
         ({}, {"threads": 8, "cores": 8, "chunk_size": 8}, "prefetch_batches", "Limits(prefetch_batches=8)"),
     ],
 )
@@ -272,6 +278,36 @@ def test_a_break_and_an_error_leave_an_epoch_that_is_explained() -> None:
             for number, _ in enumerate(feeder):
                 _ = 1 / (number - 4)
         assert feeder.explain().stage != ""
+
+
+def test_a_slow_iterable_is_named() -> None:
+    """A ``Stream`` whose iterable takes 5 ms for an item is the limit; processes and another order are not advised."""
+
+    def items() -> Any:
+        for number in range(SAMPLES):
+            plants.time.sleep(0.005)
+            yield number
+
+    with Feeder(aiofeed.Stream(items), batch_size=8) as feeder:
+        for _ in feeder:
+            pass
+        found = feeder.explain()
+    assert (found.stage, found.resource) == ("read", "the iterable")
+    assert "engine=" not in advice(found)
+
+
+def test_reads_within_decode_jobs_are_those_of_the_pool() -> None:
+    """Small files of the page cache are read by the threads that decode: if that takes longer, it is named."""
+    found = explain(measured(replace(heavy_decode(), samples_read=0, read_s=30.0)))
+    assert (found.stage, found.resource) == ("read", "threads")
+    assert "Limits(decode_threads=4" in advice(found)
+
+
+def test_reads_of_a_few_samples_do_not_count_for_all() -> None:
+    """If most samples come from a cache, reading those that do not is a tenth of the work."""
+    found = explain(measured(replace(heavy_decode(), samples_read=80, reading_s=8.0, samples_cached=720)))
+    read = next(stage for stage in found.stages if stage.name == "read")
+    assert read.samples_per_s == pytest.approx(8 * 800 / 8.0)
 
 
 async def test_an_asynchronous_loop_is_explained() -> None:

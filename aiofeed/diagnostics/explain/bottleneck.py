@@ -20,7 +20,7 @@ LEAST_BATCHES = 3
 KEEPS_UP = 0.05
 # A stage that reaches this part of its rate is busy.
 BUSY = 0.75
-# Planning waits for memory for this part of the time.
+# Planning waits for memory, or for the iterable of a stream, for this part of the time.
 WAITING = 0.3
 # The time of a job goes to cores, to waiting for a core or to other waits, whichever has this part of it.
 LARGE_PART = 0.3
@@ -33,6 +33,8 @@ CONGESTED = 1.7
 SLOW_READ_S = 0.001
 # Mean wait for the GIL in a probe: microseconds if it is free, a part of the switch interval of 5 ms if it is not.
 GIL_WAIT_S = 0.0005
+# Samples that take less have mostly work of Python: more threads wait for the GIL.
+TINY_S = 0.0001
 # The process uses its cores up.
 OWN_CORES = 0.85
 # Threads that wait for cores for this part of the time keep the GIL meanwhile: then it is not the GIL that limits them.
@@ -64,6 +66,9 @@ class FeedMeasurements:
         in_order: As of ``Feeder``.
         core_wait: The share of their time in which decode threads wait for a core.
         resident: Whether the data are in memory, so that the training thread makes the batches.
+        threads_tuned: Whether more threads were tried, or would be, if they decoded more.
+        may_use_processes: Whether ``engine="process"`` may be passed.
+        may_mix: Whether ``in_order="samples"`` may be passed.
         may_cache: Whether ``cache=`` may be passed.
         cold_cache: Whether a cache is being filled in this epoch.
         collate_fn, transform: Whether the user passed them.
@@ -90,6 +95,9 @@ class FeedMeasurements:
     in_order: bool | str = True
     core_wait: float = 0.0
     resident: bool = False
+    threads_tuned: bool = False
+    may_use_processes: bool = True
+    may_mix: bool = True
     may_cache: bool = False
     cold_cache: bool = False
     collate_fn: bool = False
@@ -128,8 +136,9 @@ class Bottleneck:
 
     @property
     def _inline_read_s(self) -> float:
-        """Time of reads within decode jobs."""
-        return 0.0 if self.stats.samples_read else self.stats.read_s
+        """Time of reads within decode jobs, if most samples are read there."""
+        stats = self.stats
+        return stats.read_s if 2 * stats.samples_read < stats.samples_decoded - stats.samples_cached else 0.0
 
     def lanes(self, threads: int | None = None, prefetch_batches: int | None = None) -> int:
         """The decode jobs that can run at the same time: not more than the batches that may be decoded have."""
@@ -147,25 +156,27 @@ class Bottleneck:
         if not stats.samples_read or not stats.reading_s:
             return inf
         chunk = min(self.measured.chunk_size or 1, reads)  # a chunk is read when all of it may be
-        return max(reads // chunk, 1) * chunk * stats.samples_read / stats.reading_s
+        # Cached samples, and those that decode jobs read, need no read.
+        samples = max(stats.samples_read, self.decoded)
+        return max(reads // chunk, 1) * chunk * samples / stats.reading_s
 
     def with_stages(self, **changed: float) -> float:
         """The samples per second of training if these stages could process so many; "pool": all decode jobs."""
         rates = {name: rate for name, rate in self.possible.items() if name not in changed}
         if "pool" in changed:
-            rates.pop(DECODE, None), rates.pop(COLLATE, None)
+            for name in (DECODE, COLLATE, READ) if self._inline_read_s else (DECODE, COLLATE):
+                rates.pop(name, None)
         return min([self.step_rate, *rates.values(), *changed.values()])
 
     def _stages(self) -> Iterator[StageTimes]:
         stats, measured, decoded = self.stats, self.measured, self.decoded
         lanes = self.lanes()
-        if stats.samples_read:
+        pool_rate = lanes / self.pool_s if self.pool_s else None
+        if seconds := self._inline_read_s / decoded:
+            yield StageTimes(READ, seconds, seconds, pool_rate, self.jobs_run_into(seconds, seconds))
+        elif stats.samples_read:
             seconds = stats.reading_s / stats.samples_read
             yield StageTimes(READ, seconds, None, self.reads_rate(measured.reads), self.storage())
-        elif stats.read_s:
-            seconds = stats.read_s / decoded
-            yield StageTimes(READ, seconds, seconds, lanes / seconds, "cores")
-        pool_rate = lanes / self.pool_s if self.pool_s else None
         if stats.decode_s:
             seconds, cpu_s = stats.decode_s / decoded, stats.decode_cpu_s / decoded
             yield StageTimes(DECODE, seconds, cpu_s, pool_rate, self.jobs_run_into(seconds, cpu_s))
@@ -209,7 +220,11 @@ class Bottleneck:
             return "other processes"
         if 1.0 - at_work - core_wait > max(at_work, LARGE_PART):
             return "blocking calls"
-        return "threads" if measured.threads < measured.cores else "cores"
+        if measured.threads >= measured.cores:
+            return "cores"
+        if not measured.threads_tuned:
+            return "threads"
+        return "GIL" if seconds < TINY_S else "memory bandwidth"
 
     def _jobs_are_uneven(self) -> bool:
         """Whether the times of decode jobs vary so much that threads wait for the slow ones."""
@@ -225,12 +240,14 @@ class Bottleneck:
             return HAND_OVER, by_name[HAND_OVER].resource
         loading = [by_name[name] for name in (READ, DECODE, COLLATE, COPY) if name in by_name]
         if not loading:
-            return HAND_OVER, "training thread"
+            return HAND_OVER, by_name[HAND_OVER].resource
         # Decoding and collating share their threads: the longer one is named.
         lowest = min(loading, key=lambda stage: (stage.samples_per_s or inf, -stage.time_s))
         if measured.cold_cache and lowest.name in (READ, DECODE):
             return lowest.name, "cold cache"
         if self.rate < BUSY * (lowest.samples_per_s or inf):
+            if stats.plan_s > WAITING * stats.wall_s:
+                return READ, "the iterable"
             if stats.memory_wait_s > WAITING * stats.wall_s:
                 return lowest.name, "memory_bytes"
             alone = lowest.name == DECODE and lowest.resource not in ("GIL", "other processes")

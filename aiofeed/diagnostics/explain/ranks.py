@@ -31,6 +31,7 @@ _RESOURCES = (
     "cold cache",
     "PCIe",
     "memory bandwidth",
+    "the iterable",
     "training thread",
     "the step itself",
 )

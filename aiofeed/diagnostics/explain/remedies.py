@@ -63,12 +63,14 @@ def _verdict(found: Bottleneck) -> str:
             f"The step is the limit: it takes {found.rate:,.0f} samples/s, {loading}training waits "
             f"{found.waiting:.0%} of the time. Nothing needs to be done about loading."
         )
-    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
-    by = f"{measured.reads} reads at a time" if found.stage == READ else threads
     if measured.processes:
         by = f"{measured.processes} processes"
-    if found.stage in (COPY, HAND_OVER) or measured.resident:
+    elif found.resource.startswith("storage"):
+        by = f"{measured.reads} reads at a time"
+    elif found.stage in (COPY, HAND_OVER) or measured.resident or found.resource == "the iterable":
         by = "it"
+    else:
+        by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     return (
         f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} deliver{'s' if by == 'it' else ''} "
         f"{found.rate:,.0f} samples/s, the step could take {found.step_rate:,.0f}/s; training waits "
@@ -85,7 +87,8 @@ def _advise(found: Bottleneck) -> Iterator[Advice]:
     match found.resource:
         case "cold cache":
             yield Advice(
-                "nothing needs to be done: the cache is being filled. Explain the next epoch", _gain(found, pool=inf)
+                "nothing needs to be done: the cache is being filled. Explain the next epoch",
+                _gain(found, **{READ: inf, "pool": inf}),
             )
             return
         case "memory_bytes":
@@ -97,12 +100,14 @@ def _advise(found: Bottleneck) -> Iterator[Advice]:
         case "prefetch_batches":
             yield _on_prefetch(found)
             return
-    if found.stage == READ:
-        yield from _on_reads(found)
-    elif found.stage in (DECODE, COLLATE):
-        if found.measured.resident:
-            yield Advice("use smaller batches, or a step that takes longer: the data are in memory already")
+        case "the iterable":
+            yield Advice("the iterable of the Stream has one thread: let decode= do its work for each item")
             return
+    if found.measured.resident:
+        return  # the data are in memory, and nothing is faster
+    if found.stage == READ and found.resource.startswith("storage"):
+        yield from _on_reads(found)
+    elif found.stage in (READ, DECODE, COLLATE):
         yield from _on_jobs(found)
     elif found.stage == COPY:
         yield Advice(
@@ -140,7 +145,7 @@ def _on_reads(found: Bottleneck) -> Iterator[Advice]:
     if found.resource == "storage bandwidth":
         mb_per_s = found.stats.bytes_read / found.stats.wall_s / 1e6
         yield Advice(
-            f"store smaller samples, or on faster storage: it delivers {mb_per_s:,.0f} MB/s, and all are in use"
+            f"use smaller samples or faster storage: it delivers {mb_per_s:,.0f} MB/s, and more reads only wait longer"
         )
     elif measured.reads < measured.reads_most:
         wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate
@@ -167,7 +172,7 @@ def _on_memory(found: Bottleneck) -> Iterator[Advice]:
 
 def _on_uneven_samples(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
-    value = "False" if measured.processes else '"samples"'
+    value = '"samples"' if measured.may_mix else "False"
     yield Advice(
         f"in_order={value}: a slow sample then delays no other", _gain(found, pool=measured.threads / found.pool_s)
     )
@@ -193,9 +198,9 @@ def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
         if threads > 1:
             gain = _gain(found, pool=threads / found.pool_s)
             yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it", gain)
-        if cores > 1:
+        if cores > 1 and measured.may_use_processes:
             yield Advice(f'engine="process:{cores}"', _gain(found, pool=cores / found.pool_s))
-    elif resource == "GIL" and cores > 1 and measured.processes < cores:
+    elif resource == "GIL" and measured.processes < cores > 1 and measured.may_use_processes:
         gain = _gain(found, pool=cores * found.rate / max(measured.processes, 1))
         yield Advice(f'engine="process:{cores}": each process has a GIL of its own', gain)
     elif resource == "other processes":
