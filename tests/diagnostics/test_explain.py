@@ -298,7 +298,7 @@ def test_a_slow_iterable_is_named() -> None:
 
 def test_reads_within_decode_jobs_are_those_of_the_pool() -> None:
     """Small files of the page cache are read by the threads that decode: if that takes longer, it is named."""
-    found = explain(measured(replace(heavy_decode(), samples_read=0, read_s=30.0)))
+    found = explain(measured(heavy_decode(samples_read=0, decode_s=4.0, decode_cpu_s=4.0, read_s=16.0)))
     assert (found.stage, found.resource) == ("read", "threads")
     assert "Limits(decode_threads=4" in advice(found)
 
