@@ -156,8 +156,9 @@ class ThreadPool(ThreadPoolExecutor):
 
     def core_wait_s(self) -> float:
         """Seconds in all in which threads of the pool could run and waited for a core; 0 if unknown."""
-        with self._lock:
-            return self._core_wait_s + sum(machine.core_wait_s(each) - at for each, at in self._core_waits.items())
+        # Without the lock, which a fork may have copied while it was held.
+        running = sum(machine.core_wait_s(thread) - at for thread, at in list(self._core_waits.items()))
+        return max(self._core_wait_s + running, 0.0)
 
     def set_max_running(self, max_running: int) -> None:
         """Change ``max_running``, at most to ``max_threads``. Fewer take effect as jobs end, more at once."""
