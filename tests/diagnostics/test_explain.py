@@ -36,9 +36,9 @@ def test_a_planted_bottleneck_is_named(name: str) -> None:
     """``explain`` names the planted stage and resource, and the verdict is the first line of its text."""
     plant = replace(PLANTS[name], samples=PLANTS[name].samples if name in SLOW else SAMPLES)
     found = explained(plant)
-    assert (found.stage, found.resource) == (plant.stage, plant.resource)
+    assert (found.stage, found.resource) == (plant.stage, plant.resource or found.resource)
     assert str(found).splitlines()[0] == found.verdict
-    assert bool(found.advice) == (plant.stage != "step")
+    assert any(advice.gain for advice in found.advice) == (plant.stage != "step")
 
 
 @pytest.mark.slow
@@ -173,6 +173,15 @@ def test_nothing_is_advised_if_the_step_is_the_limit() -> None:
     assert "Nothing needs to be done" in found.verdict
     assert found.advice == ()
     assert 'device="auto"' in advice(explain(measured(replace(STATS, stall_s=0.3), step_copies=True)))
+
+
+def test_single_late_batches_are_not_the_fault_of_a_stage() -> None:
+    """If loading can deliver far more than the step takes, waits for 10 % of the time come from single batches."""
+    stats = replace(STATS, stall_s=1.1, reading_s=0.8, reading_apart_s=0.1)
+    found = explain(measured(stats))
+    assert found.stage == "step"
+    assert "Single batches are late" in found.verdict
+    assert advice(found).startswith("Limits(prefetch_batches=4)")
 
 
 def test_the_wait_for_the_first_batch_does_not_count() -> None:

@@ -18,6 +18,9 @@ from aiofeed.diagnostics.explain.explanation import StageTimes
 LEAST_BATCHES = 3
 # The step is the limit if training waits for less than this share of the time: nothing could gain more.
 KEEPS_UP = 0.05
+# If loading can deliver so many times what the step takes, waits of up to this share are those for single late batches.
+AHEAD = 2.0
+LATE = 0.25
 # A stage that reaches this part of its rate is busy.
 BUSY = 0.75
 # Planning waits for memory, or for the iterable of a stream, for this part of the time.
@@ -116,6 +119,7 @@ class Bottleneck:
         step_rate: Samples per second of the step alone.
         stages: The stages that took time.
         stage, resource: The limit.
+        busy: Whether the stage works all the time.
     """
 
     def __init__(self, measured: FeedMeasurements) -> None:
@@ -133,6 +137,7 @@ class Bottleneck:
         self.stages = tuple(self._stages())
         self.possible = {stage.name: stage.samples_per_s or inf for stage in self.stages}
         self.stage, self.resource = self._limit(stall_s)
+        self.busy = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
 
     @property
     def _inline_read_s(self) -> float:
@@ -241,8 +246,10 @@ class Bottleneck:
         loading = [by_name[name] for name in (READ, DECODE, COLLATE, COPY) if name in by_name]
         if not loading:
             return HAND_OVER, by_name[HAND_OVER].resource
-        # Decoding and collating share their threads: the longer one is named.
+        # Of stages that share their threads, the longer one is named.
         lowest = min(loading, key=lambda stage: (stage.samples_per_s or inf, -stage.time_s))
+        if self.waiting < LATE and (lowest.samples_per_s or inf) > AHEAD * self.step_rate:
+            return STEP, by_name[STEP].resource
         if measured.cold_cache and lowest.name in (READ, DECODE):
             return lowest.name, "cold cache"
         if self.rate < BUSY * (lowest.samples_per_s or inf):

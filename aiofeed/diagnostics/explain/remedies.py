@@ -11,6 +11,7 @@ from aiofeed.diagnostics.explain.bottleneck import (
     COPY,
     DECODE,
     HAND_OVER,
+    KEEPS_UP,
     LEAST_BATCHES,
     READ,
     STEP,
@@ -58,10 +59,13 @@ def _verdict(found: Bottleneck) -> str:
     measured = found.measured
     if found.stage == STEP:
         rates = [found.possible[name] for name in (READ, DECODE, COLLATE, COPY) if name in found.possible]
+        nothing = "Nothing needs to be done about loading."
+        if found.waiting >= KEEPS_UP:
+            nothing = "Single batches are late, because other work uses the cores or samples differ."
         loading = f"loading could deliver {min(rates):,.0f}/s; " if rates and min(rates) < inf else ""
         return (
             f"The step is the limit: it takes {found.rate:,.0f} samples/s, {loading}training waits "
-            f"{found.waiting:.0%} of the time. Nothing needs to be done about loading."
+            f"{found.waiting:.0%} of the time. {nothing}"
         )
     if measured.processes:
         by = f"{measured.processes} processes"
@@ -71,10 +75,11 @@ def _verdict(found: Bottleneck) -> str:
         by = "it"
     else:
         by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    idle = "" if found.busy else " No stage works all the time: each waits for others."
     return (
         f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} deliver{'s' if by == 'it' else ''} "
         f"{found.rate:,.0f} samples/s, the step could take {found.step_rate:,.0f}/s; training waits "
-        f"{found.waiting:.0%} of the time."
+        f"{found.waiting:.0%} of the time.{idle}"
     )
 
 
@@ -83,6 +88,10 @@ def _advise(found: Bottleneck) -> Iterator[Advice]:
     if found.stage == STEP:
         if found.measured.step_copies:
             yield Advice('if the step copies batches to the accelerator, pass device="auto": copies then run ahead')
+        if found.waiting >= KEEPS_UP:
+            yield Advice(
+                f"Limits(prefetch_batches={2 * found.measured.prefetch_batches}): a late batch then delays less"
+            )
         return
     match found.resource:
         case "cold cache":
