@@ -14,7 +14,7 @@ from aiofeed import Feeder, FromDataset, Limits, Tensors
 from aiofeed.core.statistics import EpochStats
 from aiofeed.diagnostics.explain.bottleneck import FeedMeasurements
 from aiofeed.diagnostics.explain.explanation import RankTimes
-from aiofeed.diagnostics.explain.ranks import compare, decode, encode
+from aiofeed.diagnostics.explain.ranks import compare, figures_of
 from aiofeed.diagnostics.explain.remedies import explain
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers, Plant
@@ -224,15 +224,13 @@ def test_times_are_split_into_processor_and_waiting() -> None:
 RANK = RankTimes(0, 400.0, 0.01, 0.02, "step", "the step itself", 400.0)
 
 
-def test_figures_of_a_rank_survive_the_gathering() -> None:
-    """``decode`` returns what ``encode`` was given; every resource that ``explain`` names has a number."""
-    found = explain(measured())
-    times = decode(3, encode(found, 8.0))
-    assert times.rank == 3
-    assert (times.stage, times.resource) == (found.stage, found.resource)
+def test_figures_of_a_rank_are_those_of_its_explanation() -> None:
+    """Rates, the wait, and a step of eight samples of 2.5 ms; zeros if too few batches were handed out."""
+    times = figures_of(3, explain(measured()), 8.0)
+    assert (times.rank, times.stage, times.resource) == (3, "read", "storage latency")
+    assert (times.samples_per_s, times.waiting) == (pytest.approx(80), pytest.approx(0.8))
     assert times.step_s == pytest.approx(0.02)
-    for plant in PLANTS.values():
-        assert encode(replace(found, resource=plant.resource), 8.0)
+    assert figures_of(0, explain(measured(EpochStats())), 8.0) == RankTimes(0, 0.0, 0.0, 0.0, "", "", 0.0)
 
 
 def test_the_slowest_rank_is_named_with_its_reason() -> None:

@@ -114,8 +114,9 @@ class Headroom(Generic[BatchT]):
             number += 1
             yield batch
             del batch
-            position = self._position()
-            if number == WARM_UP + KEPT:
+            if number < WARM_UP + KEPT:
+                position = self._position()
+            elif number == WARM_UP + KEPT:
                 self._begin_timing(epoch)
             elif number == WARM_UP + KEPT + self._batches:
                 break
@@ -127,6 +128,7 @@ class Headroom(Generic[BatchT]):
         if number == WARM_UP + KEPT + self._batches:
             async for batch in epoch:
                 yield batch
+                del batch
 
     def _start(self) -> Epoch:
         self._kept, self._timed, self._repeats_s, self._began = [], 0, 0.0, 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from aiofeed.diagnostics.explain.bottleneck import COLLATE, COPY, DECODE, HAND_OVER, KEEPS_UP, READ, STEP
+from aiofeed.diagnostics.explain.bottleneck import KEEPS_UP, STEP
 from aiofeed.diagnostics.explain.explanation import Explanation, RankTimes, format_seconds
 
 # Ranks with rates as close as this wait for each other in every step. The first batch does not count, and the others
@@ -14,31 +15,9 @@ SAME_RATE = 0.8
 # Their steps take equally long if they are as close as this.
 SAME_STEP = 0.95
 
-_STAGES = ("", READ, DECODE, COLLATE, COPY, HAND_OVER, STEP)
-_RESOURCES = (
-    "",
-    "storage latency",
-    "storage bandwidth",
-    "cores",
-    "threads",
-    "one thread",
-    "GIL",
-    "blocking calls",
-    "other processes",
-    "memory_bytes",
-    "prefetch_batches",
-    "uneven samples",
-    "cold cache",
-    "PCIe",
-    "memory bandwidth",
-    "the iterable",
-    "training thread",
-    "the step itself",
-)
-
 
 def explain_ranks(own: Explanation, batch_samples: float) -> Explanation:
-    """``own`` with the figures of all ranks. All ranks must call it: it is one all-gather of six numbers.
+    """``own`` with the figures of all ranks. All ranks must call it, because it is an all-gather.
 
     Args:
         own: The explanation of this rank.
@@ -47,7 +26,6 @@ def explain_ranks(own: Explanation, batch_samples: float) -> Explanation:
     Raises:
         ValueError: ``torch.distributed`` is not initialized.
     """
-    import torch
     from torch import distributed
 
     if not distributed.is_available() or not distributed.is_initialized():
@@ -55,32 +33,23 @@ def explain_ranks(own: Explanation, batch_samples: float) -> Explanation:
             "explain(ranks=True) compares the ranks of torch.distributed, which is not initialized: call "
             "torch.distributed.init_process_group first, or leave ranks out"
         )
-    backend = distributed.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    numbers = torch.tensor(encode(own, batch_samples), dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(numbers) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(gathered, numbers)
-    return compare([decode(rank, each.tolist()) for rank, each in enumerate(gathered)], own)
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, figures_of(distributed.get_rank(), own, batch_samples))
+    return compare(gathered, own)
 
 
-def encode(own: Explanation, batch_samples: float) -> list[float]:
-    """The figures of a rank as numbers."""
+def figures_of(rank: int, own: Explanation, batch_samples: float) -> RankTimes:
+    """The figures of a rank."""
     times = {stage.name: stage for stage in own.stages}
-    limit = times.get(own.stage)
-    return [
+    return RankTimes(
+        rank,
         own.samples_per_s,
         own.waiting,
         times[STEP].time_s * batch_samples if STEP in times else 0.0,
-        float(_STAGES.index(own.stage)),
-        float(_RESOURCES.index(own.resource)),
-        (limit.samples_per_s or 0.0) if limit is not None else 0.0,
-    ]
-
-
-def decode(rank: int, numbers: Sequence[float]) -> RankTimes:
-    """The figures of a rank from what ``encode`` returned."""
-    rate, waiting, step_s, stage, resource, possible = numbers
-    return RankTimes(rank, rate, waiting, step_s, _STAGES[int(stage)], _RESOURCES[int(resource)], possible)
+        own.stage,
+        own.resource,
+        (times[own.stage].samples_per_s or 0.0) if own.stage else 0.0,
+    )
 
 
 def compare(ranks: Sequence[RankTimes], own: Explanation) -> Explanation:
