@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from aiofeed.feeder.prefetch import prefetch
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
+    from aiofeed.reports.explanation import Explanation
+    from aiofeed.reports.headroom import Headroom
     from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
     from aiofeed.sampling.listers.packing import Pack
     from aiofeed.sources.dataset import FromDataset
@@ -99,6 +101,8 @@ _HOMES = {
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",
     "Failure": "aiofeed.core.failures",
+    "Explanation": "aiofeed.reports.explanation",
+    "Headroom": "aiofeed.reports.headroom",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
     # errors
@@ -153,6 +157,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FeedStatistics",
     "StorageStatistics",
     "Failure",
+    "Explanation",
+    "Headroom",
     "device_report",
     "DeviceReport",
     "FeedError",

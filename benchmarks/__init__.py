@@ -28,4 +28,5 @@ MODULES = (
     "objects",
     "shards",
     "cache",
+    "explain",
 )

@@ -44,8 +44,36 @@ class EpochStats:
     failures: int = 0
     retries: int = 0
     gil_us: float = 0.0
-    asked_at: float = field(default=0.0, metadata={"internal": True})
-    events: deque[Event] = field(default_factory=partial(new_events, False), repr=False, metadata={"internal": True})
+    asked_at: float = 0.0
+    # For ``explain``. Samples that were read, the sum over them of the seconds that their reads took, and both for
+    # those reads only that began while at most half of the permitted reads were in flight.
+    samples_read: int = 0
+    reading_s: float = 0.0
+    samples_read_apart: int = 0
+    reading_apart_s: float = 0.0
+    # Samples that decode jobs have finished, those of them that came from a cache, and processor time.
+    samples_decoded: int = 0
+    samples_cached: int = 0
+    decode_cpu_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    # Decode jobs after the first batch was handed out, the sum of their times, and of the squares of these.
+    jobs: int = 0
+    jobs_s: float = 0.0
+    jobs_square_s: float = 0.0
+    # Time that planning waited for `memory_bytes`, and for the items of a stream.
+    memory_wait_s: float = 0.0
+    plan_s: float = 0.0
+    # Time that copies were waited for before the next one was issued, and time of the consumer between the arrival of
+    # a batch and its return, for example in `transform`.
+    copy_wait_s: float = 0.0
+    hand_over_s: float = 0.0
+    # Processor time of the process when the epoch was asked for, and from then to its end, 0 before that.
+    cpu_started_s: float = 0.0
+    process_cpu_s: float = 0.0
+    # Probes of decode threads that released the GIL for a moment, and the time that they then waited for it.
+    gil_probe_s: float = 0.0
+    gil_probes: int = 0
+    events: deque[Event] = field(default_factory=partial(new_events, False), repr=False)
 
     def add(self, other: EpochStats) -> None:
         """Add another epoch's totals; ``first_batch_s`` stays that of the first epoch, ``gil_us`` is the last found."""
@@ -55,8 +83,8 @@ class EpochStats:
         self.first_batch_s, self.gil_us = first, gil_us
 
     def totals(self) -> dict[str, float]:
-        """The totals by field name, without internal fields."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("internal")}
+        """The totals by field name, of the fields that ``FeedStatistics`` has."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(FeedStatistics) if hasattr(self, entry.name)}
 
 
 @public

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.devices.resolve import Device
+    from aiofeed.reports.explanation import Explanation
+    from aiofeed.reports.headroom import Headroom
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.sources.image_folder import ImageFolder
 
@@ -490,6 +492,40 @@ class Feeder(Generic[BatchT]):
 
         merged = None if merge is None else Path(merge)
         write_timeline(self._order.events, Path(path), seconds=seconds, merge=merged)
+
+    def explain(self, *, ranks: bool = False) -> Explanation:
+        """Explain where the time of the current or last epoch went: ``print(feeder.explain())``.
+
+        The first line names the stage that limits training and its evidence; a table of all stages and advice with
+        predicted gains follow. It only reads counters, so it may be called at any time, also within the loop.
+
+        Args:
+            ranks: Compare all ranks of ``torch.distributed``, by one all-gather; all ranks must call it.
+
+        Raises:
+            ValueError: ``ranks=True`` without an initialized ``torch.distributed``.
+        """
+        return self._session.explain(ranks=check_bool("ranks", ranks))
+
+    def headroom(self, batches: int = 20) -> Headroom[BatchT]:
+        """Return an iterable over an epoch that measures how much faster training could be without loading.
+
+        ``for batch in feeder.headroom(): step(batch)`` is an epoch in which some batches come again: after the first
+        ones, ``batches`` steps are timed, then as many with copies of earlier batches, for which nothing is loaded. The
+        result is printed, and the epoch goes on. State, order and statistics are those of the epoch without the copies.
+
+        Raises:
+            TypeError, ValueError: ``batches`` is not a positive int.
+        """
+        from aiofeed.reports.headroom import Headroom
+
+        return Headroom(
+            self._session.begin,
+            check_positive_int("batches", batches),
+            static=bool(self._config.static_outputs),
+            position=lambda: self._checkpoint.position,
+            go_to=self._session.go_to,
+        )
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -235,6 +235,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._observer = observer or EpochObserver(delivery)
         self._pid = os.getpid()
         self._started = stats.asked_at = time.perf_counter()
+        stats.cpu_started_s = time.process_time()
         self._finished = self._running = False
         self._closed: str | None = None
         # When the last batch was handed out, its number and its samples.
@@ -327,6 +328,7 @@ class FeedIterator(Generic[BatchT_co]):
             )
 
     def _take(self, item: ReadyBatch, asked: float) -> Any:
+        arrived = time.perf_counter()
         try:
             batch = self._delivery.take(item)
         except Exception as error:  # noqa: BLE001 - `_fail` raises it
@@ -342,6 +344,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._add_step(asked)
         self._handed_out = (now, item.number, item.samples)
         stats.stall_s += stall_s
+        stats.hand_over_s += now - arrived
         stats.batches += 1
         stats.samples += item.samples
         stats.wall_s = now - self._started
@@ -362,6 +365,7 @@ class FeedIterator(Generic[BatchT_co]):
             self._add_step(asked)
             self._stats.stall_s += now - asked
             self._stats.wall_s = now - self._started
+            self._stats.process_cpu_s = time.process_time() - self._stats.cpu_started_s
             self._observer.ended()
             self._finished = True
             del self._queue.items[0]
@@ -391,6 +395,16 @@ class FeedIterator(Generic[BatchT_co]):
             raise error
         finally:
             del error  # the traceback refers to this frame
+
+    @property
+    def batches(self) -> int:
+        """The number of batches handed out."""
+        return self._stats.batches
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave the last seconds, in which the consumer used other batches, out of the statistics."""
+        self._started += seconds
+        self._stats.asked_at = time.perf_counter()
 
     @property
     def live(self) -> bool:

@@ -17,7 +17,7 @@ from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
-from aiofeed.feeder.pipeline import StreamingPipeline
+from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Row
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentPipeline
+    from aiofeed.reports.explanation import Explanation
 
     BatchPipeline: TypeAlias = StreamingPipeline | ResidentPipeline
 
@@ -119,6 +120,20 @@ class FeederSession(Generic[BatchT]):
             by_source=self._order.counts(self._checkpoint.position),
             storage=None if storage is None or self.config.engines else storage(),
         )
+
+    def explain(self, *, ranks: bool) -> Explanation:
+        """Explain the current or last epoch; with ``ranks`` compare all ranks."""
+        from aiofeed.reports.ranks import explain_ranks
+        from aiofeed.reports.remedies import explain
+
+        stats = self.stats
+        first_epoch = not self._earlier_stats.samples
+        planned = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
+        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, planned=planned)
+        explanation = explain(measured)
+        if not ranks:
+            return explanation
+        return explain_ranks(explanation, stats.samples / max(stats.batches, 1))
 
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""

@@ -50,7 +50,13 @@ class ChunkOutcome:
     nbytes: int = 0
     retries: int = 0
     decode_s: float = 0.0
+    decode_cpu_s: float = 0.0
     collate_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    samples: int = 0
+    cached: int = 0
+    gil_probe_s: float = 0.0
+    gil_probes: int = 0
     job: JobTiming | None = None
 
 

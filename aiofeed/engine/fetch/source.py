@@ -165,10 +165,12 @@ class SourceFetcher(Fetcher):
         self._read_now(chunk)
         started, cpu_started = time.perf_counter(), time.thread_time()
         reached = chunk.decode_each(place or self._decode_all(chunk) or self._decode_one(chunk))
-        seconds = time.perf_counter() - started
+        seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
+        chunk.outcome.decode_cpu_s += cpu_s
+        chunk.outcome.samples += reached
         if reached:
-            self._sizer.observe(seconds, reached, time.thread_time() - cpu_started)
+            self._sizer.observe(seconds, reached, cpu_s)
 
     def _read_now(self, chunk: Chunk) -> None:
         """Read the samples of a chunk that are ``UNREAD``, in this thread."""
