@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def server(object_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A server that the environment names."""
+    gc.collect()  # clients of the same bucket, whose endpoint is that of an earlier test
     for name, value in object_server.options.items():
         monkeypatch.setenv("AWS_ENDPOINT_URL" if name == "endpoint" else f"AWS_{name.upper()}", str(value))
     return object_server
