@@ -27,6 +27,8 @@ log = logging.getLogger("aiofeed.diagnostics")
 
 # A consumer that waits for a smaller share of the time is limited by its own step.
 LITTLE_WAITING = 0.05
+# Drawing takes at most this share of the time, also in a slow notebook.
+DRAWING_SHARE = 0.02
 # The share of cached samples is that of at most this many, which takes 0.1 ms.
 _CACHE_SAMPLE = 100_000
 
@@ -111,9 +113,10 @@ class _ShownEpoch(EpochObserver):
 
     def handing_out(self, item: ReadyBatch) -> None:
         self._observer.handing_out(item)
-        if time.perf_counter() >= self._due:
+        if (started := time.perf_counter()) >= self._due:
             self._draw()
-            self._due = time.perf_counter() + BAR_EVERY_S
+            ended = time.perf_counter()
+            self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
 
     def handed_out(self, item: ReadyBatch) -> None:
         self._observer.handed_out(item)
@@ -206,11 +209,11 @@ def _rich_bar(name: str, total: int | None, done: int) -> _Bar:
     from rich.console import Console
     from rich.table import Column
 
-    columns = progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
     bar = progress.Progress(
         "{task.description}",
-        progress.BarColumn(20),
-        *columns,
+        progress.BarColumn(10),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
         progress.TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True)),
         expand=True,
         console=Console(stderr=True),
