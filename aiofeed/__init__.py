@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.diagnostics import DeviceReport, device_report
+    from aiofeed.diagnostics.exporters import OpenTelemetryMetrics, PrometheusCollector
     from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
@@ -95,6 +96,8 @@ _HOMES = {
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",
     "Failure": "aiofeed.core.failures",
+    "PrometheusCollector": "aiofeed.diagnostics.exporters",
+    "OpenTelemetryMetrics": "aiofeed.diagnostics.exporters",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
     # errors
@@ -147,6 +150,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FeedStatistics",
     "StorageStatistics",
     "Failure",
+    "PrometheusCollector",
+    "OpenTelemetryMetrics",
     "device_report",
     "DeviceReport",
     "FeedError",

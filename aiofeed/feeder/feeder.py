@@ -486,6 +486,13 @@ class Feeder(Generic[BatchT]):
         """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""
         return self._session.statistics(total)
 
+    def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
+        """Return the statistics of the current or last epoch as a flat dict, for ``wandb.log`` or TensorBoard.
+
+        Names are stable: ``aiofeed/samples_per_s``, ``aiofeed/waiting_share``, ``aiofeed/read_s`` and others.
+        """
+        return self.statistics().scalars(prefix)
+
     @property
     def failures(self) -> tuple[Failure, ...]:
         """The failed samples of the batches handed out so far: key, index, stage, error and epoch.

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -245,9 +245,7 @@ class TestBar:
 
     @pytest.mark.parametrize("inside", [False, True])
     @pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
-    def test_loop_that_is_left(
-        self, terminal: Terminal, error: type[BaseException] | None, inside: bool
-    ) -> None:
+    def test_loop_that_is_left(self, terminal: Terminal, error: type[BaseException] | None, inside: bool) -> None:
         """`break`, an exception and Ctrl-C in the loop body close the bar and end the threads of the feeder."""
         feeder = new_feeder()
         epochs = feeder.epochs(3) if inside else iter(range(3))
@@ -320,9 +318,7 @@ class TestBar:
         shown = []
         for _ in range(2):
             feeder._session.begin().close()  # the store is open
-            iterator = iter(feeder.progress())
-            for _ in iterator:
-                shown.append("cache filled" in terminal.lines[-1])
+            shown += ["cache filled" in terminal.lines[-1] for _ in feeder.progress()]
             terminal.clear()
         assert any(shown[:6])
         assert not any(shown[6:])
@@ -440,7 +436,7 @@ def test_cost_per_batch(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Counts to 3 in a `LoadProgress` that shows each step."""
     monkeypatch.setattr(listing, "BAR_AFTER_S", -1.0)
     monkeypatch.setattr(listing, "BAR_EVERY_S", -1.0)
@@ -451,7 +447,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
             for _ in range(3):
                 shown.add()
 
-    yield count
+    return count
 
 
 class TestLoadProgress:
