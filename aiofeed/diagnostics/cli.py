@@ -20,7 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
     index.add_argument("--target", help="the field of targets, which the index then contains")
     index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
+    bench = commands.add_parser("bench", help="measure a data set with several settings and with torch's DataLoader")
+    bench.add_argument("paths", nargs="+", metavar="PATH", help="a folder of images, a manifest, or URLs of shards")
+    bench.add_argument("--size", type=int, default=224, help="the size of decoded images (default: 224)")
+    bench.add_argument("--batch-size", type=int, default=64, help="samples per batch (default: 64)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    if hasattr(options, "paths"):
+        from aiofeed.diagnostics.bench_command import bench as run_bench
+
+        return run_bench(options.paths, size=options.size, batch_size=options.batch_size, as_json=options.json)
     if hasattr(options, "urls"):
         from aiofeed.diagnostics.index_command import write_indexes
 
