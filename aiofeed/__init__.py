@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.reports.explanation import Explanation
+    from aiofeed.reports.exporters import OpenTelemetryMetrics, PrometheusCollector
     from aiofeed.reports.headroom import Headroom
     from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
     from aiofeed.sampling.listers.packing import Pack
@@ -103,6 +104,8 @@ _HOMES = {
     "Failure": "aiofeed.core.failures",
     "Explanation": "aiofeed.reports.explanation",
     "Headroom": "aiofeed.reports.headroom",
+    "PrometheusCollector": "aiofeed.reports.exporters",
+    "OpenTelemetryMetrics": "aiofeed.reports.exporters",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
     # errors
@@ -159,6 +162,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Failure",
     "Explanation",
     "Headroom",
+    "PrometheusCollector",
+    "OpenTelemetryMetrics",
     "device_report",
     "DeviceReport",
     "FeedError",

@@ -186,6 +186,27 @@ class FeedStatistics:
     by_source: Mapping[str, int] = field(default_factory=dict)
     storage: StorageStatistics | None = None
 
+    def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
+        """Return a flat dict of numbers with stable names, e.g. for ``wandb.log`` or TensorBoard.
+
+        ``samples_per_s``, ``bytes_per_s``, ``waiting_share`` (``stall_s / wall_s``), ``idle_share``, and all numbers of
+        these statistics by their names. Those of ``storage`` have ``storage_`` before them, those of ``by_source``
+        ``by_source/``.
+        """
+        wall = self.wall_s or float("inf")
+        found: dict[str, float] = {
+            "samples_per_s": self.samples / wall,
+            "bytes_per_s": self.bytes_read / wall,
+            "waiting_share": self.stall_s / wall,
+            "idle_share": self.idle_s / wall,
+        }
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if self.storage is not None:
+            values |= {f"storage_{entry.name}": getattr(self.storage, entry.name) for entry in fields(self.storage)}
+        values |= {f"by_source/{name}": samples for name, samples in self.by_source.items()}
+        found |= {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        return {prefix + name: value for name, value in found.items()}
+
     def __str__(self) -> str:
         wall = self.wall_s or float("inf")
         rate = self.samples / wall

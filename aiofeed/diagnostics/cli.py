@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
     parser.set_defaults(run=lambda options: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_doctor, _add_profile, _add_index, _add_ls, _add_cache):
+    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_ls, _add_cache):
         add(commands)
     options = parser.parse_args(arguments)
     return options.run(options) or 0
@@ -29,6 +29,21 @@ def _doctor(options: argparse.Namespace) -> None:
     from aiofeed.diagnostics import device_report
 
     print(device_report(measure=not options.quick))
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("bench", help="measure a data set with several settings and with torch's DataLoader")
+    command.add_argument("paths", nargs="+", metavar="PATH", help="a folder of images, a manifest, or URLs of shards")
+    command.add_argument("--size", type=int, default=224, help="the size of decoded images (default: %(default)s)")
+    command.add_argument("--batch-size", type=int, default=64, help="samples per batch (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from aiofeed.diagnostics.bench_command import bench
+
+    return bench(options.paths, size=options.size, batch_size=options.batch_size, as_json=options.json)
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

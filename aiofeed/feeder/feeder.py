@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.devices.resolve import Device
+    from aiofeed.diagnostics.progress import BarKind, ProgressFeed
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
     from aiofeed.sources.dataset import MapDataset
@@ -428,6 +429,25 @@ class Feeder(Generic[BatchT]):
         """
         return Steps(self._session, self._stepping, check_positive_int("n", n))
 
+    def progress(self, name: str = "train", *, bar: BarKind = "tqdm") -> ProgressFeed[BatchT]:
+        """Return an iterable over the next epoch that shows a progress bar, for ``for`` or ``async for``.
+
+        The bar shows samples per second, the share of the time that the loop waited for batches, and the limit: "step",
+        "decode", "read" or "GIL". Inside ``epochs`` one bar counts all epochs. Batches, state and errors are those of
+        the feeder. Silent if standard error is no terminal, except in a notebook, and on ranks above 0.
+
+        Args:
+            name: The title of the bar.
+            bar: "tqdm", or a plain line if it is not installed; or "rich".
+
+        Raises:
+            ImportError: ``bar`` is "rich", which is not installed.
+            TypeError, ValueError: ``name`` is no str, or ``bar`` is another value.
+        """
+        from aiofeed.diagnostics.progress import ProgressFeed
+
+        return ProgressFeed(self._session, self.__len__, name, bar)
+
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches after the position of ``state_dict``, without reading them.
 
@@ -526,6 +546,13 @@ class Feeder(Generic[BatchT]):
             position=lambda: self._checkpoint.position,
             go_to=self._session.go_to,
         )
+
+    def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
+        """Return the statistics of the current or last epoch as a flat dict, for ``wandb.log`` or TensorBoard.
+
+        Names are stable: ``aiofeed/samples_per_s``, ``aiofeed/waiting_share``, ``aiofeed/read_s`` and others.
+        """
+        return self.statistics().scalars(prefix)
 
     @property
     def failures(self) -> tuple[Failure, ...]:

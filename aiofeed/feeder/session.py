@@ -8,7 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
@@ -45,6 +45,14 @@ log = logging.getLogger("aiofeed.feeder")
 # An epoch this long of which the training waited for this share is worth a hint.
 HINT_AFTER_S = 10.0
 HINT_STALL = 0.5
+
+
+class ProgressBar(Protocol):
+    """Shows the progress of an epoch, or of all epochs of ``epochs``."""
+
+    def close(self) -> None:
+        """Draw the bar no more. Idempotent; must not raise."""
+        ...
 
 
 class FeederSession(Generic[BatchT]):
@@ -94,6 +102,7 @@ class FeederSession(Generic[BatchT]):
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
+        self.bar: ProgressBar | None = None
         if config.cache is not None:
             config.cache.free_with(self)
 
@@ -147,6 +156,25 @@ class FeederSession(Generic[BatchT]):
                     self._checkpoint.set_epoch(epoch, live=self.live)
         finally:
             self._last_epoch = None
+            self.close_bar()
+
+    def place(self) -> tuple[int, int, int | None]:
+        """The running epoch, the batches of it before its first one here, and the last epoch of running ``epochs``."""
+        assert self._epoch is not None
+        assert self._stream is not None
+        start, schedule = self._epoch.start, self._stream.schedule
+        return start.epoch, max(schedule.batches() - schedule.batches_left(start), 0), self._last_epoch
+
+    @property
+    def rank(self) -> int:
+        """The rank of the feeder."""
+        return self._order.rank
+
+    def close_bar(self) -> None:
+        """Close the progress bar if there is one."""
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            bar.close()
 
     def in_progress(self, iterator: FeedIterator[BatchT], epoch: EpochProgress) -> bool:
         """Return whether the rest of an epoch can be taken from its iterator, and is what comes next."""
@@ -182,6 +210,8 @@ class FeederSession(Generic[BatchT]):
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
             enter_iteration(self.config.source)
         completed = self._finish_complete_epoch()
+        if self._last_epoch is None:
+            self.close_bar()
         if not completed:
             self._close_iterator(
                 "a newer iterator of the same feeder was started: a feeder has one iterator at a time; for two, as for "
@@ -203,8 +233,9 @@ class FeederSession(Generic[BatchT]):
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
         delivery = self._start(stream)
-        self._earlier_stats.add(self.stats)
-        self.stats = stats
+        # In this order, a thread that reads the totals meanwhile counts no epoch twice.
+        ended, self.stats = self.stats, stats
+        self._earlier_stats.add(ended)
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
         self._epoch = epoch
@@ -342,6 +373,7 @@ class FeederSession(Generic[BatchT]):
                 log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", limit_s)
 
     def _close_iterator(self, reason: str) -> None:
+        self.close_bar()
         if (iterator := self._live_iterator()) is not None:
             iterator.close(reason)
         if self._iterator is not None and (iterator is not None or self._iterator() is None):
