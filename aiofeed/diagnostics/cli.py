@@ -41,7 +41,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.bench_command import bench
+    from aiofeed.diagnostics.commands.bench import bench
 
     return bench(options.paths, size=options.size, batch_size=options.batch_size, as_json=options.json)
 
@@ -55,7 +55,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.profile_command import profile
+    from aiofeed.diagnostics.commands.profile import profile
 
     return profile(options.script, options.arguments, options.output)
 
@@ -69,7 +69,7 @@ def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _index(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.index_command import write_indexes
+    from aiofeed.diagnostics.commands.index import write_indexes
 
     return write_indexes(options.urls, target=options.target, output=options.output)
 
@@ -84,7 +84,7 @@ def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.ls_command import list_urls
+    from aiofeed.diagnostics.commands.ls import list_urls
 
     return list_urls(options.urls, as_json=options.json)
 
@@ -101,6 +101,6 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.cache_command import show_cache
+    from aiofeed.diagnostics.commands.cache import show_cache
 
     return show_cache(options.path, verify=options.verify, repair=options.repair)

@@ -75,6 +75,9 @@ METRICS = (
     Metric("storage_latency_p50_seconds", "storage.latency_p50_s", "Median latency.", "s", counts=False),
     Metric("storage_latency_p95_seconds", "storage.latency_p95_s", "95th percentile of latency.", "s", counts=False),
     Metric("storage_latency_p99_seconds", "storage.latency_p99_s", "99th percentile of latency.", "s", counts=False),
+    Metric("storage_cache_hits", "storage.cache_hits", "Samples found in an EncodedCache.", "{sample}"),
+    Metric("storage_cache_misses", "storage.cache_misses", "Samples that no EncodedCache had.", "{sample}"),
+    Metric("storage_cached_bytes", "storage.cached_bytes", "Bytes in the EncodedCache.", "By", counts=False),
 )
 
 

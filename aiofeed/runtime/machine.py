@@ -31,13 +31,10 @@ def affinity() -> int:
 def core_wait_s(thread: int) -> float:
     """The seconds in which a thread of this process, by its native identifier, waited for a core; 0 if unknown."""
     try:
-        descriptor = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+        with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * 1e-9
     except OSError:
         return 0.0
-    try:
-        return int(os.read(descriptor, 100).split()[1]) * 1e-9
-    finally:
-        os.close(descriptor)
 
 
 def free_memory() -> int:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import aiofeed
-from aiofeed.diagnostics import bench_command
 from aiofeed.diagnostics.cli import main
+from aiofeed.diagnostics.commands import bench as bench_command
 from tests.support.shard_files import write_tar
 from tests.support.waiting import until
 
@@ -69,6 +69,15 @@ class TestReal:
         with namespace["feeder"] as feeder:
             assert next(iter(feeder))[0].shape == (8, 3, 32, 32)
 
+    def test_manifest(self, jpeg_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The files that a manifest lists."""
+        pytest.importorskip("pyarrow")
+        paths = [str(file) for file in sorted(jpeg_folder.rglob("*.jpg"))]
+        (tmp_path / "train.csv").write_text("\n".join(["path", *paths]))
+        found = report_of(capsys, str(tmp_path / "train.csv"), "--size", "32", "--batch-size", "4")
+        assert min(found["samples_per_s"].values()) > 0
+        assert "aiofeed.Manifest(" in found["code"]
+
     def test_shards(self, jpeg_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Shards are measured in the same way, with `shuffle="window"`."""
         files = sorted(jpeg_folder.rglob("*.jpg"))
@@ -101,7 +110,9 @@ class TestReal:
     def test_ctrl_c(self, jpeg_folder: Path, step: str, tmp_path: Path) -> None:
         """Ctrl-C in a terminal ends it with exit code 130, without a traceback of any of its processes."""
         code = (
-            "import sys; from aiofeed.diagnostics import bench_command as b; from aiofeed.diagnostics.cli import main\n"
+            "import sys\n"
+            "from aiofeed.diagnostics.cli import main\n"
+            "from aiofeed.diagnostics.commands import bench as b\n"
             "b.machine.cpus, b.WARM_UP_S, say = lambda: 1, 0.01, b._say\n"
             "def long_step(text):\n"
             f"    b.STEP_S = 60.0 if {step!r} in text else 0.01\n"
@@ -241,12 +252,6 @@ class TestData:
         [line] = written.err.splitlines()
         assert line.startswith("aiofeed bench: ")
         assert message in line
-
-    @pytest.mark.skipif(hasattr(aiofeed, "Manifest"), reason="manifests can be read")
-    def test_manifest(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """A manifest is refused as long as there is no class that reads it."""
-        assert main(["bench", str(tmp_path / "train.csv")]) == 1
-        assert "is a manifest, which this version cannot read" in capsys.readouterr().err
 
     def test_ctrl_c(self, jpeg_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         """Ctrl-C ends it quietly."""

@@ -139,6 +139,8 @@ class TestBatches:
                 assert f"| {stop}/6" in terminal.lines[0]
             assert same(seen, whole)
 
+    # An interrupt between opening a file of /proc and the `with` block leaves it to the garbage collector.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_an_interrupted_next_loses_no_batch(self, terminal: Terminal) -> None:
         """After Ctrl-C anywhere in `next`, the state does not count the batch, and the next `next` returns it, once."""
         feeder = new_feeder()

@@ -82,10 +82,7 @@ def _open(paths: Sequence[str]) -> BenchData:
     if len(paths) > 1:
         raise ValueError(f"several paths are shards, which end in .tar or .zip, got {list(paths)}")
     if _MANIFEST.search(path):
-        manifest: Any = getattr(aiofeed, "Manifest", None)
-        if manifest is None:
-            raise ValueError(f"{path!r} is a manifest, which this version cannot read: pass a folder or shards")
-        return BenchData(manifest(path), f"aiofeed.Manifest({_quoted(path)})")
+        return BenchData(aiofeed.Manifest(path), f"aiofeed.Manifest({_quoted(path)})")
     if scheme_of(path) is None and not os.path.isdir(path):
         raise FileNotFoundError(f"{path!r} is no folder of images, no .csv, .jsonl or .parquet, and no .tar or .zip")
     try:
