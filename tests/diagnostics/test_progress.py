@@ -333,6 +333,20 @@ class TestBar:
         assert not [thread for thread in threading.enumerate() if "tqdm" in type(thread).__module__]
         assert feeder._session.bar is None
 
+    def test_forked_process(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A process that is forked while a bar is shown does not draw it."""
+        feeder = new_feeder()
+        iterator = iter(feeder.progress())
+        next(iterator)
+        terminal.clear()
+        bar = feeder._session.bar
+        assert bar is not None
+        monkeypatch.setattr(progress.os, "getpid", lambda: -1)
+        bar.close()
+        monkeypatch.undo()
+        assert terminal.getvalue() == ""
+        feeder.close()
+
     def test_pickled_feeder(self, terminal: Terminal) -> None:
         """A feeder with an open bar can be pickled."""
         feeder = new_feeder()
