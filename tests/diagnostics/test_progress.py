@@ -161,6 +161,19 @@ class TestBatches:
                 assert f"| {stop}/6" in terminal.lines[0]
             assert same(seen, whole)
 
+    def test_resume_with_another_world_size(self, terminal: Terminal) -> None:
+        """A state of two ranks goes on with one rank, with the batches of a plain loop and a bar that ends at 100 %."""
+        first = new_feeder(shuffle=True, shard=(0, 2))
+        iterator = iter(first.progress())
+        next(iterator)
+        feeders = [new_feeder(shuffle=True, shard=(0, 1)) for _ in range(2)]
+        for feeder in feeders:
+            feeder.load_state_dict(first.state_dict())
+        terminal.clear()
+        assert same(list(feeders[0].progress()), list(feeders[1]))
+        assert "| 2/6" in terminal.lines[0]
+        assert "| 6/6" in terminal.lines[-1]
+
     def test_an_interrupted_next_loses_no_batch(self, terminal: Terminal) -> None:
         """After Ctrl-C anywhere in `next`, the state does not count the batch, and the next `next` returns it, once."""
         feeder = new_feeder()
