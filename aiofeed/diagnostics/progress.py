@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import weakref
@@ -148,6 +149,7 @@ class EpochBar:
 
     def __init__(self, name: str, kind: BarKind, total: int | None, done: int) -> None:
         self.name = name
+        self._pid = os.getpid()
         self._closed = False
         self._draw, self._end = _BARS[kind](name, total, done)
 
@@ -163,6 +165,8 @@ class EpochBar:
             self._try(self._end)
 
     def _try(self, function: Callable[[], None]) -> None:
+        if self._pid != os.getpid():
+            return  # the bar belongs to the parent of this process
         try:
             function()
         except Exception as error:  # noqa: BLE001 - a terminal that is closed or full must not end the training

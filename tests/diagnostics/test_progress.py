@@ -139,6 +139,19 @@ class TestBatches:
                 assert f"| {stop}/6" in terminal.lines[0]
             assert same(seen, whole)
 
+    def test_resume_with_another_world_size(self, terminal: Terminal) -> None:
+        """A state of two ranks goes on with one rank, with the batches of a plain loop and a bar that ends at 100 %."""
+        first = new_feeder(shuffle=True, shard=(0, 2))
+        iterator = iter(first.progress())
+        next(iterator)
+        feeders = [new_feeder(shuffle=True, shard=(0, 1)) for _ in range(2)]
+        for feeder in feeders:
+            feeder.load_state_dict(first.state_dict())
+        terminal.clear()
+        assert same(list(feeders[0].progress()), list(feeders[1]))
+        assert "| 2/6" in terminal.lines[0]
+        assert "| 6/6" in terminal.lines[-1]
+
     # An interrupt between opening a file of /proc and the `with` block leaves it to the garbage collector.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_an_interrupted_next_loses_no_batch(self, terminal: Terminal) -> None:
@@ -312,6 +325,20 @@ class TestBar:
         assert threading.active_count() <= threads + 8
         assert not [thread for thread in threading.enumerate() if "tqdm" in type(thread).__module__]
         assert feeder._session.bar is None
+
+    def test_forked_process(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A process that is forked while a bar is shown does not draw it."""
+        feeder = new_feeder()
+        iterator = iter(feeder.progress())
+        next(iterator)
+        terminal.clear()
+        bar = feeder._session.bar
+        assert bar is not None
+        monkeypatch.setattr(progress.os, "getpid", lambda: -1)
+        bar.close()
+        monkeypatch.undo()
+        assert terminal.getvalue() == ""
+        feeder.close()
 
     def test_pickled_feeder(self, terminal: Terminal) -> None:
         """A feeder with an open bar can be pickled."""

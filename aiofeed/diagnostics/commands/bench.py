@@ -16,12 +16,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import aiofeed
+from aiofeed.core.errors import FeedError
+from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_bytes
+from aiofeed.core.limits import Limits
 from aiofeed.core.validation import check_positive_int
+from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import machine
-from aiofeed.sources.image_folder import EXTENSIONS
+from aiofeed.sources.files import Files
+from aiofeed.sources.image_folder import EXTENSIONS, ImageFolder
+from aiofeed.sources.objects.manifest import Manifest
 from aiofeed.sources.objects.urls import scheme_of
+from aiofeed.sources.shards.tar import TarShards
+from aiofeed.sources.shards.zip import ZipShards
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
 WARM_UP_S = 1.0
@@ -55,7 +62,7 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
         report = _measure(data, size, min(check_positive_int("--batch-size", batch_size), len(data.source)))
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, aiofeed.FeedError) as error:
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, FeedError) as error:
         print(f"aiofeed bench: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     print(json.dumps(report) if as_json else _describe(report))
@@ -74,19 +81,18 @@ class BenchData:
 def _open(paths: Sequence[str]) -> BenchData:
     path = paths[0]
     if all(_SHARDS.search(each.partition("?")[0]) for each in paths):
-        kind = "ZipShards" if path.lower().endswith(".zip") else "TarShards"
+        kind = ZipShards if path.lower().endswith(".zip") else TarShards
         urls = path if len(paths) == 1 else list(paths)
-        return BenchData(
-            getattr(aiofeed, kind)(urls, _IMAGES), f"aiofeed.{kind}({_quoted(urls)}, {_quoted(_IMAGES)})", "window"
-        )
+        code = f"aiofeed.{kind.__name__}({_quoted(urls)}, {_quoted(_IMAGES)})"
+        return BenchData(kind(urls, _IMAGES), code, "window")
     if len(paths) > 1:
         raise ValueError(f"several paths are shards, which end in .tar or .zip, got {list(paths)}")
     if _MANIFEST.search(path):
-        return BenchData(aiofeed.Manifest(path), f"aiofeed.Manifest({_quoted(path)})")
+        return BenchData(Manifest(path), f"aiofeed.Manifest({_quoted(path)})")
     if scheme_of(path) is None and not os.path.isdir(path):
         raise FileNotFoundError(f"{path!r} is no folder of images, no .csv, .jsonl or .parquet, and no .tar or .zip")
     try:
-        return BenchData(aiofeed.ImageFolder(path), f"aiofeed.ImageFolder({_quoted(path)})")
+        return BenchData(ImageFolder(path), f"aiofeed.ImageFolder({_quoted(path)})")
     except FileNotFoundError:
         pattern = os.path.join(glob.escape(path), "**")
         files = sorted(each for each in glob.iglob(pattern, recursive=True) if each.lower().endswith(EXTENSIONS))
@@ -94,7 +100,7 @@ def _open(paths: Sequence[str]) -> BenchData:
             raise
     suffix = os.path.splitext(files[0])[1]
     code = f"aiofeed.Files(sorted(glob.glob({_quoted(pattern + '/*' + suffix)}, recursive=True)))"
-    return BenchData(aiofeed.Files(files), code)
+    return BenchData(Files(files), code)
 
 
 def _quoted(value: str | list[str]) -> str:
@@ -107,7 +113,9 @@ def _quoted(value: str | list[str]) -> str:
 
 def _measure(data: BenchData, size: int, batch_size: int) -> dict[str, Any]:
     started, cores = time.monotonic(), machine.cpus()
-    decode: Any = aiofeed.DecodeImage(size)
+    from aiofeed.decoders.image import DecodeImage  # needs Pillow
+
+    decode = DecodeImage(size)
     rates: dict[str, float] = {}
     settings: dict[str, dict[str, Any]] = {"threads": {}, f"process:{cores}": {"engine": f"process:{cores}"}}
     common = {"batch_size": batch_size, "shuffle": data.shuffle}
@@ -117,7 +125,7 @@ def _measure(data: BenchData, size: int, batch_size: int) -> dict[str, Any]:
     _say("decoding alone")
     rates["decode"], _ = _feed(_InMemory(_some_samples(data.source, batch_size)), decode=decode, batch_size=batch_size)
     if rates["read"] < rates["decode"]:
-        settings["256 reads"] = {"limits": aiofeed.Limits(read_concurrency=256)}
+        settings["256 reads"] = {"limits": Limits(read_concurrency=256)}
     for seed, (name, options) in enumerate(settings.items(), 1):
         if not options or time.monotonic() - started < TOTAL_S:
             _say(f"Feeder, {name}")
@@ -169,8 +177,8 @@ def _samples(batch: Any) -> int:
 
 def _feed(source: Any, **options: Any) -> tuple[float, float]:
     """Samples and encoded bytes per second of a feeder."""
-    policy = aiofeed.FailurePolicy("replace", max_failures=0.5)
-    with aiofeed.Feeder(source, on_error=policy, **options) as feeder:
+    policy = FailurePolicy("replace", max_failures=0.5)
+    with Feeder(source, on_error=policy, **options) as feeder:
         rate = _rate(feeder.steps(_ENDLESS))
         found = feeder.statistics(total=True)
     return rate, rate * found.bytes_read / max(found.samples, 1)
@@ -188,8 +196,8 @@ def _some_samples(source: Any, batch_size: int) -> list[bytes]:
     """Encoded samples for decoding alone, as many as are read within a step."""
     found: list[bytes] = []
     begin = time.perf_counter()
-    policy = aiofeed.FailurePolicy("skip", max_failures=0.5)
-    with aiofeed.Feeder(
+    policy = FailurePolicy("skip", max_failures=0.5)
+    with Feeder(
         source, decode=_unchanged, batch_size=batch_size, shuffle=True, collate_fn=list, on_error=policy
     ) as feeder:
         for batch in feeder:
