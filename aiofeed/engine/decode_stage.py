@@ -8,6 +8,8 @@ of the remaining or replaced samples with ``Batch.failures``, or ``Batch.error``
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -85,7 +87,8 @@ class DecodeStage:
         self._stop = stop
         self._read_slot = read_slot
         self._tuner = tuner
-        self._probe_at = 0.0
+        # Only where waits for a core, and not for the GIL, can be told apart.
+        self._probe_at = 0.0 if sys.platform == "linux" else math.inf
 
     async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Decode the samples at ``start``, ``start + 1``, ...; the job of a batch's last chunk finishes the batch."""

@@ -69,6 +69,7 @@ class TestReal:
         with namespace["feeder"] as feeder:
             assert next(iter(feeder))[0].shape == (8, 3, 32, 32)
 
+    @pytest.mark.usefixtures("arrow_started")
     def test_manifest(self, jpeg_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The files that a manifest lists."""
         pytest.importorskip("pyarrow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from benchmarks.explain import PLANTS, Items, Numbers, Plant
 # Ten epochs' worth of a benchmark are not needed to name a stage.
 SAMPLES = 80
 SLOW = ("one slow sample in ten", "one slow thread", "cores used by other processes")
+# Other systems do not tell how long a thread waits for a core.
+LINUX = ("GIL-bound decode", "cores used by other processes")
 
 
 def explained(plant: Plant) -> aiofeed.Explanation:
@@ -29,9 +32,14 @@ def explained(plant: Plant) -> aiofeed.Explanation:
         return plants.explained(plant, feeder)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PLANTS]
-)
+def plant_names() -> list[Any]:
+    """The plants as parameters, with marks."""
+    only_linux = pytest.mark.skipif(sys.platform != "linux", reason="waits for cores are not known")
+    marks = {name: [pytest.mark.slow] * (name in SLOW) + [only_linux] * (name in LINUX) for name in PLANTS}
+    return [pytest.param(name, marks=marks[name]) for name in PLANTS]
+
+
+@pytest.mark.parametrize("name", plant_names())
 def test_a_planted_bottleneck_is_named(name: str) -> None:
     """``explain`` names the planted stage and resource, and the verdict is the first line of its text."""
     plant = replace(PLANTS[name], samples=PLANTS[name].samples if name in SLOW else SAMPLES)
@@ -100,7 +108,7 @@ def test_more_reads_are_predicted_to_bring_what_the_next_stage_allows() -> None:
     assert first.gain == pytest.approx(5.0)
 
 
-def test_reads_that_take_longer_in_company_use_up_the_bandwidth() -> None:
+def test_reads_that_take_longer_beside_others_use_up_the_bandwidth() -> None:
     """If reads take 100 ms, and 20 ms while few are in flight, more of them are not advised."""
     found = explain(measured(replace(STATS, reading_apart_s=2.0), may_cache=True, length=800, free_memory=1 << 30))
     assert found.resource == "storage bandwidth"
@@ -175,7 +183,7 @@ def test_nothing_is_advised_if_the_step_is_the_limit() -> None:
     assert 'device="auto"' in advice(explain(measured(replace(STATS, stall_s=0.3), step_copies=True)))
 
 
-def test_single_late_batches_are_not_the_fault_of_a_stage() -> None:
+def test_single_late_batches_are_not_attributed_to_a_stage() -> None:
     """If loading can deliver far more than the step takes, waits for 10 % of the time come from single batches."""
     stats = replace(STATS, stall_s=1.1, reading_s=0.8, reading_apart_s=0.1)
     found = explain(measured(stats))

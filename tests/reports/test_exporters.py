@@ -52,6 +52,9 @@ STORAGE_NAMES = {
     "aiofeed_storage_latency_p50_seconds",
     "aiofeed_storage_latency_p95_seconds",
     "aiofeed_storage_latency_p99_seconds",
+    "aiofeed_storage_cache_hits_total",
+    "aiofeed_storage_cache_misses_total",
+    "aiofeed_storage_cached_bytes",
 }
 """Dashboards depend on these names."""
 
