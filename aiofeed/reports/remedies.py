@@ -75,9 +75,10 @@ def _verdict(found: Bottleneck) -> str:
         by = "it"
     else:
         by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    delivers = "delivers" if by in ("it", "1 thread") else "deliver"
     idle = "" if found.busy else " No stage works all the time: each waits for others."
     return (
-        f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} deliver{'s' if by == 'it' else ''} "
+        f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} {delivers} "
         f"{found.rate:,.0f} samples/s, the step could take {found.step_rate:,.0f}/s; training waits "
         f"{found.waiting:.0%} of the time.{idle}"
     )

@@ -446,8 +446,8 @@ def test_ddp_one_host_distributes_the_batches() -> None:
 
 def test_every_example_is_listed() -> None:
     """examples/README.md lists exactly the examples that exist."""
-    listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
-    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    listed = re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(path.name for ending in ("py", "ipynb") for path in EXAMPLES.glob(f"*.{ending}"))
 
 
 # --- resident_digits --------------------------------------------------------------------------------------------------
