@@ -246,6 +246,7 @@ def measurements(
         device=config.backend is not None,
         step_copies=config.backend is None and cuda is not None and cuda.is_available() and cuda.is_initialized(),
         decoders=tuple(_faster_decoders(decode)) if isinstance(getattr(decode, "backend", None), str) else (),
+        lookahead_bytes=limits.lookahead_bytes if getattr(source, "looks_ahead", False) and not config.engines else 0,
     )
 
 

@@ -78,6 +78,7 @@ class FeedMeasurements:
         device: Whether batches are copied to a device.
         step_copies: Whether an accelerator is in use, but batches are not copied to it by the feeder.
         decoders: Faster ways to decode the samples, each with its predicted factor.
+        lookahead_bytes: As of ``Limits``; 0 if samples are not read ahead of their batches.
     """
 
     stats: EpochStats
@@ -108,6 +109,7 @@ class FeedMeasurements:
     device: bool = False
     step_copies: bool = False
     decoders: tuple[tuple[str, float | None], ...] = ()
+    lookahead_bytes: int = 0
 
 
 class Bottleneck:

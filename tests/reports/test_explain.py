@@ -101,6 +101,13 @@ def test_the_verdict_gives_the_rates_and_the_share_of_waiting() -> None:
     assert (found.samples_per_s, found.waiting) == (pytest.approx(80), pytest.approx(0.8))
 
 
+def test_shards_are_read_further_ahead() -> None:
+    """Their requests join ranges within the look-ahead; more reads at a time bring nothing."""
+    found = explain(measured(lookahead_bytes=64 << 20))
+    assert 'Limits(lookahead_bytes=268435456), 256.0 MiB, or shuffle="window"' in advice(found)
+    assert "read_concurrency" not in advice(found)
+
+
 def test_more_reads_are_predicted_to_bring_what_the_next_stage_allows() -> None:
     """64 reads would bring 640 samples/s, decoding 400/s and the step 400/s: five times as many as now."""
     [first] = explain(measured()).advice
