@@ -158,11 +158,9 @@ def _on_reads(found: Bottleneck) -> Iterator[Advice]:
             f"use smaller samples or faster storage: it delivers {mb_per_s:,.0f} MB/s, and more reads only wait longer"
         )
     elif measured.lookahead_bytes:
-        wanted = 4 * measured.lookahead_bytes
-        yield Advice(
-            f'Limits(lookahead_bytes={wanted}), {format_bytes(wanted)}, or shuffle="window": one request then reads more '
-            f"samples of a shard"
-        )
+        more = 4 * measured.lookahead_bytes
+        ways = f'Limits(lookahead_bytes={more}), {format_bytes(more)}, or shuffle="window"'
+        yield Advice(f"{ways}: one request then reads more samples of a shard")
     elif measured.reads < measured.reads_most:
         wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate
         reads = min(measured.reads_most, _power_of_two(wanted))
