@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     __version__: str
     from aiofeed import testing
     from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.host import HostCache
     from aiofeed.core.errors import (
         BatchFailedError,
@@ -32,15 +33,18 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
+    from aiofeed.devices.scatter import scatter
     from aiofeed.diagnostics import DeviceReport, device_report
     from aiofeed.engine.fetch.sequences import pad_collate
     from aiofeed.feeder.attach import attach
     from aiofeed.feeder.dataloader import DataLoader
     from aiofeed.feeder.feeder import Feeder
     from aiofeed.feeder.prefetch import prefetch
-    from aiofeed.feeder.scatter import scatter
     from aiofeed.feeder.serve import serve
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
+    from aiofeed.reports.explanation import Explanation
+    from aiofeed.reports.exporters import OpenTelemetryMetrics, PrometheusCollector
+    from aiofeed.reports.headroom import Headroom
     from aiofeed.sampling.listers.length_plans import Buckets, TokenBudget
     from aiofeed.sampling.listers.packing import Pack
     from aiofeed.sources.arrays.tokens import Tokens
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.files import Files
     from aiofeed.sources.image_folder import ImageFolder
     from aiofeed.sources.mixture import Mixture
+    from aiofeed.sources.objects.manifest import Manifest
     from aiofeed.sources.shards.mds import MDSShards
     from aiofeed.sources.shards.parquet import ParquetRows
     from aiofeed.sources.shards.tar import TarShards
@@ -66,13 +71,14 @@ _HOMES = {
     "Pack": "aiofeed.sampling.listers.packing",
     "pad_collate": "aiofeed.engine.fetch.sequences",
     "prefetch": "aiofeed.feeder.prefetch",
-    "scatter": "aiofeed.feeder.scatter",
+    "scatter": "aiofeed.devices.scatter",
     # one feeder for several processes
     "serve": "aiofeed.feeder.serve",
     "attach": "aiofeed.feeder.attach",
     # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.image_folder",
     "Files": "aiofeed.sources.files",
+    "Manifest": "aiofeed.sources.objects.manifest",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "Tokens": "aiofeed.sources.arrays.tokens",
@@ -89,6 +95,7 @@ _HOMES = {
     "DecodeJSON": "aiofeed.decoders.records",
     "HostCache": "aiofeed.cache.host",
     "DiskCache": "aiofeed.cache.disk",
+    "EncodedCache": "aiofeed.cache.encoded.database",
     "Source": "aiofeed.core.types",
     "Decoder": "aiofeed.core.types",
     # between processes
@@ -101,6 +108,10 @@ _HOMES = {
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",
     "Failure": "aiofeed.core.failures",
+    "Explanation": "aiofeed.reports.explanation",
+    "Headroom": "aiofeed.reports.headroom",
+    "PrometheusCollector": "aiofeed.reports.exporters",
+    "OpenTelemetryMetrics": "aiofeed.reports.exporters",
     "device_report": "aiofeed.diagnostics",
     "DeviceReport": "aiofeed.diagnostics",
     # errors
@@ -131,6 +142,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach",
     "ImageFolder",
     "Files",
+    "Manifest",
     "FromDataset",
     "Tensors",
     "Tokens",
@@ -147,6 +159,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "DecodeJSON",
     "HostCache",
     "DiskCache",
+    "EncodedCache",
     "Source",
     "Decoder",
     "share",
@@ -157,6 +170,10 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FeedStatistics",
     "StorageStatistics",
     "Failure",
+    "Explanation",
+    "Headroom",
+    "PrometheusCollector",
+    "OpenTelemetryMetrics",
     "device_report",
     "DeviceReport",
     "FeedError",

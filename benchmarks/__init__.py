@@ -29,4 +29,5 @@ MODULES = (
     "objects",
     "shards",
     "cache",
+    "explain",
 )

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import io
 import logging
 import os
 import signal
@@ -119,6 +120,15 @@ def opened_once() -> None:
     from aiofeed.runtime.event_loop import new_event_loop
 
     new_event_loop().close()
+
+
+@pytest.fixture(scope="session")
+def arrow_started() -> None:
+    """Have pyarrow, if there is one, read a CSV file: it opens a pipe for signals and keeps it."""
+    with contextlib.suppress(ImportError):
+        from pyarrow import csv
+
+        csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
 passed_key = pytest.StashKey[bool]()

@@ -44,8 +44,36 @@ class EpochStats:
     failures: int = 0
     retries: int = 0
     gil_us: float = 0.0
-    asked_at: float = field(default=0.0, metadata={"internal": True})
-    events: deque[Event] = field(default_factory=partial(new_events, False), repr=False, metadata={"internal": True})
+    asked_at: float = 0.0
+    # For ``explain``. Samples that were read, the sum over them of the seconds that their reads took, and both for
+    # those reads only that began while at most half of the permitted reads were in flight.
+    samples_read: int = 0
+    reading_s: float = 0.0
+    samples_read_apart: int = 0
+    reading_apart_s: float = 0.0
+    # Samples that decode jobs have finished, those of them that came from a cache, and processor time.
+    samples_decoded: int = 0
+    samples_cached: int = 0
+    decode_cpu_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    # Decode jobs after the first batch was handed out, the sum of their times, and of the squares of these.
+    jobs: int = 0
+    jobs_s: float = 0.0
+    jobs_square_s: float = 0.0
+    # Time that planning waited for `memory_bytes`, and for the items of a stream.
+    memory_wait_s: float = 0.0
+    plan_s: float = 0.0
+    # Time that copies were waited for before the next one was issued, and time of the consumer between the arrival of
+    # a batch and its return, for example in `transform`.
+    copy_wait_s: float = 0.0
+    hand_over_s: float = 0.0
+    # Processor time of the process when the epoch was asked for, and from then to its end, 0 before that.
+    cpu_started_s: float = 0.0
+    process_cpu_s: float = 0.0
+    # Probes of decode threads that released the GIL for a moment, and the time that they then waited for it.
+    gil_probe_s: float = 0.0
+    gil_probes: int = 0
+    events: deque[Event] = field(default_factory=partial(new_events, False), repr=False)
 
     def add(self, other: EpochStats) -> None:
         """Add another epoch's totals; ``first_batch_s`` stays that of the first epoch, ``gil_us`` is the last found."""
@@ -55,14 +83,14 @@ class EpochStats:
         self.first_batch_s, self.gil_us = first, gil_us
 
     def totals(self) -> dict[str, float]:
-        """The totals by field name, without internal fields."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("internal")}
+        """The totals by field name, of the fields that ``FeedStatistics`` has."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(FeedStatistics) if hasattr(self, entry.name)}
 
 
 @public
 @dataclass(frozen=True)
 class StorageStatistics:
-    """Requests for objects at URLs, since their source was made.
+    """Requests for objects at URLs, and the use of an ``EncodedCache``, since their source was made.
 
     Args:
         requests: Requests that were sent, retries and hedges included.
@@ -72,6 +100,9 @@ class StorageStatistics:
         latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
         latency_p95_s: The 95th percentile.
         latency_p99_s: The 99th percentile.
+        cache_hits: Samples that were found in the cache.
+        cache_misses: Samples that were read from their source.
+        cached_bytes: Bytes in the cache, those of other processes included, at the last look-up.
     """
 
     requests: int = 0
@@ -81,12 +112,19 @@ class StorageStatistics:
     latency_p50_s: float = 0.0
     latency_p95_s: float = 0.0
     latency_p99_s: float = 0.0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cached_bytes: int = 0
 
     def __str__(self) -> str:
+        looked_up = self.cache_hits + self.cache_misses
+        cached = f"{self.cache_hits} of {looked_up} samples cached"
+        if looked_up and not self.requests:
+            return cached
         return (
             f"{self.requests} requests ({self.retries} retries, {self.hedges} hedges), median "
             f"{self.latency_p50_s * 1000:.0f} ms, 95 % in {self.latency_p95_s * 1000:.0f} ms, 99 % in "
-            f"{self.latency_p99_s * 1000:.0f} ms"
+            f"{self.latency_p99_s * 1000:.0f} ms" + (f"; {cached}" if looked_up else "")
         )
 
 
@@ -123,8 +161,8 @@ class FeedStatistics:
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
             the position of ``state_dict()``. Otherwise empty.
-        storage: The requests for objects at URLs since the source was made. ``None`` for other sources, and with
-            ``engine="process"``, whose processes make the requests.
+        storage: The requests for objects at URLs, and the use of an ``EncodedCache``, since the source was made.
+            ``None`` for other sources, and with ``engine="process"``, whose processes make the requests.
     """
 
     samples: int = 0
@@ -147,6 +185,27 @@ class FeedStatistics:
     chunk_size: int = 0
     by_source: Mapping[str, int] = field(default_factory=dict)
     storage: StorageStatistics | None = None
+
+    def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
+        """Return a flat dict of numbers with stable names, e.g. for ``wandb.log`` or TensorBoard.
+
+        ``samples_per_s``, ``bytes_per_s``, ``waiting_share`` (``stall_s / wall_s``), ``idle_share``, and all numbers of
+        these statistics by their names. Those of ``storage`` have ``storage_`` before them, those of ``by_source``
+        ``by_source/``.
+        """
+        wall = self.wall_s or float("inf")
+        found: dict[str, float] = {
+            "samples_per_s": self.samples / wall,
+            "bytes_per_s": self.bytes_read / wall,
+            "waiting_share": self.stall_s / wall,
+            "idle_share": self.idle_s / wall,
+        }
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if self.storage is not None:
+            values |= {f"storage_{entry.name}": getattr(self.storage, entry.name) for entry in fields(self.storage)}
+        values |= {f"by_source/{name}": samples for name, samples in self.by_source.items()}
+        found |= {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        return {prefix + name: value for name, value in found.items()}
 
     def __str__(self) -> str:
         wall = self.wall_s or float("inf")

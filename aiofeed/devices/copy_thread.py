@@ -215,6 +215,7 @@ class CopyThread(BoundedThread):
         self._issued(item)
         while len(self._copying) > _OUTSTANDING:
             self._give_back_oldest()
+        item.counters.copy_wait_s += time.perf_counter() - ended
         return True
 
     def _wait_for_item(self) -> QueueItem:

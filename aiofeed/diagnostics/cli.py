@@ -1,4 +1,4 @@
-"""The command line: ``python -m aiofeed``."""
+"""The command line: ``aiofeed``, also as ``python -m aiofeed``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,101 @@ import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from aiofeed.diagnostics import device_report
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand in ``arguments`` (default: those of the command line); returns the exit code."""
     parser = argparse.ArgumentParser(prog="aiofeed", description="Feeds PyTorch training.")
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
+    parser.set_defaults(run=lambda options: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
+    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_ls, _add_cache):
+        add(commands)
+    options = parser.parse_args(arguments)
+    return options.run(options) or 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser("doctor", help="report accelerators, packages and limits, with advice for problems")
     doctor.add_argument("--quick", action="store_true", help="do not measure copy rates")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from aiofeed.diagnostics import device_report
+
+    print(device_report(measure=not options.quick))
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("bench", help="measure a data set with several settings and with torch's DataLoader")
+    command.add_argument("paths", nargs="+", metavar="PATH", help="a folder of images, a manifest, or URLs of shards")
+    command.add_argument("--size", type=int, default=224, help="the size of decoded images (default: %(default)s)")
+    command.add_argument("--batch-size", type=int, default=64, help="samples per batch (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from aiofeed.diagnostics.commands.bench import bench
+
+    return bench(options.paths, size=options.size, batch_size=options.batch_size, as_json=options.json)
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("profile", help="run a script, then explain where the time of its feeders went")
+    command.add_argument("--output", metavar="PATH", help="write the timeline: .html, .png or .json for Perfetto")
+    command.add_argument("script", metavar="SCRIPT", help="a Python script")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    command.set_defaults(run=_profile)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from aiofeed.diagnostics.commands.profile import profile
+
+    return profile(options.script, options.arguments, options.output)
+
+
+def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     index = commands.add_parser("index", help="write the indexes of tar and TFRecord shards")
     index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
     index.add_argument("--target", help="the field of targets, which the index then contains")
     index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
-    options = parser.parse_args(arguments)
-    if hasattr(options, "urls"):
-        from aiofeed.diagnostics.index_command import write_indexes
+    index.set_defaults(run=_index)
 
-        return write_indexes(options.urls, target=options.target, output=options.output)
-    if not hasattr(options, "quick"):
-        parser.print_help()
-        return 0
-    print(device_report(measure=not options.quick))
-    return 0
+
+def _index(options: argparse.Namespace) -> int:
+    from aiofeed.diagnostics.commands.index import write_indexes
+
+    return write_indexes(options.urls, target=options.target, output=options.output)
+
+
+def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    listing = commands.add_parser("ls", help="show what is in folders, buckets, shards and manifests")
+    listing.add_argument(
+        "urls", nargs="+", metavar="URL", help="a URL or path; shards with braces {000..099} or a glob"
+    )
+    listing.add_argument("--json", action="store_true", help="print a JSON object per line")
+    listing.set_defaults(run=_ls)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from aiofeed.diagnostics.commands.ls import list_urls
+
+    return list_urls(options.urls, as_json=options.json)
+
+
+def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cache = commands.add_parser("cache", help="describe or verify the file of an EncodedCache")
+    actions = cache.add_subparsers(metavar="action", required=True)
+    info = actions.add_parser("info", help="print the number of entries, their bytes and the budget")
+    verify = actions.add_parser("verify", help="verify all checksums; the exit code is 1 if an entry is damaged")
+    for action in (info, verify):
+        action.add_argument("path", metavar="PATH", help="the file")
+        action.set_defaults(run=_cache, verify=action is verify, repair=False)
+    verify.add_argument("--repair", action="store_true", help="delete damaged entries")
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from aiofeed.diagnostics.commands.cache import show_cache
+
+    return show_cache(options.path, verify=options.verify, repair=options.repair)

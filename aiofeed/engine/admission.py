@@ -49,10 +49,14 @@ class Admission:
         """Whether a batch of ``samples`` may start."""
         if self.closed:
             return True
-        buffer = self._buffer
-        if buffer.assembling + buffer.waiting >= self._max_batches:
+        if not self.batches_have_room:
             return False
-        return self._budget.admits(samples) or not (buffer.first_alone or self._budget.known)
+        return self._budget.admits(samples) or not (self._buffer.first_alone or self._budget.known)
+
+    @property
+    def batches_have_room(self) -> bool:
+        """Whether one more batch may be in flight, if its bytes may."""
+        return self._buffer.assembling + self._buffer.waiting < self._max_batches
 
     def may_read(self, samples: int) -> bool:
         """Whether ``samples`` more may be read now; always if nothing is being read.
@@ -101,6 +105,11 @@ class MemoryBudget:
         """Whether there is an estimate."""
         return self._per_sample > 0.0
 
+    @property
+    def bytes_per_sample(self) -> float:
+        """The estimate; 0 if unknown."""
+        return self._per_sample
+
     def _estimate(self, samples: int) -> int:
         return int(self._per_sample * samples)
 
@@ -127,7 +136,8 @@ class MemoryBudget:
     def correct(self, reserved: int, actual: int, samples: int) -> int:
         """Replace a reservation by the bytes that a batch takes; updates the estimate, returns the reserved bytes."""
         self.reserved_bytes += actual - reserved
-        self._per_sample = max(actual / max(samples, 1), self._per_sample * _DECAY)
+        # Numbers and strings count as no bytes; an estimate of 0 would let each batch run alone.
+        self._per_sample = max(actual / max(samples, 1), self._per_sample * _DECAY, 1.0)
         return actual
 
     def release(self, reserved: int) -> None:

@@ -71,6 +71,15 @@ class Batch:
         self.counters.retries += read.retries
         self.encoded_bytes += read.nbytes
 
+    def count_reading(self, seconds: float, samples: int, *, apart: bool) -> None:
+        """Add the time that the reads of a chunk took; ``apart``: few others were in flight when they began."""
+        counters = self.counters
+        counters.samples_read += samples
+        counters.reading_s += seconds * samples
+        if apart:
+            counters.samples_read_apart += samples
+            counters.reading_apart_s += seconds * samples
+
     def count(self, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics; on the loop."""
         counters = self.counters
@@ -78,7 +87,17 @@ class Batch:
         counters.bytes_read += outcome.nbytes
         counters.retries += outcome.retries
         counters.decode_s += outcome.decode_s
+        counters.decode_cpu_s += outcome.decode_cpu_s
         counters.collate_s += outcome.collate_s
+        counters.collate_cpu_s += outcome.collate_cpu_s
+        counters.samples_decoded += outcome.samples
+        if counters.batches:  # the first jobs import modules and fill caches
+            counters.jobs += 1
+            counters.jobs_s += outcome.decode_s
+            counters.jobs_square_s += outcome.decode_s**2
+        counters.samples_cached += outcome.cached
+        counters.gil_probe_s += outcome.gil_probe_s
+        counters.gil_probes += outcome.gil_probes
         self.encoded_bytes += outcome.nbytes
 
     @property

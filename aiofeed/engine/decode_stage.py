@@ -8,6 +8,8 @@ of the remaining or replaced samples with ``Batch.failures``, or ``Batch.error``
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +28,7 @@ from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.threads import ThreadTuner
 from aiofeed.runtime.buffers import BufferLease, BufferPool
-from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.thread_pool import ThreadPool, gil_wait_s
 from aiofeed.runtime.time_limits import (
     AbandonedError,
     JobControl,
@@ -38,6 +40,9 @@ from aiofeed.runtime.time_limits import (
 _WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
 BuilderFactory = Callable[[BatchPlan, BufferLease], BatchBuilder]
 
+# Decode threads measure this often, after a job, how long one waits for the GIL: some microseconds, or the 5 ms of
+# Python's switch interval if another thread runs Python code. It takes 0.2 ms.
+GIL_PROBE_INTERVAL_S = 0.05
 # The search for a replacement yields to the loop after this many samples that are known to fail.
 YIELD_STEPS = 256
 Attempt = Callable[[BatchPlan, int], Awaitable[FeedError | None]]
@@ -82,6 +87,8 @@ class DecodeStage:
         self._stop = stop
         self._read_slot = read_slot
         self._tuner = tuner
+        # Only where waits for a core, and not for the GIL, can be told apart.
+        self._probe_at = 0.0 if sys.platform == "linux" else math.inf
 
     async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Decode the samples at ``start``, ``start + 1``, ...; the job of a batch's last chunk finishes the batch."""
@@ -135,6 +142,9 @@ class DecodeStage:
         batch.counters.events.append(("decode", thread, began, ended, batch.plan.number, samples, outcome.nbytes))
         if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():
             self._finish(batch, outcome)
+        if (now := time.perf_counter()) >= self._probe_at:
+            self._probe_at = now + GIL_PROBE_INTERVAL_S
+            outcome.gil_probe_s, outcome.gil_probes = gil_wait_s(), 1
         if timer is not None:
             decoded = builder.nbytes * samples // len(batch.plan.indices)
             outcome.job = timer.job(samples, outcome.nbytes + decoded)
@@ -151,7 +161,7 @@ class DecodeStage:
 
     def _finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Collate the batch; runs in a decode thread."""
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         assert batch.builder is not None
         try:
             batch.result = self._wrap(batch.builder.finish(BatchKeys(batch.plan, self._fetcher), batch.kept))
@@ -159,6 +169,7 @@ class DecodeStage:
             batch.error = error
         ended, plan = time.perf_counter(), batch.plan
         outcome.collate_s += ended - started
+        outcome.collate_cpu_s += time.thread_time() - cpu_started
         event = (threading.current_thread().name, started, ended, plan.number, len(plan.indices), batch.builder.nbytes)
         batch.counters.events.append(("collate", *event))
 

@@ -123,6 +123,8 @@ class Engine:
             read_slot=self._admission.read_slot,
             tuner=None if tuner is None else tuner.decoding,
         )
+        # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
+        self._reading = 0
         # When the queue became full, until the next batch is taken.
         self._full_since: float | None = None
         # See ``ReadyBatch``.
@@ -163,10 +165,13 @@ class Engine:
     async def _plan(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
         if isinstance(steps, AsyncIterable):
             async with aclosing(aiter(steps)) as given:  # type: ignore[type-var]
+                asked = time.perf_counter()
                 async for step in given:
+                    self._counters.plan_s += time.perf_counter() - asked
                     await self._plan_step(step)
                     if self._admission.closed:
                         return
+                    asked = time.perf_counter()
         else:
             for step in steps:
                 await self._plan_step(step)
@@ -185,7 +190,10 @@ class Engine:
             admission = self._admission
             if not admission.has_room(samples):
                 admission.waited_for_reads = False
+                started, for_memory = time.perf_counter(), admission.batches_have_room
                 await admission.until(partial(admission.has_room, samples))
+                if for_memory:
+                    self._counters.memory_wait_s += time.perf_counter() - started
             if admission.closed:
                 return
             batch = self._new_batch(step, self._budget.reserve(samples))
@@ -206,6 +214,7 @@ class Engine:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: planned, %d samples in %d chunks", batch.plan.number, samples, len(starts))
         batch.unread = batch.uncounted = batch.undecoded = len(starts)
+        self._fetcher.announce(batch.plan)
         for start in starts:
             stop = min(start + size, samples)
             if not admission.may_read(stop - start):
@@ -227,6 +236,8 @@ class Engine:
     async def _read(self, batch: Batch, start: int, stop: int) -> ReadResult:
         """Read samples of a batch."""
         started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
+        self._reading += stop - start
+        apart = 2 * self._reading <= concurrency
         late_s = self._late_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
@@ -234,14 +245,18 @@ class Engine:
                 seconds = time.perf_counter() - started
                 self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
         finally:
+            self._reading -= stop - start
             self._admission.reading -= stop - start
             self._admission.room.set()
         ended = time.perf_counter()
         # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time of
         # the storage.
-        batch.counters.read_s += max(0.0, ended - started - (self._late_s() - late_s))
+        seconds = max(0.0, ended - started - (self._late_s() - late_s))
+        batch.counters.read_s += seconds
         batch.count_read(read)
         batch.counters.events.append(("read", "reads", started, ended, batch.plan.number, stop - start, read.nbytes))
+        if read.waited:
+            batch.count_reading(seconds, stop - start, apart=apart)
         if log.isEnabledFor(logging.DEBUG):
             ms = (ended - started) * 1e3
             log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)

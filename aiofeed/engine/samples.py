@@ -279,7 +279,7 @@ class SampleEngine(Engine):
 
     def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:
         """Copy the samples of a batch from their chunks and collate them; runs in a decode thread."""
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         parts = [(chunk, _remaining(chunk, places)) for chunk, places in batch.parts]
         last_failures = batch.parts[-1][0].failures
         batch.parts = []
@@ -307,6 +307,7 @@ class SampleEngine(Engine):
         except CollateError as error:
             batch.error = error
         outcome.collate_s = time.perf_counter() - started
+        outcome.collate_cpu_s = time.thread_time() - cpu_started
 
     def _deliver_batch(self, batch: Batch) -> None:
         assert isinstance(batch, PlannedBatch)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,26 +21,20 @@ from aiofeed.core.validation import check_bool, check_callable, check_positive_i
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.feeder.ordering import a_shuffle
 from aiofeed.runtime import machine
-from aiofeed.sampling.feed_order import FeedOrder, Lister
-from aiofeed.sampling.listers.computed import ComputedOrder
-from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
-from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
-from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
-from aiofeed.sampling.listers.weighted import WeightedOrder
-from aiofeed.sampling.listers.window import WindowOrder
-from aiofeed.sampling.schedule import Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
-from aiofeed.sources.stream_epochs import StreamOrder
 from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.decoder_codec import SampleCodec
+    from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
@@ -133,6 +127,11 @@ def complete_config(
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
+    if cache is not None:
+        from aiofeed.cache.encoded.database import EncodedCache
+
+        if isinstance(cache, EncodedCache):
+            config, cache = replace(config, source=_cached_source(config.source, cache)), None
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -301,75 +300,6 @@ def a_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
-def new_lister(
-    source: object, weights: Any, order: Schedule, *, sampled: bool, listed: bool
-) -> MixtureOrder | ComputedOrder | None:
-    """Return the order of a mixture, of weights or of shards; ``None`` for the schedule's own order.
-
-    Raises:
-        TypeError, ValueError: The arguments exclude each other, or the weights do not fit the source.
-    """
-    if isinstance(source, Mixture):
-        given = {
-            "weights=": weights is not None,
-            "sampler=": sampled,
-            "batch_sampler=": listed,
-            f"shuffle={order.shuffle!r}": order.shuffle not in (True, False, "keyed"),
-        }
-        if excluded := [name for name, is_given in given.items() if is_given]:
-            raise ValueError(f"a Mixture decides which samples come, so leave out {', '.join(excluded)}")
-        return source.order(order.seed, shuffle=bool(order.shuffle))
-    shards = window_shards(order.shuffle)
-    if weights is None and (shards is None or sampled or listed):  # those exclude shuffle=
-        return None
-    if weights is None and shards is not None:
-        starts = getattr(source, "shard_starts", None)
-        if starts is None:
-            raise ValueError(
-                f"shuffle={order.shuffle!r} mixes the samples of shards, and {source!r} has none: pass shuffle=True"
-            )
-        return WindowOrder(starts, shards, order.seed)
-    if sampled or listed or order.shuffle not in (False, "replacement"):
-        other = "sampler=" if sampled else "batch_sampler=" if listed else f"shuffle={order.shuffle!r}"
-        raise ValueError(f"weights= draws samples with replacement, so leave out {other}")
-    return WeightedOrder(weights, order.length, order.seed)
-
-
-def new_batches(
-    batch_size: object,
-    batch_sampler: Any,
-    order: Schedule,
-    lister: MixtureOrder | ComputedOrder | None,
-    *,
-    sampled: bool,
-) -> BatchSamplerAdapter | PlanLister | None:
-    """Return the lister of a plan or of a batch sampler; ``None`` for a ``batch_size`` that is a number.
-
-    Raises:
-        TypeError, ValueError: The arguments exclude each other, or the plan does not fit the source.
-    """
-    if batch_sampler is not None:
-        given = {
-            "batch_size": batch_size is not None,
-            "sampler": sampled,
-            "shuffle": bool(order.shuffle),
-            "drop_last": order.drop_last,
-        }
-        if excluded := [f"{name}=" for name, is_given in given.items() if is_given]:
-            raise ValueError(f"batch_sampler= makes the batches, so leave out {', '.join(excluded)}")
-        return BatchSamplerAdapter(batch_sampler, order.length)
-    if not isinstance(batch_size, LengthPlan):
-        return None
-    if sampled:
-        raise ValueError(f"{type(batch_size).__name__} decides the order, so leave out sampler=")
-    if order.shuffle not in (True, False) and (lister is None or isinstance(lister, WindowOrder)):
-        name = type(batch_size).__name__
-        raise ValueError(f"{name} shuffles a list: pass shuffle=True instead of {order.shuffle!r}")
-    batch_size.bind(order.length)
-    shuffle = bool(order.shuffle) or isinstance(lister, WeightedOrder)
-    return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
-
-
 def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | None:
     """Return ``value`` if it is a valid ``collate_fn``; for ``Pack``, its own.
 
@@ -382,19 +312,6 @@ def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | N
     if collate_fn is not None:
         raise ValueError("Pack puts the batches together, so leave out collate_fn=; transform= gets each batch")
     return PackCollate(batch_size.rows, batch_size.context, batch_size.separator, batch_size.pad)
-
-
-def new_order(
-    source: object,
-    base: Schedule,
-    sampler: Iterable[int] | None,
-    shard: tuple[int, int] | Literal["auto"] | None,
-    lister: Lister | None,
-) -> FeedOrder:
-    """Return the order of a feeder; see ``FeedOrder``."""
-    if isinstance(source, Stream):
-        return StreamOrder(base, shard, source)
-    return FeedOrder(base, sampler, shard, lister)
 
 
 def length_of(source: Source[Any] | FromDataset | Tensors) -> int:
@@ -431,14 +348,6 @@ def check_stream(source: object, **arguments: Any) -> None:
     ):
         if excluded:
             raise ValueError(f"{name}={arguments[name]!r} is not possible with {source!r}: a stream {why}")
-
-
-def a_shuffle(value: object) -> Shuffle:
-    """Return ``value`` if it is a valid ``shuffle``."""
-    if is_shuffle(value):
-        return value
-    hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
-    raise TypeError(f"shuffle must be True, False, 'keyed', 'replacement' or 'window', got {value!r}{hint}")
 
 
 def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
@@ -529,6 +438,25 @@ def _check_static(config: FeederConfig, *, drop_last: bool, sampled: bool) -> No
         )
 
 
+def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
+    """Return the source with a cache of its encoded samples.
+
+    Raises:
+        TypeError: The source gives no encoded samples.
+        CacheError: The file is not a cache or cannot be opened.
+    """
+    if isinstance(source, FromDataset):
+        raise TypeError(
+            "EncodedCache keeps the bytes that a source reads, and the items of a Dataset are decoded: pass "
+            "cache=DiskCache(path), or a source of bytes such as aiofeed.Files(paths) with decode="
+        )
+    from aiofeed.cache.encoded.database import check_file
+    from aiofeed.cache.encoded.source import CachedSource
+
+    check_file(cache)
+    return CachedSource(source, cache)
+
+
 def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> SampleStore:
     """Return an empty store for decoded samples.
 
@@ -547,7 +475,8 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
     if cache != "device" and not isinstance(cache, HostCache | DiskCache):
         is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
         raise TypeError(
-            f'cache must be "host", "device", aiofeed.HostCache(...) or aiofeed.DiskCache(path), got {cache!r}'
+            f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
+            f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
             + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
         )
     source, length, decode = config.source, config.length, config.decode

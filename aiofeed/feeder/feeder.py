@@ -29,7 +29,6 @@ from aiofeed.feeder.config import (
     FeederConfig,
     a_batch_size,
     a_collate_fn,
-    a_shuffle,
     adopt_decoder,
     adopt_source,
     an_engine,
@@ -37,13 +36,11 @@ from aiofeed.feeder.config import (
     complete_config,
     length_of,
     limits_for,
-    new_batches,
-    new_lister,
-    new_order,
     with_resident_tensors,
     with_static_outputs,
 )
 from aiofeed.feeder.iterator import FeedIterator
+from aiofeed.feeder.ordering import a_shuffle, new_batches, new_lister, new_order
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
@@ -67,10 +64,14 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
 
     from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.host import HostCache
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.devices.resolve import Device
+    from aiofeed.diagnostics.progress import BarKind, ProgressFeed
+    from aiofeed.reports.explanation import Explanation
+    from aiofeed.reports.headroom import Headroom
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.sources.image_folder import ImageFolder
 
@@ -98,7 +99,7 @@ if TYPE_CHECKING:
         drop_last: bool
         pad: bool
         on_error: Action | FailurePolicy
-        cache: Literal["host", "device"] | HostCache | DiskCache | None
+        cache: Literal["host", "device"] | HostCache | DiskCache | EncodedCache | None
         limits: Limits | None
         shard: tuple[int, int] | Literal["auto"] | None
         in_order: bool | Literal["samples"]
@@ -155,6 +156,7 @@ class Feeder(Generic[BatchT]):
             of an epoch are cached, batches are views of a permuted buffer, as with ``Tensors``. Samples are cached as
             they are first used. Random augmentation runs after the cache, in the first epoch too; with "device" only
             ``transform`` can augment. For a ``Dataset`` its items are cached, including their random augmentation.
+            ``EncodedCache(path, max_bytes)`` caches encoded samples of slow sources of bytes on a local disk.
         limits: Upper limits for resources. By default they are chosen at run time.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
@@ -253,7 +255,7 @@ class Feeder(Generic[BatchT]):
         device: Device | Sequence[Device] = None,
         transform: Callable[[Any], Any] | None = None,
         on_error: Action | FailurePolicy = "raise",
-        cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
+        cache: Literal["host", "device"] | HostCache | DiskCache | EncodedCache | None = None,
         limits: Limits | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = "auto",
         in_order: bool | Literal["samples"] = True,
@@ -429,6 +431,25 @@ class Feeder(Generic[BatchT]):
         """
         return Steps(self._session, self._stepping, check_positive_int("n", n))
 
+    def progress(self, name: str = "train", *, bar: BarKind = "tqdm") -> ProgressFeed[BatchT]:
+        """Return an iterable over the next epoch that shows a progress bar, for ``for`` or ``async for``.
+
+        The bar shows samples per second, the share of the time that the loop waited for batches, and the limit: "step",
+        "decode", "read" or "GIL". Inside ``epochs`` one bar counts all epochs. Batches, state and errors are those of
+        the feeder. Silent if standard error is no terminal, except in a notebook, and on ranks above 0.
+
+        Args:
+            name: The title of the bar.
+            bar: "tqdm", or a plain line if it is not installed; or "rich".
+
+        Raises:
+            ImportError: ``bar`` is "rich", which is not installed.
+            TypeError, ValueError: ``name`` is no str, or ``bar`` is another value.
+        """
+        from aiofeed.diagnostics.progress import ProgressFeed
+
+        return ProgressFeed(self._session, self.__len__, name, bar)
+
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches after the position of ``state_dict``, without reading them.
 
@@ -493,6 +514,47 @@ class Feeder(Generic[BatchT]):
 
         merged = None if merge is None else Path(merge)
         write_timeline(self._order.events, Path(path), seconds=seconds, merge=merged)
+
+    def explain(self, *, ranks: bool = False) -> Explanation:
+        """Explain where the time of the current or last epoch went: ``print(feeder.explain())``.
+
+        The first line names the stage that limits training and its evidence; a table of all stages and advice with
+        predicted gains follow. It only reads counters, so it may be called at any time, also within the loop.
+
+        Args:
+            ranks: Compare all ranks of ``torch.distributed``, by one all-gather; all ranks must call it.
+
+        Raises:
+            ValueError: ``ranks=True`` without an initialized ``torch.distributed``.
+        """
+        return self._session.explain(ranks=check_bool("ranks", ranks))
+
+    def headroom(self, batches: int = 20) -> Headroom[BatchT]:
+        """Return an iterable over an epoch that measures how much faster training could be without loading.
+
+        ``for batch in feeder.headroom(): step(batch)`` is an epoch in which some batches come again: after the first
+        ones, ``batches`` steps are timed, then as many with copies of earlier batches, for which nothing is loaded. The
+        result is printed, and the epoch goes on. State, order and statistics are those of the epoch without the copies.
+
+        Raises:
+            TypeError, ValueError: ``batches`` is not a positive int.
+        """
+        from aiofeed.reports.headroom import Headroom
+
+        return Headroom(
+            self._session.begin,
+            check_positive_int("batches", batches),
+            static=bool(self._config.static_outputs),
+            position=lambda: self._checkpoint.position,
+            go_to=self._session.go_to,
+        )
+
+    def scalars(self, prefix: str = "aiofeed/") -> dict[str, float]:
+        """Return the statistics of the current or last epoch as a flat dict, for ``wandb.log`` or TensorBoard.
+
+        Names are stable: ``aiofeed/samples_per_s``, ``aiofeed/waiting_share``, ``aiofeed/read_s`` and others.
+        """
+        return self.statistics().scalars(prefix)
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -232,9 +232,10 @@ class FeedIterator(Generic[BatchT_co]):
         self._delivery = delivery
         self._stats = stats
         self._queue = delivery.queue
-        self._observer = observer or EpochObserver(delivery)
+        self.observer = observer or EpochObserver(delivery)
         self._pid = os.getpid()
         self._started = stats.asked_at = time.perf_counter()
+        stats.cpu_started_s = time.process_time()
         self._finished = self._running = False
         self._closed: str | None = None
         # When the last batch was handed out, its number and its samples.
@@ -285,7 +286,7 @@ class FeedIterator(Generic[BatchT_co]):
                 raise StopIteration
             batch: BatchT_co = self._take(item, asked)
             # From here to the caller's line the interpreter runs no signal handler (see runtime/queue.py).
-            self._observer.handed_out(item)
+            self.observer.handed_out(item)
             item.batch = None  # the engine's loop may still refer to the item
             # `close` in another thread may have emptied the queue.
             if (items := self._queue.items) and items[0] is item:
@@ -310,7 +311,7 @@ class FeedIterator(Generic[BatchT_co]):
                 del item  # an error's traceback refers to this frame
             raise StopAsyncIteration
         batch: BatchT_co = self._take(item, asked)
-        self._observer.handed_out(item)
+        self.observer.handed_out(item)
         item.batch = None  # the engine's loop may still refer to the item
         if (items := self._queue.items) and items[0] is item:
             del items[0]
@@ -327,12 +328,13 @@ class FeedIterator(Generic[BatchT_co]):
             )
 
     def _take(self, item: ReadyBatch, asked: float) -> Any:
+        arrived = time.perf_counter()
         try:
             batch = self._delivery.take(item)
         except Exception as error:  # noqa: BLE001 - `_fail` raises it
-            self._observer.failed(FeedFailure(error, item.number))
+            self.observer.failed(FeedFailure(error, item.number))
             self._fail(error)
-        self._observer.handing_out(item)
+        self.observer.handing_out(item)
         now = time.perf_counter()
         stall_s = now - asked - _overlap_s(item.device_backlog, asked, now)
         if log.isEnabledFor(logging.DEBUG):
@@ -342,6 +344,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._add_step(asked)
         self._handed_out = (now, item.number, item.samples)
         stats.stall_s += stall_s
+        stats.hand_over_s += now - arrived
         stats.batches += 1
         stats.samples += item.samples
         stats.wall_s = now - self._started
@@ -362,12 +365,13 @@ class FeedIterator(Generic[BatchT_co]):
             self._add_step(asked)
             self._stats.stall_s += now - asked
             self._stats.wall_s = now - self._started
-            self._observer.ended()
+            self._stats.process_cpu_s = time.process_time() - self._stats.cpu_started_s
+            self.observer.ended()
             self._finished = True
             del self._queue.items[0]
             return
         if isinstance(item, FeedFailure):
-            self._observer.failed(item)
+            self.observer.failed(item)
             try:
                 self._fail(item.error)
             finally:
@@ -391,6 +395,16 @@ class FeedIterator(Generic[BatchT_co]):
             raise error
         finally:
             del error  # the traceback refers to this frame
+
+    @property
+    def batches(self) -> int:
+        """The number of batches handed out."""
+        return self._stats.batches
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave the last seconds, in which the consumer used other batches, out of the statistics."""
+        self._started += seconds
+        self._stats.asked_at = time.perf_counter()
 
     @property
     def live(self) -> bool:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aiofeed.core.errors import add_note, as_exception
+from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
+from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleEngine
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
+from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import LoopProducer
+from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
@@ -30,10 +36,14 @@ from aiofeed.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.mixture import Mixture
+from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
+    from aiofeed.engine.resident.pipeline import ResidentPipeline
     from aiofeed.processes.workers.pool import WorkerPool
+    from aiofeed.reports.bottleneck import FeedMeasurements
 
 log = logging.getLogger("aiofeed.feeder")
 
@@ -167,6 +177,11 @@ class StreamingPipeline(LoopProducer):
         return self._engine.chunk_size if self._engine is not None else 0
 
     @property
+    def bytes_per_sample(self) -> float:
+        """Estimated encoded and decoded bytes of a sample; 0 if unknown."""
+        return self._budget.bytes_per_sample
+
+    @property
     def inherited(self) -> bool:
         """Whether its threads belong to a parent process."""
         return self.loop_thread.inherited
@@ -174,6 +189,82 @@ class StreamingPipeline(LoopProducer):
     def reusable(self) -> bool:
         """Return whether it can feed another stream."""
         return not self.loop_thread.stopping and not self.loop_thread.inherited
+
+
+def measurements(
+    config: FeederConfig,
+    stats: EpochStats,
+    pipeline: StreamingPipeline | ResidentPipeline | None,
+    *,
+    first_epoch: bool,
+    planned: bool,
+) -> FeedMeasurements:
+    """Return what ``explain`` needs to know about an epoch.
+
+    Args:
+        first_epoch: Whether no epoch before has filled a cache.
+        planned: Whether a plan decides which samples are in a batch.
+    """
+    from aiofeed.reports.bottleneck import FeedMeasurements
+
+    limits, user_limits, source, decode = config.limits, config.user_limits, config.source, config.decode
+    streaming = pipeline if isinstance(pipeline, StreamingPipeline) else None
+    tuner = None if streaming is None else streaming.tuner
+    core_wait = 0.0
+    if streaming is not None and not config.engines and (busy_s := streaming.loop_thread.decode_pool.busy_s):
+        core_wait = streaming.loop_thread.decode_pool.core_wait_s() / busy_s
+    cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
+    return FeedMeasurements(
+        stats=replace(stats, process_cpu_s=stats.process_cpu_s or time.process_time() - stats.cpu_started_s),
+        threads=limits.decode_threads if tuner is None else tuner.max_running,
+        cores=machine.cpus(),
+        reads=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
+        prefetch_batches=limits.prefetch_batches + max(config.engines - 1, 0),
+        chunk_size=0 if pipeline is None else pipeline.chunk_size,
+        memory_bytes=limits.memory_bytes,
+        sample_bytes=_bytes_per_sample(config) if streaming is None else streaming.bytes_per_sample,
+        length=config.length,
+        free_memory=machine.free_memory(),
+        reads_given=user_limits.read_concurrency is not None,
+        reads_saturated=tuner is not None and tuner.reading.saturated,
+        # Files on a file system need a thread for each read.
+        reads_most=MOST_READ_THREADS if hasattr(source, "read_now") else READS_MOST,
+        dataset_threads=source.threads if isinstance(source, FromDataset) else None,
+        processes=config.engines,
+        in_order=config.in_order,
+        core_wait=core_wait,
+        resident=pipeline is not None and streaming is None,
+        threads_tuned=tuner is not None and not tuner.decoding.given,
+        may_use_processes=not isinstance(source, Stream),
+        may_mix=not (planned or config.engines or isinstance(source, Stream)),
+        may_cache=config.cache is None
+        and not isinstance(source, Tensors | Stream | Mixture)
+        and not isinstance(config.collate_fn, PackCollate),
+        cold_cache=config.cache is not None and first_epoch and 2 * stats.samples_cached < stats.samples_decoded,
+        collate_fn=config.collate_fn is not None,
+        transform=config.transform is not None and config.backend is None,
+        device=config.backend is not None,
+        step_copies=config.backend is None and cuda is not None and cuda.is_available() and cuda.is_initialized(),
+        decoders=tuple(_faster_decoders(decode)) if isinstance(getattr(decode, "backend", None), str) else (),
+        lookahead_bytes=limits.lookahead_bytes if getattr(source, "looks_ahead", False) and not config.engines else 0,
+    )
+
+
+def _faster_decoders(decode: Any) -> Iterator[tuple[str, float | None]]:
+    """Yield faster ways to decode with a ``DecodeImage``, each with the factor that is known."""
+    from PIL import __version__ as pillow
+
+    from aiofeed.decoders.native_jpeg import INSTALL, load_native_decoder
+
+    if decode.backend in ("auto", "native") and decode.scaled and load_native_decoder()[1] is None:
+        # Pillow-SIMD takes 1.5 times as long for 1024x768 to 224x224, see docs/images.md.
+        yield f"build the native JPEG decoder: {INSTALL}", 1.5
+    elif decode.backend in ("pillow", "turbo"):
+        yield 'DecodeImage(backend="auto") chooses the fastest decoder', None
+    if not decode.scaled:
+        yield "DecodeImage(scaled=True) decodes large JPEGs at a smaller scale", None
+    if ".post" not in pillow:
+        yield "install Pillow-SIMD in place of Pillow: `python -m aiofeed doctor` shows the command", None
 
 
 def _new_workers(config: FeederConfig) -> WorkerPool | None:

@@ -9,7 +9,7 @@ import operator
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
@@ -18,7 +18,7 @@ from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.config import FeederConfig
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
-from aiofeed.feeder.pipeline import StreamingPipeline
+from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Row
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentPipeline
+    from aiofeed.reports.explanation import Explanation
 
     BatchPipeline: TypeAlias = StreamingPipeline | ResidentPipeline
 
@@ -48,6 +49,14 @@ log = logging.getLogger("aiofeed.feeder")
 # An epoch this long of which the training waited for this share is worth a hint.
 HINT_AFTER_S = 10.0
 HINT_STALL = 0.5
+
+
+class ProgressBar(Protocol):
+    """Shows the progress of an epoch, or of all epochs of ``epochs``."""
+
+    def close(self) -> None:
+        """Draw the bar no more. Idempotent; must not raise."""
+        ...
 
 
 class FeederSession(Generic[BatchT]):
@@ -97,6 +106,7 @@ class FeederSession(Generic[BatchT]):
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
+        self.bar: ProgressBar | None = None
         if config.cache is not None:
             config.cache.free_with(self)
 
@@ -124,6 +134,20 @@ class FeederSession(Generic[BatchT]):
             storage=None if storage is None or self.config.engines else storage(),
         )
 
+    def explain(self, *, ranks: bool) -> Explanation:
+        """Explain the current or last epoch; with ``ranks`` compare all ranks."""
+        from aiofeed.reports.ranks import explain_ranks
+        from aiofeed.reports.remedies import explain
+
+        stats = self.stats
+        first_epoch = not self._earlier_stats.samples
+        planned = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
+        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, planned=planned)
+        explanation = explain(measured)
+        if not ranks:
+            return explanation
+        return explain_ranks(explanation, stats.samples / max(stats.batches, 1))
+
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
         epoch = self._order.normalize(self._checkpoint.next_position()).epoch
@@ -136,6 +160,25 @@ class FeederSession(Generic[BatchT]):
                     self._checkpoint.set_epoch(epoch, live=self.live)
         finally:
             self._last_epoch = None
+            self.close_bar()
+
+    def place(self) -> tuple[int, int, int | None]:
+        """The running epoch, the batches of it before its first one here, and the last epoch of running ``epochs``."""
+        assert self._epoch is not None
+        assert self._stream is not None
+        start, schedule = self._epoch.start, self._stream.schedule
+        return start.epoch, max(schedule.batches() - schedule.batches_left(start), 0), self._last_epoch
+
+    @property
+    def rank(self) -> int:
+        """The rank of the feeder."""
+        return self._order.rank
+
+    def close_bar(self) -> None:
+        """Close the progress bar if there is one."""
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            bar.close()
 
     def in_progress(self, iterator: FeedIterator[BatchT], epoch: EpochProgress) -> bool:
         """Return whether the rest of an epoch can be taken from its iterator, and is what comes next."""
@@ -171,6 +214,8 @@ class FeederSession(Generic[BatchT]):
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
             enter_iteration(self.config.source)
         completed = self._finish_complete_epoch()
+        if self._last_epoch is None:
+            self.close_bar()
         if not completed:
             self._close_iterator(
                 "a newer iterator of the same feeder was started: a feeder has one iterator at a time; for two, as for "
@@ -192,8 +237,9 @@ class FeederSession(Generic[BatchT]):
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
         delivery = self._start(stream)
-        self._earlier_stats.add(self.stats)
-        self.stats = stats
+        # In this order, a thread that reads the totals meanwhile counts no epoch twice.
+        ended, self.stats = self.stats, stats
+        self._earlier_stats.add(ended)
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
         self._epoch = epoch
@@ -331,6 +377,7 @@ class FeederSession(Generic[BatchT]):
                 log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", limit_s)
 
     def _close_iterator(self, reason: str) -> None:
+        self.close_bar()
         if (iterator := self._live_iterator()) is not None:
             iterator.close(reason)
         if self._iterator is not None and (iterator is not None or self._iterator() is None):

@@ -1,1 +1,1 @@
-"""Views of a run: timelines. They know statistics only, not the engine."""
+"""What a run looks like to its user: explanations and timelines, from its statistics."""

@@ -28,6 +28,15 @@ def affinity() -> int:
         return os.cpu_count() or 1
 
 
+def core_wait_s(thread: int) -> float:
+    """The seconds in which a thread of this process, by its native identifier, waited for a core; 0 if unknown."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * 1e-9
+    except OSError:
+        return 0.0
+
+
 def free_memory() -> int:
     """Bytes available without swapping, by the kernel's estimate and the limits of the cgroups."""
     available = _meminfo_available()

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from aiofeed.runtime import machine
 from aiofeed.runtime.threads import DaemonThread
 
 P = ParamSpec("P")
@@ -33,6 +34,19 @@ BACKLOG_RUNS = 4
 # More concurrent reads help if a read spends more than this share of its time waiting. Reading from the page cache
 # beside busy decoders it is a half or less; on storage with a latency of a millisecond it is nearly 1.
 WAITING_SHARE = 0.9
+GIL_RELEASED_S = 0.0001
+
+
+def gil_wait_s() -> float:
+    """Release the GIL for a moment and return the seconds that it was then not free.
+
+    Sleeps for 0.1 ms, so that a thread that waits for the GIL wakes up and takes it.
+    """
+    thread = threading.get_native_id()
+    core_wait_s, started = machine.core_wait_s(thread), time.perf_counter()
+    time.sleep(GIL_RELEASED_S)
+    seconds = time.perf_counter() - started - GIL_RELEASED_S
+    return max(0.0, seconds - (machine.core_wait_s(thread) - core_wait_s))
 
 
 class _Job(Future[Any]):
@@ -125,6 +139,10 @@ class ThreadPool(ThreadPoolExecutor):
         self._draining = False
         # Wall-clock and CPU seconds of the jobs, exponentially weighted towards recent ones.
         self._wall_s = self._cpu_s = 0.0
+        # Seconds of all jobs, and of all threads that have ended in which they waited for a core. For each thread that
+        # runs, by its native identifier, the seconds for which it had waited when it began.
+        self.busy_s = self._core_wait_s = 0.0
+        self._core_waits: dict[int, float] = {}
 
     @property
     def backlog(self) -> int:
@@ -135,6 +153,12 @@ class ThreadPool(ThreadPoolExecutor):
     def waiting_share(self) -> float:
         """Share of a job's wall-clock time without CPU time: near 1 for slow storage."""
         return 1.0 - self._cpu_s / self._wall_s if self._wall_s else 0.0
+
+    def core_wait_s(self) -> float:
+        """Seconds in all in which threads of the pool could run and waited for a core; 0 if unknown."""
+        # Without the lock, which a fork may have copied while it was held.
+        running = sum(machine.core_wait_s(thread) - at for thread, at in list(self._core_waits.items()))
+        return max(self._core_wait_s + running, 0.0)
 
     def set_max_running(self, max_running: int) -> None:
         """Change ``max_running``, at most to ``max_threads``. Fewer take effect as jobs end, more at once."""
@@ -240,6 +264,15 @@ class ThreadPool(ThreadPoolExecutor):
         return True
 
     def _run(self) -> None:
+        thread = threading.get_native_id()
+        self._core_waits[thread] = machine.core_wait_s(thread)
+        try:
+            self._run_jobs()
+        finally:
+            with self._lock:
+                self._core_wait_s += machine.core_wait_s(thread) - self._core_waits.pop(thread)
+
+    def _run_jobs(self) -> None:
         work: _Work | Callable[[], None] | None = None
         while (work := work or self._ready.get()) is not None:
             if not isinstance(work, tuple):
@@ -274,7 +307,9 @@ class ThreadPool(ThreadPoolExecutor):
                 self._active.discard(job)
                 self.running -= 1
             if wall:
-                self._wall_s = self._wall_s * 0.9 + time.perf_counter() - wall
+                wall = time.perf_counter() - wall
+                self.busy_s += wall
+                self._wall_s = self._wall_s * 0.9 + wall
                 self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu
             work = self._take() if self._backlog and self.running < self.max_running else None
             self._dispatch()

@@ -98,6 +98,11 @@ class FeedOrder:
             length = self._base.length if self._sampler is None else len(self._sampler)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])
 
+    @property
+    def rank(self) -> int:
+        """The rank, once it was needed; 0 before."""
+        return 0 if self._shard is None else self._shard[0]
+
     def batches_of_rank(self) -> int:
         """The number of batches per epoch of this rank. Under Accelerate, which expects all ranks', warns once."""
         schedule = self.schedule()

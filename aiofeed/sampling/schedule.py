@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from aiofeed.core.types import BatchPlan
+from aiofeed.sampling.next_use import NextUses, next_uses_of
 from aiofeed.sampling.order import (
     BatchLists,
     ComputedEpoch,
@@ -165,6 +166,12 @@ class Schedule:
             return drawn(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
+    def _next_uses(self, epoch: int) -> NextUses | None:
+        """When samples are read after an epoch; ``None`` if that is not of use, or for draws with replacement."""
+        if self.shuffle == "replacement":
+            return None
+        return next_uses_of(epoch, self.length, self.permutation, self.rank, self.world_size)
+
     def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
         """The batches from a position to the end of its epoch, computed on demand.
 
@@ -178,7 +185,8 @@ class Schedule:
             yield from self._listed_plans(start, sampled)
             return
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
-        order = PermutedOrder(self.length, permutation)
+        next_use = self._next_uses(start.epoch) if sampled is None else None
+        order = PermutedOrder(self.length, permutation, start.epoch, next_use)
         several = max(PLAN_BLOCK // size, 1)
         for first in range(0, batches, several):
             found = self.positions_from(start, first, several)
@@ -240,10 +248,12 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class PermutedOrder:
-    """The order of one epoch; positions from ``length`` on start again at 0."""
+    """The order of one epoch; positions from ``length`` on start again at 0. See ``EpochOrder``."""
 
     length: int
     permutation: Permutation
+    epoch: int = 0
+    next_use: NextUses | None = None
 
     def index_at(self, position: int) -> int:
         """The index at a position."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 import sys
@@ -144,6 +145,15 @@ def open_file(path: str) -> int:
         os.close(descriptor)
         raise _not_regular(path, mode)
     return descriptor
+
+
+def read_range(file: io.FileIO, start: int, end: int) -> bytes:
+    """The bytes of a range of a file; fewer if the file ends before it."""
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data
 
 
 def read_group(reader: GroupReader, paths: Sequence[str], rules: ReadRules) -> Sequence[bytes | None] | None:

@@ -90,7 +90,10 @@ class Files:
             self.root = split_url(self.root)[1]
         paths = paths if isinstance(paths, Sequence) else list(paths)
         first = scheme_of(paths[0]) if len(paths) else None
-        if store is not None or scheme_of(self.root) is not None or first not in (None, "file"):
+        located: Any = paths
+        if hasattr(located, "is_local"):  # an ObjectList, as the paths of other sources may be
+            self.paths, self._objects = located, None if located.is_local else located
+        elif store is not None or scheme_of(self.root) is not None or first not in (None, "file"):
             from aiofeed.sources.objects.samples import objects_of
 
             self.paths = self._objects = objects_of(paths, self.root, store, options)
@@ -108,7 +111,7 @@ class Files:
     def _local_paths(self, paths: Sequence[object], follow_symlinks: bool, options: object) -> list[str]:
         if options is not None:
             raise ValueError("options= are for the store of URLs, and these paths are files: leave it out")
-        found = [_path(path, position) for position, path in enumerate(paths)]
+        found = [path_of(path, position) for position, path in enumerate(paths)]
         if self.root is not None:
             found = [beneath(self.root, path) for path in found]
             if not follow_symlinks:
@@ -128,6 +131,14 @@ class Files:
         """The path of the file, joined to ``root`` if that was given; or the URL, without credentials."""
         return self.paths[index]
 
+    def version(self, index: int, /) -> str:
+        """Absolute path, size and times of the file; the store of an object, whose contents are not checked."""
+        if self._objects is not None:
+            return self._objects.store_of(index)
+        path = os.path.abspath(self.paths[index])
+        status = os.stat(path)
+        return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
+
     async def read(self, index: int, /) -> bytes:
         """Read a whole file."""
         [data] = await self.read_many([index])
@@ -145,21 +156,15 @@ class Files:
             return await self._objects.read_many(indices, self._rules.max_bytes)
         size = self._group_size(len(indices))
         if size >= len(indices):
-            return await self._read_group(indices)
+            return await _in_executor(self._read_group, indices)
         groups = [indices[start : start + size] for start in range(0, len(indices), size)]
-        parts = await asyncio.gather(*[self._read_group(group) for group in groups])
+        parts = await asyncio.gather(*[_in_executor(self._read_group, group) for group in groups])
         return [data for part in parts for data in part]
 
     def _group_size(self, most: int) -> int:
         if self._seconds_per_file == 0.0:
             return min(most, 8)
         return max(1, min(most, GROUP_MOST, int(GROUP_S / self._seconds_per_file)))
-
-    async def _read_group(self, indices: Sequence[int]) -> list[bytes | OSError]:
-        paths = [self.paths[index] for index in indices]
-        contents, seconds = await _read_files(paths, self._rules, self._group_reader(len(paths)))
-        self._observe(contents, seconds)
-        return contents
 
     def _group_reader(self, files: int) -> GroupReader | None:
         """The native library, if it was built and is faster for these files."""
@@ -181,10 +186,17 @@ class Files:
 
     def read_now(self, indices: Sequence[int], /) -> list[bytes | OSError]:
         """``read_many`` in the calling thread."""
-        paths = [self.paths[index] for index in indices]
-        contents, seconds = _read_files_blocking(paths, self._rules, self._group_reader(len(paths)))
-        self._observe(contents, seconds)
+        return self._read_group(indices)
+
+    def _read_group(self, indices: Sequence[int]) -> list[bytes | OSError]:
+        started = time.perf_counter()
+        contents = self._contents(indices)
+        self._observe(contents, time.perf_counter() - started)
         return contents
+
+    def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
+        """The contents of files, or the error of each that cannot be read."""
+        return _read_files([self.paths[index] for index in indices], self._rules, self._group_reader(len(indices)))
 
     def storage_statistics(self) -> StorageStatistics | None:
         """The requests for objects at URLs in this process; ``None`` for files."""
@@ -202,7 +214,12 @@ def _as_sequence(targets: Any) -> Sequence[Any]:
     return values
 
 
-def _path(value: object, position: int) -> str:
+def path_of(value: object, position: int) -> str:
+    """The path of an entry of a list: a path, or a ``file://`` URL.
+
+    Raises:
+        TypeError, ValueError: It is something else.
+    """
     if type(value) is str:
         return value if "://" not in value else _path_of_url(value, position)
     # A path as bytes is refused, because keys are texts.
@@ -221,10 +238,7 @@ def _path_of_url(value: str, position: int) -> str:
     return split_url(value)[1]
 
 
-def _read_files_blocking(
-    paths: Sequence[str], rules: ReadRules, reader: GroupReader | None
-) -> tuple[list[bytes | OSError], float]:
-    started = time.perf_counter()
+def _read_files(paths: Sequence[str], rules: ReadRules, reader: GroupReader | None) -> list[bytes | OSError]:
     contents: list[bytes | OSError] = []
     found = None if reader is None else read_group(reader, paths, rules)
     since = unchanged_since(time.time())
@@ -241,9 +255,7 @@ def _read_files_blocking(
         except OSError as error:
             # The traceback refers to this frame, and so to the bytes of all other files.
             contents.append(error.with_traceback(None))
-    return contents, time.perf_counter() - started
+    return contents
 
 
-_read_files: Callable[
-    [Sequence[str], ReadRules, GroupReader | None], Awaitable[tuple[list[bytes | OSError], float]]
-] = wrap(_read_files_blocking)
+_in_executor: Callable[..., Awaitable[list[bytes | OSError]]] = wrap(lambda read, indices: read(indices))

@@ -218,6 +218,8 @@ class CombinedSource:
             self.target = self._target
         if all(hasattr(source, "read_now") for source in self._sources):
             self.read_now = self._read_now
+        if all(hasattr(source, "version") for source in self._sources):
+            self.version = self._version
 
     def __len__(self) -> int:
         """The number of samples of all sources."""
@@ -234,6 +236,11 @@ class CombinedSource:
         """The name of the source, and the sample's key in it."""
         number, local = self._parts.find(index)
         return f"{self._names[number]}: {self._sources[number].key(local)}"
+
+    def _version(self, index: int, /) -> str:
+        number, local = self._parts.find(index)
+        source = self._sources[number]
+        return f"{type(source).__module__}.{type(source).__qualname__} {source.version(local)}"
 
     def _target(self, index: int, /) -> Any:
         number, local = self._parts.find(index)

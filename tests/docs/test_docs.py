@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
-pytestmark = pytest.mark.usefixtures("accelerator_started")
+pytestmark = pytest.mark.usefixtures("accelerator_started", "arrow_started")
 
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-NEEDS = {"docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers")}
+NEEDS = {
+    "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),
+    "docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers"),
+}
 """Packages that a document imports and aiofeed does not need."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "{.python .no-run}": False}

@@ -32,8 +32,16 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8", **changes}
 
 
-def run(name: str, *arguments: str | Path, code: int = 0) -> str:
-    """Run an example, which must exit with ``code``; returns its stdout and stderr."""
+# Torch 2.13 keeps gloo's threads after destroy_process_group if there was a DistributedDataParallel. At the exit of a
+# process they seldom abort it with this message, after all it had to do.
+ABORTED_AT_EXIT = "terminate called without an active exception"
+
+
+def run(name: str, *arguments: str | Path, code: int = 0, attempts: int = 1) -> str:
+    """Run an example, which must exit with ``code``; returns its stdout and stderr.
+
+    Further attempts are for torch's abort at the exit of a process only.
+    """
     done = subprocess.run(
         command(name, *arguments),
         stdout=subprocess.PIPE,
@@ -43,6 +51,8 @@ def run(name: str, *arguments: str | Path, code: int = 0) -> str:
         timeout=150,
         check=False,
     )
+    if attempts > 1 and ABORTED_AT_EXIT in done.stdout:
+        return run(name, *arguments, code=code, attempts=attempts - 1)
     assert done.returncode == code, done.stdout
     assert "Traceback" not in done.stdout
     return done.stdout
@@ -293,7 +303,7 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
-    output = run("packed_text.py")
+    output = run("packed_text.py", attempts=3)
     lines = re.findall(
         r"^(\d) processes: loss ([0-9.]+) to ([0-9.]+), .* prose (\d+), code (\d+)$", output, re.MULTILINE
     )
@@ -403,7 +413,7 @@ def test_timm_mixup_turns_mixup_off() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun's rendezvous needs another build of torch on Windows")
 def test_torchrun_ddp_resumes_with_more_processes() -> None:
     """Two processes see 40 samples each, then three see the rest of the 300, with two repeated."""
-    output = run("torchrun_ddp.py", "--self-test")
+    output = run("torchrun_ddp.py", "--self-test", attempts=3)
     lines = re.findall(r"^process (\d) of (\d): (\d+) samples$", output, re.MULTILINE)
     assert sorted(lines) == [("0", "2", "40"), ("0", "3", "74"), ("1", "2", "40"), ("1", "3", "74"), ("2", "3", "74")]
     assert "self-test: 302 samples seen: 300, and 2 repeated" in output
@@ -438,7 +448,7 @@ def test_three_trainings_share_decoded_images() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
 def test_ddp_one_host_distributes_the_batches() -> None:
     """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
-    output = run("ddp_one_host.py")
+    output = run("ddp_one_host.py", attempts=3)
     assert len(re.findall(r"^rank [01]: 16 batches", output, re.MULTILINE)) == 2
     assert "each sample once: True, same weights: True" in output
 
@@ -448,8 +458,8 @@ def test_ddp_one_host_distributes_the_batches() -> None:
 
 def test_every_example_is_listed() -> None:
     """examples/README.md lists exactly the examples that exist."""
-    listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
-    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    listed = re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(path.name for ending in ("py", "ipynb") for path in EXAMPLES.glob(f"*.{ending}"))
 
 
 # --- resident_digits --------------------------------------------------------------------------------------------------

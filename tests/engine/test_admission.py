@@ -18,6 +18,14 @@ def test_without_an_estimate_the_first_batch_runs_alone() -> None:
     assert budget.admits(8)
 
 
+def test_batches_without_bytes_do_not_run_alone() -> None:
+    """Numbers and strings count as no bytes; once a batch of them is complete, others may run beside each other."""
+    budget = MemoryBudget(100)
+    budget.correct(budget.reserve(4), 0, 4)
+    assert budget.known
+    assert budget.admits(4)
+
+
 def test_one_batch_may_always_proceed() -> None:
     """A batch above the whole limit is admitted if nothing else is in flight."""
     budget = MemoryBudget(100, bytes_per_sample=1000)

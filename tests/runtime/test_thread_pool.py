@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from aiofeed.runtime.thread_pool import BACKLOG_RUNS, RESIZE_INTERVAL_S, STARVING_INTERVAL_S, ReadPoolSizer, ThreadPool
+from aiofeed.runtime import machine
+from aiofeed.runtime.thread_pool import (
+    BACKLOG_RUNS,
+    RESIZE_INTERVAL_S,
+    STARVING_INTERVAL_S,
+    ReadPoolSizer,
+    ThreadPool,
+    gil_wait_s,
+)
 
 
 def threads_of(pool: ThreadPool) -> list[threading.Thread]:
@@ -191,3 +200,52 @@ def test_reads_get_fewer_threads_while_decoding_has_a_backlog() -> None:
         assert resize() == RESIZE_INTERVAL_S
         found.append(reads.max_running)
     assert found == [4] * (BACKLOG_RUNS - 1) + [2] * BACKLOG_RUNS + [1] * (BACKLOG_RUNS + 1)
+
+
+# --- what explains where the time goes
+
+
+def test_waits_for_cores_count_while_threads_run_and_after_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that wait for a core for a second each: two seconds, also after the pool was stopped."""
+    waited = 10.0
+    monkeypatch.setattr(machine, "core_wait_s", lambda thread: waited)
+    pool = ThreadPool("test", 2)
+    release = threading.Event()
+    futures = [pool.submit(release.wait) for _ in range(2)]
+    begun = threading.Barrier(3)
+    more = [pool.submit(begun.wait) for _ in range(2)]
+    release.set()
+    begun.wait(5)
+    assert pool.core_wait_s() == 0.0
+    waited = 11.0
+    assert pool.core_wait_s() == 2.0
+    assert all(future.result(5) is not None for future in futures + more)
+    pool.stop()
+    assert pool.join(5)
+    waited = 20.0  # of no thread of the pool
+    assert pool.core_wait_s() == 2.0
+    assert pool.busy_s > 0.0
+
+
+def test_a_wait_for_the_gil_is_measured() -> None:
+    """While another thread holds the GIL for 5 ms at a time it is waited for; otherwise it is free."""
+    usleep = ctypes.PyDLL(None).usleep
+    assert sorted(gil_wait_s() for _ in range(21))[10] < 0.001
+    ended = threading.Event()
+
+    def hold_the_gil() -> None:
+        while not ended.is_set():
+            usleep(5_000)
+
+    thread = threading.Thread(target=hold_the_gil)
+    thread.start()
+    try:
+        assert max(gil_wait_s() for _ in range(10)) > 0.001
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_thread_that_does_not_exist_waits_for_no_core() -> None:
+    assert machine.core_wait_s(0) == 0.0
+    assert machine.core_wait_s(threading.get_native_id()) >= 0.0

@@ -136,6 +136,7 @@ async def train() -> None:
     assert_type(next(iter(changed)), Any)
     aiofeed.Files(["a"], np.zeros(1))
     aiofeed.Files(["a"], torch.zeros(1))
+    aiofeed.Feeder(aiofeed.Manifest("m.csv", target=("label", "box"), to_target=len), decode=len, batch_size=2)
 
     collated = aiofeed.Feeder(Rows(), batch_size=2, collate_fn=stacked)
     assert_type(next(iter(collated)), dict[str, torch.Tensor])
@@ -158,5 +159,6 @@ def make_mistakes() -> None:
     aiofeed.ImageFolder("train", transform=decode)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.DecodeImage(224, mean=0.5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.Limits(num_workers=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    aiofeed.Manifest("m.csv", targets="label")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.Files(["a"], target=[1])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.prefetch([rows], devise="cpu")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -87,6 +87,10 @@ class CachedFetcher(Fetcher):
         self._slowest_s = 0.0
         store.open(codec.layout)
 
+    def announce(self, plan: BatchPlan) -> None:
+        """Announce a plan to the inner fetcher."""
+        self._inner.announce(plan)
+
     def key(self, index: int) -> str:
         """The inner fetcher's name for a sample."""
         return self._inner.key(index)
@@ -252,7 +256,7 @@ class CachedFetcher(Fetcher):
         if not isinstance(builder, RowBatchBuilder) or self._codec.random or chunk.control.deadline is not None:
             self._put_each(chunk)
             return
-        started = time.perf_counter()
+        began = time.perf_counter(), time.thread_time()
         count, first = len(chunk.positions), chunk.positions[0]
         indices = _indices(plan, chunk.positions)
         if isinstance(builder, DeviceBatchBuilder):
@@ -261,16 +265,19 @@ class CachedFetcher(Fetcher):
             self._store.copy_rows(indices, builder.rows[first : first + count].reshape(count, -1).view(np.uint8))
         if target is not None:
             chunk.decode_each(lambda position, _: builder.put(position, target(plan.indices[position])))
-        self._observe(chunk, started, count)
+        self._observe(chunk, began, count)
 
     def _put_each(self, chunk: Chunk) -> None:
         """Put cached and probed samples into the batch one by one."""
-        started = time.perf_counter()
-        self._observe(chunk, started, chunk.decode_each(self._place(chunk)))
+        began = time.perf_counter(), time.thread_time()
+        self._observe(chunk, began, chunk.decode_each(self._place(chunk)))
 
-    def _observe(self, chunk: Chunk, started: float, samples: int) -> None:
-        seconds = time.perf_counter() - started
+    def _observe(self, chunk: Chunk, began: tuple[float, float], samples: int) -> None:
+        seconds = time.perf_counter() - began[0]
         chunk.outcome.decode_s += seconds
+        chunk.outcome.decode_cpu_s += time.thread_time() - began[1]
+        chunk.outcome.samples += samples
+        chunk.outcome.cached += samples
         self._sizer.observe(seconds, samples)
 
     def _decode_shared(self, chunk: Chunk, positions: Sequence[int]) -> None:

@@ -73,20 +73,22 @@ class DatasetFetcher(Fetcher):
         """Call ``place`` for each position and value of a chunk, after requesting the items that are ``UNREAD``."""
         requested = chunk.unread()
         outcome, retries = chunk.outcome, chunk.outcome.retries
-        reached, seconds = 0, 0.0
+        reached, seconds, cpu_s = 0, 0.0, 0.0
 
         def work() -> None:
-            nonlocal reached, seconds
-            started = time.perf_counter()
+            nonlocal reached, seconds, cpu_s
+            started, cpu_started = time.perf_counter(), time.thread_time()
             if self._request_all(chunk, requested):
                 reached = chunk.decode_each(place)
             else:
                 reached = chunk.decode_each(self._request_one(chunk, place, slot))
-            seconds = time.perf_counter() - started
+            seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
 
         with self._calls.slot(chunk.plan.indices[requested[0]], chunk.control) as slot:
             slot.call(work)
         outcome.decode_s += seconds
+        outcome.decode_cpu_s += cpu_s
+        outcome.samples += reached
         if reached and outcome.retries == retries:
             self._sizer.observe(seconds, reached)
 

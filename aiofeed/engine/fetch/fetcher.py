@@ -50,7 +50,13 @@ class ChunkOutcome:
     nbytes: int = 0
     retries: int = 0
     decode_s: float = 0.0
+    decode_cpu_s: float = 0.0
     collate_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    samples: int = 0
+    cached: int = 0
+    gil_probe_s: float = 0.0
+    gil_probes: int = 0
     job: JobTiming | None = None
 
 
@@ -169,6 +175,10 @@ class Fetcher(ABC):
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder for a batch of so many samples, in memory of the lease."""
         return DefaultCollateBuilder(samples, lease)
+
+    def announce(self, plan: BatchPlan) -> None:
+        """Called on the loop with each plan before its samples are read."""
+        return None
 
     @abstractmethod
     def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:

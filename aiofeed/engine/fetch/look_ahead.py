@@ -37,6 +37,7 @@ class LookAhead:
         self._starts = source.shard_starts  # type: ignore[attr-defined]
         self._limit_bytes = limit_bytes
         self.read = source.read
+        self._announce = getattr(source, "announce", None)
         self._samples: dict[int, _Sample] = {}
         # For each shard the samples that will be read together.
         self._groups: dict[int, list[_Sample]] = {}
@@ -82,6 +83,8 @@ class LookAhead:
 
     def _note(self, plan: BatchPlan) -> int:
         """Note the samples of a plan, and return their bytes."""
+        if self._announce is not None:
+            self._announce(plan)
         before = self._held_bytes
         for index in plan.indices:
             sample = self._samples.get(index)

@@ -79,9 +79,11 @@ class SourceFetcher(Fetcher):
         self._length = len(source) if length is None else length
         self.limit_s = self.policy.decode_timeout_s
         self.target = getattr(source, "target", None)
+        self._announce: Callable[[BatchPlan], object] | None = getattr(source, "announce", None)
         self._look_ahead: LookAhead | None = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):
             self._look_ahead = LookAhead(source, lookahead_bytes)
+            self._announce = None  # it announces plans when it takes them from the order
         self._reader = AsyncReader(self._look_ahead or source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
@@ -97,6 +99,11 @@ class SourceFetcher(Fetcher):
     def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """The same steps, whose samples are read ahead if they are in shards."""
         return super().following(steps) if self._look_ahead is None else self._look_ahead.following(steps)
+
+    def announce(self, plan: BatchPlan) -> None:
+        """Announce a plan to the source, if it has the method."""
+        if self._announce is not None:
+            self._announce(plan)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder with the decoder's rows, or one that collates samples."""
@@ -158,10 +165,12 @@ class SourceFetcher(Fetcher):
         self._read_now(chunk)
         started, cpu_started = time.perf_counter(), time.thread_time()
         reached = chunk.decode_each(place or self._decode_all(chunk) or self._decode_one(chunk))
-        seconds = time.perf_counter() - started
+        seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
+        chunk.outcome.decode_cpu_s += cpu_s
+        chunk.outcome.samples += reached
         if reached:
-            self._sizer.observe(seconds, reached, time.thread_time() - cpu_started)
+            self._sizer.observe(seconds, reached, cpu_s)
 
     def _read_now(self, chunk: Chunk) -> None:
         """Read the samples of a chunk that are ``UNREAD``, in this thread."""

@@ -49,6 +49,11 @@ class ReadTuner:
         self._last = float("-inf")
         self._score_next(skip=1)
 
+    @property
+    def saturated(self) -> bool:
+        """Whether the last doubling brought nothing and was undone."""
+        return self._pause > 0
+
     def _score_next(self, skip: int) -> None:
         """Start a score; it leaves out ``skip`` samples, whose reads began before the number changed."""
         self._skip = skip

@@ -166,7 +166,9 @@ def _command(connection: int, config: int, number: int) -> list[str]:
     # Like multiprocessing: the same interpreter, with the same flags and the same sys.path.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = [entry for entry in sys.path if isinstance(entry, str)]
+    # Ctrl-C in a terminal interrupts all its processes, also while they import; the trainer decides what happens then.
     program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         f"import sys; sys.path[:] = {path!r}; from aiofeed.processes.workers.main import main; "
         f"main({connection}, {config}, {os.getpid()}, {number})"
     )

@@ -52,8 +52,6 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
         parent: The trainer's process id.
         number: Number of this worker, from 0.
     """
-    # Ctrl-C in a terminal interrupts all its processes; the trainer decides what happens then.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with(parent)
     reserve_standard_descriptors()
     sock = socket.socket(fileno=connection)

@@ -88,6 +88,16 @@ class BatchStats(Struct, frozen=True):
     decode_s: float = 0.0
     collate_s: float = 0.0
     retries: int = 0
+    samples_read: int = 0
+    reading_s: float = 0.0
+    samples_read_apart: int = 0
+    reading_apart_s: float = 0.0
+    samples_decoded: int = 0
+    samples_cached: int = 0
+    decode_cpu_s: float = 0.0
+    collate_cpu_s: float = 0.0
+    gil_probe_s: float = 0.0
+    gil_probes: int = 0
 
 
 class BatchFinished(Struct, frozen=True):

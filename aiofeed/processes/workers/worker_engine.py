@@ -178,9 +178,7 @@ class WorkerEngine(Engine):
         serial = batch.plan.serial
         self.permits.reported.discard(serial)
         counters = batch.counters
-        stats = BatchStats(
-            counters.bytes_read, counters.read_s, counters.decode_s, counters.collate_s, counters.retries
-        )
+        stats = BatchStats(*(getattr(counters, name) for name in BatchStats.__struct_fields__))
         failures = [describe(error) for error in batch.failures]
         slot = batch.lease
         assert slot is None or isinstance(slot, Slot)

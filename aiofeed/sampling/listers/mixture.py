@@ -183,6 +183,10 @@ class Interleaving:
         self._counts: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[Int64, Int64]] = {}
 
+    def describe(self) -> str:
+        """How sources are drawn, and by which weights."""
+        return f"{'even' if self._random_seed is None else 'random'}, weights {self.shares.describe()}"
+
     def counts(self, block: int, samples: int = 0) -> list[int]:
         """The samples of each source before a place: that of the block, or ``samples`` further."""
         with self._lock:
@@ -368,9 +372,7 @@ class MixtureOrder:
 
     def _describe(self) -> str:
         lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
-        interleaving = self._interleaving
-        drawn = "random" if interleaving._random_seed is not None else "even"
-        return f"Mixture({lengths}; {drawn}, weights {interleaving.shares.describe()}, {len(self)} samples)"
+        return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples)"
 
 
 def _counts(values: Any, sources: int) -> list[int]:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+ValueT = TypeVar("ValueT")
+
 # Keys that are examined at once: bounds the temporary arrays.
 _BLOCK = 1 << 18
 _SLASH = ord("/")
 
 
-class PackedKeys(Sequence[str]):
-    """Texts that are stored as UTF-8, one after the other.
+class PackedSequence(Sequence[ValueT]):
+    """Values that are stored as bytes, one after the other.
 
     Args:
-        data: The bytes of all texts.
+        data: The bytes of all values.
         offsets: Where each begins, and where the last one ends.
     """
 
-    def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
+    def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.integer[Any]]) -> None:
         self.data = data
         self.offsets = offsets
         # Indexing these takes a fifth of the time of indexing the arrays.
@@ -32,28 +35,39 @@ class PackedKeys(Sequence[str]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arrays."""
-        return PackedKeys, (np.asarray(self.data), np.asarray(self.offsets))
+        return type(self), (np.asarray(self.data), np.asarray(self.offsets))
 
     def __len__(self) -> int:
-        """The number of keys."""
+        """The number of values."""
         return len(self._at) - 1
 
     @overload
-    def __getitem__(self, index: int, /) -> str: ...
+    def __getitem__(self, index: int, /) -> ValueT: ...
     @overload
-    def __getitem__(self, index: slice, /) -> list[str]: ...
-    def __getitem__(self, index: int | slice, /) -> str | list[str]:
-        """A key, or a list of keys."""
+    def __getitem__(self, index: slice, /) -> list[ValueT]: ...
+    def __getitem__(self, index: int | slice, /) -> ValueT | list[ValueT]:
+        """A value, or a list of values."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         if index < 0:
             index += len(self)
         if not 0 <= index < len(self):
-            raise IndexError(f"there are {len(self)} keys")
-        return str(self._bytes[self._at[index] : self._at[index + 1]], "utf-8", "surrogateescape")
+            raise IndexError(f"there are {len(self)} values")
+        return self._value(self._bytes[self._at[index] : self._at[index + 1]])
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[ValueT]:
         return (self[at] for at in range(len(self)))
+
+    @abstractmethod
+    def _value(self, data: memoryview) -> ValueT:
+        """The value of its bytes."""
+
+
+class PackedKeys(PackedSequence[str]):
+    """Texts, as UTF-8; their offsets are 64-bit integers."""
+
+    def _value(self, data: memoryview) -> str:
+        return str(data, "utf-8", "surrogateescape")
 
     def take(self, selected: NDArray[np.int64]) -> PackedKeys:
         """The keys at these positions."""

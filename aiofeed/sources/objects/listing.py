@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterable
@@ -24,6 +25,7 @@ import numpy as np
 
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.threads import JOIN_S, POLL_INTERVAL_S
+from aiofeed.sampling.feed_order import find_shard
 from aiofeed.sources.objects.faults import ObjectInfo
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.reader import ObjectReader, run_all
@@ -38,6 +40,9 @@ log = logging.getLogger("aiofeed.sources")
 # Folders that are listed at the same time. A page of 1,000 keys takes a store some 100 ms.
 FOLDERS = 16
 LOG_EVERY_S = 5.0
+# A bar appears after this time, and is drawn at most this often. A drawing takes some 0.1 ms.
+BAR_AFTER_S = 0.5
+BAR_EVERY_S = 0.1
 _VERSION = 1
 _ALIGN = 64
 
@@ -113,7 +118,7 @@ def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
         hours = (time.time() - cached.listed_at) / 3600
         log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", reader.url(""), hours, path)
         return cached
-    listing = run_blocking(lambda: _list(reader))
+    listing = run_blocking(lambda: read_listing(reader))
     if path is not None:
         try:
             save_listing(path, listing, reader.url(""))
@@ -130,19 +135,70 @@ def listing_path(reader: ObjectReader) -> Path | None:
     return cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
 
 
-class _Progress:
-    """Logs the number of keys every few seconds."""
+def shows_progress() -> bool:
+    """Whether this process shows bars: it has rank 0, and its standard error is a terminal or it is a notebook."""
+    try:
+        if find_shard()[0]:
+            return False
+    except ValueError:  # a wrong RANK, which a feeder reports if it needs it
+        pass
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None and "IPKernelApp" in shell.config:
+        return True
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+
+def new_bar(name: str, total: int | None, **options: Any) -> Any:
+    """A bar of tqdm that draws in each ``update``; ``None`` if tqdm is not installed."""
+    try:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    # Ctrl-C within a drawing leaves the lock acquired, so that bars of other threads must have another one. The thread
+    # that monitors bars would outlive them.
+    new: Any = type("Bar", (tqdm,), {"monitor_interval": 0, "_lock": threading.RLock()})
+    return new(desc=name, total=total, mininterval=0, miniters=0, dynamic_ncols=True, **options)
+
+
+class LoadProgress:
+    """Shows how far a long listing or indexing is: in a bar if ``shows_progress``, otherwise in log lines.
+
+    Args:
+        name: The name of the bar.
+        unit: What is counted.
+        total: The count at the end; ``None`` if it is unknown.
+        message: Makes the log line from the count.
+    """
+
+    def __init__(self, name: str, unit: str, total: int | None, message: Callable[[int], str]) -> None:
+        self._bar: Any = None
+        self._new_bar: Callable[[], Any] = lambda: new_bar(name, total, unit=f" {unit}", leave=False)
+        self._message = message
         self._count = 0
-        self._due = time.monotonic() + LOG_EVERY_S
+        self._shown = shows_progress()
+        self._due = time.monotonic() + (BAR_AFTER_S if self._shown else LOG_EVERY_S)
 
-    def add(self, keys: int) -> None:
-        self._count += keys
-        if time.monotonic() > self._due:
-            self._due = time.monotonic() + LOG_EVERY_S
-            log.warning("listed %s keys of %s", f"{self._count:,}", self._url)
+    def __enter__(self) -> LoadProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, count: int = 1) -> None:
+        """Count; draw the bar or log a line if it is time."""
+        self._count += count
+        if time.monotonic() <= self._due:
+            return
+        if self._shown and self._bar is None:
+            self._bar = self._new_bar()
+            self._shown = self._bar is not None
+        self._due = time.monotonic() + (BAR_EVERY_S if self._shown else LOG_EVERY_S)
+        if self._shown:
+            self._bar.update(self._count - self._bar.n)
+        else:
+            log.warning("%s", self._message(self._count))
 
 
 class _Part:
@@ -167,8 +223,12 @@ class _Part:
         return self
 
 
-async def _list(reader: ObjectReader) -> Listing:
-    progress = _Progress(reader.url(""))
+async def read_listing(reader: ObjectReader) -> Listing:
+    """The objects below the root of a reader, listed now.
+
+    Raises:
+        OSError: The objects cannot be listed.
+    """
     first: list[tuple[str, ObjectInfo]] = await anext(reader.list(), [])
     turn = asyncio.Semaphore(FOLDERS)
 
@@ -180,12 +240,14 @@ async def _list(reader: ObjectReader) -> Listing:
                 progress.add(len(page))
         return part
 
-    if not reader.is_local and any("/" in key for key, _ in first):
-        folders, objects = await reader.list_top()
-        parts = [_Part().add([each]) for each in objects]
-        parts += await run_all([list_folder(folder) for folder in folders])
-    else:  # objects without folders, of which list_top would make one list
-        parts = [await list_folder("")]
+    url = reader.url("")
+    with LoadProgress(f"listing {url}", "keys", None, lambda keys: f"listed {keys:,} keys of {url}") as progress:
+        if not reader.is_local and any("/" in key for key, _ in first):
+            folders, objects = await reader.list_top()
+            parts = [_Part().add([each]) for each in objects]
+            parts += await run_all([list_folder(folder) for folder in folders])
+        else:  # objects without folders, of which list_top would make one list
+            parts = [await list_folder("")]
     return _joined(sorted(parts, key=lambda part: part.first))
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.sources.file_io import ReadRules, open_file, read_file
+from aiofeed.sources.file_io import ReadRules, open_file, read_file, read_range
 from aiofeed.sources.objects.faults import ObjectInfo, changed, too_short
 
 _PAGE = 1000
@@ -59,10 +59,7 @@ def _read_ranges(path: str, starts: Sequence[int], ends: Sequence[int], etag: st
             raise changed(path)
         found = []
         for start, end in zip(starts, ends, strict=True):
-            file.seek(start)
-            data = file.read(end - start)
-            while len(data) < end - start and (more := file.read(end - start - len(data))):
-                data += more
+            data = read_range(file, start, end)
             if len(data) != end - start:
                 raise too_short(path, start, end)
             found.append(data)

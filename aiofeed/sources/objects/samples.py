@@ -28,13 +28,14 @@ class ObjectList(Sequence[str]):
     """
 
     def __init__(self, keys: PackedKeys, readers: list[ObjectReader], numbers: Sequence[int] | None = None) -> None:
-        self._keys = keys
+        self.keys = keys
         self._readers = readers
         self._numbers = numbers
+        self._stores: list[str] | None = None
 
     def __len__(self) -> int:
         """The number of objects."""
-        return len(self._keys)
+        return len(self.keys)
 
     @overload
     def __getitem__(self, index: int, /) -> str: ...
@@ -44,19 +45,42 @@ class ObjectList(Sequence[str]):
         """The URL of an object, or a list of URLs."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        return self._reader(index).url(self._keys[index])
+        return self._reader(index).url(self.keys[index])
 
     def _reader(self, index: int) -> ObjectReader:
         return self._readers[0 if self._numbers is None else self._numbers[index]]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the objects are files."""
+        return all(reader.is_local for reader in self._readers)
+
+    def by_object(self, indices: Sequence[int]) -> list[list[int]]:
+        """For each object the positions in ``indices``."""
+        groups: dict[tuple[int, str], list[int]] = {}
+        for place, index in enumerate(indices):
+            number = 0 if self._numbers is None else self._numbers[index]
+            groups.setdefault((number, self.keys[index]), []).append(place)
+        return list(groups.values())
+
     async def read_many(self, indices: Sequence[int], max_bytes: int) -> list[bytes | OSError]:
         """The contents of objects, or the error of each that cannot be read."""
-        reads = [self._reader(index).read(self._keys[index], max_bytes=max_bytes) for index in indices]
+        reads = [self._reader(index).read(self.keys[index], max_bytes=max_bytes) for index in indices]
         found: list[Any] = await asyncio.gather(*reads, return_exceptions=True)
         for data in found:
             if isinstance(data, BaseException):
                 data.__traceback__ = None  # refers to frames, and so to the bytes of other objects
         return found
+
+    async def read_ranges(self, index: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Ranges of one object."""
+        return await self._reader(index).read_ranges(self.keys[index], starts, ends)
+
+    def store_of(self, index: int) -> str:
+        """Identifies the store of an object, which its URL may leave open."""
+        if self._stores is None:
+            self._stores = [reader.identity or repr(reader) for reader in self._readers]
+        return self._stores[0 if self._numbers is None else self._numbers[index]]
 
     def statistics(self) -> StorageStatistics | None:
         """The requests of all readers."""
@@ -69,8 +93,6 @@ def objects_of(paths: Iterable[object], root: str | None, store: Any, options: M
     Raises:
         TypeError, ValueError: An entry is not a URL, or not a key.
     """
-    if isinstance(paths, ObjectList):  # the ``paths`` of another source
-        return paths
     keys, numbers, known = KeyPacker(), array("i"), dict[str, int]()
     readers = [] if root is None else [ObjectReader(root, store=store, options=options)]
     last = ""

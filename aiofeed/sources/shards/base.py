@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import hashlib
-import logging
 import os
 import time
 import zlib
@@ -18,20 +17,17 @@ from typing import Any, ClassVar, TypeAlias
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.validation import check_callable
 from aiofeed.sources.files import AT_ONCE_S
-from aiofeed.sources.objects.listing import run_blocking
+from aiofeed.sources.objects.listing import LoadProgress, run_blocking
 from aiofeed.sources.objects.reader import run_all, statistics_of
 from aiofeed.sources.shards import indexing
 from aiofeed.sources.shards.index import ShardIndex, with_labels
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
-
-log = logging.getLogger("aiofeed.sources")
 
 # Shards that are opened at the same time, and shards that are read from end to end at the same time.
 OPEN = 64
 SCAN = 8
 # Targets that are in no index are read from parts of a shard of this size.
 LABEL_BYTES = 32 << 20
-LOG_EVERY_S = 5.0
 
 _Group: TypeAlias = tuple[Shard, list[int], list[int]]
 
@@ -83,6 +79,11 @@ class Shards(ABC):
         """Whether samples should be read before their batches begin, those of a shard together; not for files."""
         return not self._local
 
+    def version(self, index: int, /) -> str:
+        """The version of the shard, the sample's number in it, and which part of it is read."""
+        shard, sample = self._find(index)
+        return f"{shard.version} {shard.size} {sample} {self._selection()!r}"
+
     async def read(self, index: int, /) -> Any:
         """Read one sample."""
         [sample] = await self.read_many([index])
@@ -118,7 +119,7 @@ class Shards(ABC):
         """Names, sizes, lengths and keys of the shards, and which part of the samples is read."""
         digest = hashlib.sha256(f"{type(self).__name__} {self._selection()!r}".encode())
         for shard in self._shards:
-            keys = 0 if shard.index.keys is None else zlib.crc32(shard.index.keys.data)
+            keys = 0 if shard.index.keys is None else zlib.crc32(shard.index.keys.data.tobytes())
             name = os.path.basename(shard.key)
             digest.update(f"\n{name} {shard.size} {self._samples(shard)} {keys}".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:32]
@@ -162,11 +163,11 @@ class Shards(ABC):
 
     async def _open_all(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         shards = await self._list(finder, urls)
-        turn, self._scanning, done = asyncio.Semaphore(OPEN), asyncio.Semaphore(SCAN), 0
-        due = time.monotonic() + LOG_EVERY_S
+        turn, self._scanning = asyncio.Semaphore(OPEN), asyncio.Semaphore(SCAN)
+        total = len(shards)
+        progress = LoadProgress("opening shards", "shards", total, lambda done: f"opened {done} of {total} shards")
 
         async def open_one(shard: Shard) -> None:
-            nonlocal done, due
             async with turn:
                 await shard.open()
                 try:
@@ -177,13 +178,11 @@ class Shards(ABC):
                 raise ValueError(
                     f"{shard.url}: it has {self._samples(shard)} samples, the list of shards has {shard.samples}"
                 )
-            done += 1
-            if time.monotonic() > due:
-                due = time.monotonic() + LOG_EVERY_S
-                log.warning("opened %d of %d shards", done, len(shards))
+            progress.add()
 
         try:
-            await run_all([open_one(shard) for shard in shards])
+            with progress:
+                await run_all([open_one(shard) for shard in shards])
         finally:
             del self._scanning
         return shards

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed.sources.objects.keys import PackedSequence
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -23,30 +25,22 @@ _DTYPES = ("|u1", "<u2", "<u4", "<u8")
 _ARRAYS = ("starts", "ends", "first", "fields", "sizes", "crcs")
 
 
-class PackedBytes(Sequence[bytes]):
-    """Short byte strings in one buffer.
+class PackedBytes(PackedSequence[bytes]):
+    """Short byte strings."""
 
-    Args:
-        data: All of them, one after the other.
-        ends: Where each ends.
-    """
-
-    def __init__(self, data: bytes, ends: Unsigned) -> None:
-        self.data = data
-        self.ends = ends
+    def _value(self, data: memoryview) -> bytes:
+        return bytes(data)
 
     @staticmethod
     def pack(values: Sequence[bytes]) -> PackedBytes:
         """A copy of the values."""
-        return PackedBytes(b"".join(values), narrow(np.fromiter(accumulate(map(len, values)), np.uint64, len(values))))
+        ends = np.fromiter(accumulate(map(len, values)), np.uint64, len(values))
+        return PackedBytes.of(np.frombuffer(b"".join(values), np.uint8), narrow(ends))
 
-    def __len__(self) -> int:
-        """The number of byte strings."""
-        return len(self.ends)
-
-    def __getitem__(self, index: Any) -> Any:
-        """One of them."""
-        return self.data[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
+    @staticmethod
+    def of(data: NDArray[np.uint8], ends: Unsigned) -> PackedBytes:
+        """Byte strings of which only the ends are given."""
+        return PackedBytes(data, np.concatenate([np.zeros(1, ends.dtype), ends]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +99,8 @@ class ShardIndex:
         parts = {name: values for name in _ARRAYS if (values := getattr(self, name)) is not None}
         for name in ("keys", "labels"):
             if (packed := getattr(self, name)) is not None:
-                parts[f"{name}.ends"] = packed.ends
-                parts[f"{name}.data"] = np.frombuffer(packed.data, np.uint8)
+                parts[f"{name}.ends"] = packed.offsets[1:]
+                parts[f"{name}.data"] = packed.data
         arrays = [(name, values.dtype.str, len(values)) for name, values in parts.items()]
         header = {**shard, "names": self.names, "unlabelled": sorted(self.unlabelled), "arrays": arrays}
         line = json.dumps(header).encode("utf-8", "surrogatepass")
@@ -135,7 +129,7 @@ class ShardIndex:
             parts[name] = np.frombuffer(rest, dtype, count, at).copy()
             at += parts[name].nbytes
         packed: dict[str, Any] = {
-            name: PackedBytes(parts[f"{name}.data"].tobytes(), parts[f"{name}.ends"])
+            name: PackedBytes.of(parts[f"{name}.data"], parts[f"{name}.ends"])
             for name in ("keys", "labels")
             if f"{name}.ends" in parts
         }

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from aiofeed.sources.file_io import open_file
+from aiofeed.sources.file_io import open_file, read_range
 from aiofeed.sources.objects.listing import cache_folder, write_whole
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
-from aiofeed.sources.shards.urls import Shard, read_range
+from aiofeed.sources.shards.urls import Shard
 
 log = logging.getLogger("aiofeed.sources")
 
@@ -66,16 +66,24 @@ async def obtain(
         ValueError: The shard is damaged or of another format.
         OSError: The shard cannot be read.
     """
-    path = _cache_path(shard, rules, target)
-    if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
-        return cached
-    index = await _beside(shard, rules, target, fits) if rules.streams else None
-    if index is None or (target and index.fields is None):
+    index = await find(shard, rules, target, fits)
+    if index is None:
         async with turn:
             index = await run_scan(shard, rules.scan(shard.size, target), BLOCK_BYTES if rules.streams else 0)
         log.info("%s: indexed %d samples", shard.url, len(index))
         await save(shard, index, rules, target)
     return index
+
+
+async def find(
+    shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
+) -> ShardIndex | None:
+    """The index of a shard that is cached or beside it, as for ``obtain``; ``None`` if there is none."""
+    path = _cache_path(shard, rules, target)
+    if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
+        return cached
+    index = await _beside(shard, rules, target, fits) if rules.streams else None
+    return None if index is not None and target and index.fields is None else index
 
 
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import glob
-import io
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from aiofeed.sources.file_io import open_file
+from aiofeed.sources.file_io import open_file, read_range
 from aiofeed.sources.objects.faults import changed, too_short
 from aiofeed.sources.objects.reader import ObjectReader
 from aiofeed.sources.objects.urls import redacted, split_url
@@ -204,15 +203,6 @@ def expand_braces(text: str) -> list[str]:
     else:
         raise ValueError(f"{redacted(text)!r}: braces contain a range {{000..099}} or a list {{a,b}}, not {{{body}}}")
     return [f"{head}{part}{rest}" for part in parts for rest in expand_braces(tail)]
-
-
-def read_range(file: io.FileIO, start: int, end: int) -> bytes:
-    """The bytes of a range of a file; fewer if the file ends before it."""
-    file.seek(start)
-    data = file.read(end - start)
-    while len(data) < end - start and (more := file.read(end - start - len(data))):
-        data += more
-    return data
 
 
 def _version(status: os.stat_result) -> str:

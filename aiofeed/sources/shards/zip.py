@@ -127,25 +127,13 @@ ZIP_RULES = IndexRules("zip", scan_zip, streams=False)
 @public
 @explain_arguments()
 class ZipShards(FieldShards):
-    """Samples in zip files, grouped as in ``TarShards``. Members may be stored or deflated.
+    """Samples in zip files, grouped as in ``TarShards``, whose arguments and errors it has.
 
-    The central directory at the end of each shard is its index. The CRC-32 of each member is checked.
-
-    Args:
-        urls: URLs or paths: a list, or one with braces such as ``s3://bucket/train-{000..099}.zip`` or a glob.
-        data: The field whose bytes ``decode=`` gets, or alternatives: ``"jpg;png"``. A list of names: a dict of these.
-            Default: a dict of all.
-        target: The field of the target; a sample is then ``(decoded, target)``. The bytes of all targets are read once,
-            when the source is made, and stay in memory.
-        to_target: Makes a target of the bytes of its field. Default: ``int``.
-        store: An obstore store that reads the URLs. Default: made of the URLs.
-        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+    Members may be stored or deflated. The central directory at the end of each shard is its index. The CRC-32 of each
+    member is checked.
 
     Raises:
-        FileNotFoundError: A shard does not exist.
-        ValueError: A shard is truncated, damaged, encrypted or no zip file; a member is compressed otherwise; no sample
-            has a field; or a URL cannot be read.
-        OSError: A shard cannot be read.
+        ValueError: A shard is encrypted or no zip file, or a member is compressed otherwise.
     """
 
     _in_thread = True

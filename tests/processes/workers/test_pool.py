@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from aiofeed import Feeder, FeedError, IteratorClosedError, WorkerDiedError
+from aiofeed.processes.workers.handle import _command
 from tests.soak.shared_tensors import kill_at_random_moments
 from tests.support import process_parts as parts
 from tests.support.paths import ROOT, environment
@@ -33,6 +34,19 @@ def wait_until_gone(limit_s: float = LIMIT_S) -> None:
 
 def endless(decode: Any = parts.number, engine: str = "process", **more: Any) -> Feeder[Any]:
     return Feeder(parts.Numbers(100_000), decode=decode, batch_size=4, engine=engine, **more)
+
+
+# --- starting ---
+
+
+def test_ctrl_c_while_a_worker_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker ignores Ctrl-C before it imports anything of aiofeed, so that it prints no traceback."""
+    module = tmp_path / "aiofeed" / "processes" / "workers" / "main.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("import signal\nprint(signal.getsignal(signal.SIGINT).name)\ndef main(*_): pass\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    done = subprocess.run(_command(0, 0, 0), capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "SIG_IGN\n"
 
 
 # --- leaving the loop ---

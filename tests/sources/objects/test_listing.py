@@ -5,6 +5,7 @@ import re
 import signal
 
 import pytest
+from _pytest.capture import CaptureIO
 
 import aiofeed
 from aiofeed.sources.objects import listing, reader
@@ -123,6 +124,17 @@ def test_progress_is_logged(bucket, monkeypatch, caplog):
     assert re.findall(r"listed (\d+) keys of s3://bucket/train/", caplog.text)[-1] == str(len(KEYS) - 2)
 
 
+def test_progress_on_a_terminal(bucket, monkeypatch, caplog, capsys):
+    """On a terminal a listing that takes long shows a bar in place of log lines."""
+    monkeypatch.setattr(CaptureIO, "isatty", lambda _: True)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(listing, "BAR_AFTER_S", 0.0)
+    monkeypatch.setattr(listing, "BAR_EVERY_S", 0.0)
+    list_objects(bucket)
+    assert re.search(r"listing s3://bucket/train/: \d+ keys", capsys.readouterr().err)
+    assert "listed" not in caplog.text
+
+
 def test_a_listing_from_the_cache_is_logged(bucket, caplog):
     """The age of a cached listing and the way to refresh it are logged."""
     caplog.set_level(logging.INFO)
@@ -160,8 +172,9 @@ def test_other_stores():
     assert list(aiofeed.ImageFolder("train", store=store).paths) == ["train/dog/3.jpg"]
     source = aiofeed.ImageFolder("s3://bucket/train/", store=store)
     assert list(source.paths) == ["s3://bucket/train/dog/3.jpg"]
-    with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder:
-        assert len(list(feeder)) == 1
+    for each in (source, aiofeed.ImageFolder("train", store=store)):
+        with aiofeed.Feeder(each, decode=len, batch_size=1) as feeder:
+            assert len(list(feeder)) == 1
 
 
 def test_folders_as_on_disk(server, tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import struct
 import subprocess
 import tarfile
@@ -17,11 +18,13 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from _pytest.capture import CaptureIO
 from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
-from aiofeed import DecodeImage, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
+from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
 from aiofeed.diagnostics.cli import main
+from aiofeed.sources.objects import listing
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.mds import scan_mds
@@ -492,6 +495,22 @@ def test_a_shuffled_epoch_needs_few_requests(server: Any, labels: TarShards, shu
     assert server.count - before < 60
 
 
+def test_samples_of_a_cache_are_not_requested_again(server: Any, labels: TarShards, tmp_path: Path) -> None:
+    """Look-ahead reads through the cache: the second epoch makes no requests, and samples have next uses."""
+    cache = EncodedCache(tmp_path / "encoded.sqlite", 1 << 20)
+    with Feeder(labels, batch_size=8, decode=number, shuffle=True, seed=1) as feeder:
+        expected = [[label for batch in feeder for label in batch.tolist()] for _ in range(2)]
+    with Feeder(labels, batch_size=8, decode=number, shuffle=True, seed=1, cache=cache) as feeder:
+        assert [label for batch in feeder for label in batch.tolist()] == expected[0]
+        before = server.count
+        assert [label for batch in feeder for label in batch.tolist()] == expected[1]
+        assert server.count == before
+        storage = feeder.statistics().storage
+        assert storage is not None
+        assert (storage.cache_hits, storage.cache_misses) == (400, 400)
+        assert not feeder._config.source._planned
+
+
 def test_look_ahead_under_random_faults(server: Any, labels: TarShards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever faults come, with whatever look-ahead, an epoch is exactly that without faults."""
     monkeypatch.setattr(reader_module, "backoff_s", lambda attempt, jitter: 0.001)
@@ -594,3 +613,19 @@ def test_indexes_of_gnu_tar(shard: Path, read_all: Any) -> None:
     names = sorted(path.name for path in folder.iterdir())
     subprocess.run(["tar", "-cf", str(shard), "-C", str(folder), *names], check=True, timeout=30)
     assert read_all(TarShards(shard)) == [dict(sorted(sample.items())) for sample in numbered(0, 5).values()]
+
+
+def test_indexing_shows_progress(tmp_path, monkeypatch, caplog, capsys):
+    """Opening shards that takes long logs how many are open, or shows a bar on a terminal."""
+    monkeypatch.delenv("RANK", raising=False)
+    for name in ("LOG_EVERY_S", "BAR_AFTER_S", "BAR_EVERY_S"):
+        monkeypatch.setattr(listing, name, -1.0)
+    for number in range(3):
+        write_tar(tmp_path / f"{number}.tar", members_of(numbered(10 * number, 2)))
+    assert len(TarShards(str(tmp_path / "{0..2}.tar"))) == 6
+    assert re.findall(r"opened (\d) of 3 shards", caplog.text) == ["1", "2", "3"]
+    caplog.clear()
+    monkeypatch.setattr(CaptureIO, "isatty", lambda _: True)
+    TarShards(str(tmp_path / "{0..2}.tar"))
+    assert "opening shards:  67%" in capsys.readouterr().err
+    assert caplog.text == ""

@@ -1,0 +1,222 @@
+"""``feeder.progress``: a progress bar with the samples per second, the waiting share and the limit of an epoch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+
+import numpy as np
+
+from aiofeed.core.formatting import format_error
+from aiofeed.feeder.iterator import EpochObserver, FeedIterator
+from aiofeed.runtime.queue import FeedFailure, ReadyBatch
+from aiofeed.sources.objects.listing import BAR_EVERY_S, new_bar, shows_progress
+
+if TYPE_CHECKING:
+    from aiofeed.feeder.session import FeederSession
+
+BatchT = TypeVar("BatchT")
+BarKind: TypeAlias = Literal["tqdm", "rich"]
+
+log = logging.getLogger("aiofeed.diagnostics")
+
+# Drawing takes at most this share of the time, also in a slow notebook.
+DRAWING_SHARE = 0.02
+# The share of cached samples is that of at most this many, which takes 0.1 ms.
+_CACHE_SAMPLE = 100_000
+
+
+class ProgressFeed(Generic[BatchT]):
+    """The batches of an epoch with a progress bar, for ``for`` or ``async for``; see ``Feeder.progress``."""
+
+    def __init__(self, session: FeederSession[BatchT], batches: Callable[[], int], name: str, kind: BarKind) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"progress(name) must be a str, got {name!r}")
+        if kind not in _BARS:
+            raise ValueError(f"progress(bar=) must be 'tqdm' or 'rich', got {kind!r}")
+        if kind == "rich":
+            import rich  # noqa: F401 - to raise the error here and not in `iter`
+        self._session = session
+        self._batches = batches
+        self._name = name
+        self._kind = kind
+
+    def __len__(self) -> int:
+        """The number of batches per epoch, as of the feeder."""
+        return self._batches()
+
+    def __iter__(self) -> FeedIterator[BatchT]:
+        """Start an epoch, with a bar."""
+        session = self._session
+        iterator = session.begin()
+        if not shows_progress() or session.rank:
+            return iterator
+        epoch, before, last = session.place()
+        try:
+            batches: int | None = self._batches()
+        except TypeError:  # a stream without a length
+            batches = None
+        if last is not None and batches is not None:
+            before += epoch * batches
+            batches *= last + 1
+        bar = session.bar
+        if not isinstance(bar, EpochBar) or bar.name != self._name:
+            session.close_bar()
+            session.bar = bar = EpochBar(self._name, self._kind, batches, before)
+        shown = _ShownEpoch(iterator.observer, session, bar, before)
+        iterator.observer = shown
+        # The iterator is dropped by `break` and by an exception in the loop.
+        weakref.finalize(iterator, shown.left)
+        return iterator
+
+    def __aiter__(self) -> FeedIterator[BatchT]:
+        """Start an epoch, with a bar."""
+        return iter(self)
+
+
+class _ShownEpoch(EpochObserver):
+    """Draws the bar of an epoch as its batches are handed out; passes all events on to the feeder's own observer."""
+
+    def __init__(self, observer: EpochObserver, session: FeederSession[Any], bar: EpochBar, before: int) -> None:
+        self._observer = observer
+        self._session = session
+        self._stats = session.stats
+        self._bar = bar
+        self._before = before
+        self._due = time.perf_counter() + BAR_EVERY_S
+        epoch, _, self._last = session.place()
+        self._epoch = "" if self._last is None else f"epoch {epoch + 1} of {self._last + 1}, "
+        self._ends = self._last in (None, epoch)
+        self._slots: Any = getattr(session.config.cache, "slots", None)
+        self._cached = self._cached_share()
+        self._done = False
+
+    def handing_out(self, item: ReadyBatch) -> None:
+        self._observer.handing_out(item)
+        if (started := time.perf_counter()) >= self._due:
+            self._draw()
+            ended = time.perf_counter()
+            self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
+
+    def handed_out(self, item: ReadyBatch) -> None:
+        self._observer.handed_out(item)
+
+    def failed(self, item: FeedFailure) -> None:
+        self._observer.failed(item)
+        self.left()
+
+    def ended(self) -> None:
+        self._draw()
+        if self._ends:
+            self._session.close_bar()
+        self._done = True
+        self._observer.ended()
+
+    def left(self) -> None:
+        """Close the bar, unless the epoch has ended and the bar belongs to the next one."""
+        if self._session.bar is self._bar and self._session.stats is self._stats and not self._done:
+            self._draw()
+            self._session.close_bar()
+
+    def _draw(self) -> None:
+        if self._session.stats is not self._stats:
+            return
+        statistics = self._session.statistics(total=False)
+        wall_s = statistics.wall_s or float("inf")
+        text = f"{self._epoch}{statistics.samples / wall_s:,.0f} samples/s, waiting {statistics.stall_s / wall_s:.0%}"
+        if limit := self._session.explain(ranks=False).stage:
+            text += f", limit: {limit}"
+        cached = self._cached_share()
+        if self._cached < cached < 1:
+            text += f", cache filled {cached:.0%}"
+        self._bar.draw(self._before + statistics.batches, text)
+
+    def _cached_share(self) -> float:
+        """The share of the samples that are in the cache of this process."""
+        if self._slots is None or not len(self._slots):
+            return 1.0
+        some = self._slots[:: -(-len(self._slots) // _CACHE_SAMPLE)]
+        return float(np.count_nonzero(some >= 0)) / len(some)
+
+
+class EpochBar:
+    """A bar on standard error or in a notebook. If it cannot be drawn, it is closed with a log line."""
+
+    def __init__(self, name: str, kind: BarKind, total: int | None, done: int) -> None:
+        self.name = name
+        self._pid = os.getpid()
+        self._closed = False
+        self._draw, self._end = _BARS[kind](name, total, done)
+
+    def draw(self, done: int, text: str) -> None:
+        """Show the number of batches and a text."""
+        if not self._closed:
+            self._try(lambda: self._draw(done, text))
+
+    def close(self) -> None:
+        """Draw the bar no more."""
+        if not self._closed:
+            self._closed = True
+            self._try(self._end)
+
+    def _try(self, function: Callable[[], None]) -> None:
+        if self._pid != os.getpid():
+            return  # the bar belongs to the parent of this process
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - a terminal that is closed or full must not end the training
+            self._closed = True
+            log.warning("the progress of %s is not shown any more: %s", self.name, format_error(error))
+
+
+_Bar: TypeAlias = tuple[Callable[[int, str], None], Callable[[], None]]
+
+
+def _tqdm_bar(name: str, total: int | None, done: int) -> _Bar:
+    times = "[{elapsed}<{remaining}{postfix}]" if total is not None else "[{elapsed}{postfix}]"
+    share = "{desc}: {percentage:3.0f}%|{bar}| " if total is not None else "{desc}: "
+    bar = new_bar(name, total, initial=done, bar_format=f"{share}{{n_fmt}}/{{total_fmt}} {times}")
+    if bar is None:
+        return _plain_line(name, total, done)
+
+    def draw(done: int, text: str) -> None:
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(done - bar.n)
+
+    return draw, bar.close
+
+
+def _rich_bar(name: str, total: int | None, done: int) -> _Bar:
+    from rich import progress
+    from rich.console import Console
+    from rich.table import Column
+
+    bar = progress.Progress(
+        "{task.description}",
+        progress.BarColumn(10),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True)),
+        expand=True,
+        console=Console(stderr=True),
+        auto_refresh=False,  # without a thread
+    )
+    bar.start()
+    task = bar.add_task(name, total=total, completed=done, text="")
+    return lambda done, text: bar.update(task, completed=done, text=text, refresh=True), bar.stop
+
+
+def _plain_line(name: str, total: int | None, _: int) -> _Bar:
+    def draw(done: int, text: str) -> None:
+        of = "" if total is None else f"/{total}"
+        print(f"\r{name}: {done}{of} [{text}]\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return draw, lambda: print(file=sys.stderr)
+
+
+_BARS: dict[str, Callable[[str, int | None, int], _Bar]] = {"tqdm": _tqdm_bar, "rich": _rich_bar}

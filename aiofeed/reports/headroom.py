@@ -1,0 +1,192 @@
+"""Measures how much faster training could be without loading, within the training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
+
+from aiofeed.core.pytree import map_leaves
+from aiofeed.core.types import public
+
+# Batches at the start of the epoch that are not timed, and further ones of which copies are kept. More than one, so
+# that the step does not find all data in the processor's caches.
+WARM_UP = 2
+KEPT = 3
+
+BatchT = TypeVar("BatchT")
+
+
+class Epoch(Protocol):
+    """An iterator over the batches of an epoch, for ``for`` and ``async for``."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """The iterator itself."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """The iterator itself."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Batches handed out."""
+        ...
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave these seconds out of the statistics."""
+        ...
+
+
+@public
+class Headroom(Generic[BatchT]):
+    """An epoch in which some batches are handed out again; ``print`` it afterwards. See ``Feeder.headroom``.
+
+    Attributes:
+        loaded_s: Seconds per step with loading; 0 before the measurement.
+        floor_s: Seconds per step without loading; 0 before the measurement.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Epoch],
+        batches: int,
+        *,
+        static: bool,
+        position: Callable[[], Any],
+        go_to: Callable[[Any], None],
+    ) -> None:
+        self._begin = begin
+        self._batches = batches
+        self._static = static
+        self._position = position
+        self._go_to = go_to
+        self._kept: list[Any] = []
+        self._began = self._repeats_s = 0.0
+        self._timed = 0
+        self.loaded_s = self.floor_s = 0.0
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast training could be at most; 1 before the measurement."""
+        return max(self.loaded_s / self.floor_s, 1.0) if self.floor_s else 1.0
+
+    def __str__(self) -> str:
+        if not self.floor_s:
+            return f"not measured: the epoch ended, or was left, within {WARM_UP + KEPT + 1} batches"
+        return (
+            f"A step takes {self.loaded_s * 1e3:.2f} ms with loading and {self.floor_s * 1e3:.2f} ms without: training "
+            f"could be at most {self.gain:.2f} times as fast ({self._timed} and {self._batches} steps)"
+        )
+
+    def __iter__(self) -> Iterator[BatchT]:
+        """Start an epoch."""
+        epoch = self._start()
+        yield from islice(epoch, WARM_UP)
+        for _ in range(KEPT):
+            position = self._position()
+            for batch in epoch:
+                self._keep(batch, position)
+                yield batch
+                del batch
+                break
+        self._begin_timing(epoch)
+        yield from islice(epoch, self._batches)
+        for number in range(self._end_timing(epoch)):
+            batch, began = self._repeated(number), time.perf_counter()
+            yield batch
+            del batch
+            self._count(number, began, epoch)
+        yield from epoch
+
+    async def __aiter__(self) -> AsyncIterator[BatchT]:
+        """Start an epoch."""
+        epoch = self._start()
+        number, position = 0, self._position()
+        async for batch in epoch:
+            if WARM_UP <= number < WARM_UP + KEPT:
+                self._keep(batch, position)
+            number += 1
+            yield batch
+            del batch
+            if number < WARM_UP + KEPT:
+                position = self._position()
+            elif number == WARM_UP + KEPT:
+                self._begin_timing(epoch)
+            elif number == WARM_UP + KEPT + self._batches:
+                break
+        for repeat in range(self._end_timing(epoch)):
+            batch, began = self._repeated(repeat), time.perf_counter()
+            yield batch
+            del batch
+            self._count(repeat, began, epoch)
+        if number == WARM_UP + KEPT + self._batches:
+            async for batch in epoch:
+                yield batch
+                del batch
+
+    def _start(self) -> Epoch:
+        self._kept, self._timed, self._repeats_s, self._began = [], 0, 0.0, 0.0
+        self.loaded_s = self.floor_s = 0.0
+        return self._begin()
+
+    def _keep(self, batch: Any, position: Any) -> None:
+        """Keep a copy, because the step may change the batch. Static batches are valid until the next one."""
+        try:
+            self._kept = [*self._kept, batch if self._static else copied(batch)]
+        except BaseException:  # no memory, or Ctrl-C: the user does not get this batch, so the state is before it
+            self._go_to(position)
+            raise
+
+    def _begin_timing(self, epoch: Epoch) -> None:
+        self._began, self._timed = _now(), epoch.batches
+
+    def _end_timing(self, epoch: Epoch) -> int:
+        """The number of batches to hand out again; 0 if too few were timed."""
+        self._timed = epoch.batches - self._timed if self._began else 0
+        if not self._timed:
+            print(self)
+            return 0
+        self.loaded_s = (_now() - self._began) / self._timed
+        return self._batches
+
+    def _repeated(self, number: int) -> Any:
+        return self._kept[-1] if self._static else copied(self._kept[number % len(self._kept)])
+
+    def _count(self, number: int, began: float, epoch: Epoch) -> None:
+        """Count the step of a repeated batch; print the result after the last one."""
+        last = number == self._batches - 1
+        seconds = (_now() if last else time.perf_counter()) - began
+        self._repeats_s += seconds
+        epoch.leave_out(seconds)
+        if last:
+            self.floor_s = self._repeats_s / self._batches
+            self._kept = []
+            print(self)
+
+
+def copied(batch: Any) -> Any:
+    """A batch with copies of its tensors and arrays."""
+    import numpy as np
+    import torch
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return map_leaves(copy_of, batch)
+
+
+def _now() -> float:
+    """The time at which the accelerator has done what was queued."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

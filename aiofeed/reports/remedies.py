@@ -1,0 +1,255 @@
+"""Advice for a bottleneck: changes that help, each with its predicted gain. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, inf
+
+from aiofeed.core.formatting import format_bytes
+from aiofeed.reports.bottleneck import (
+    COLLATE,
+    COPY,
+    DECODE,
+    HAND_OVER,
+    KEEPS_UP,
+    LEAST_BATCHES,
+    READ,
+    STEP,
+    Bottleneck,
+    FeedMeasurements,
+)
+from aiofeed.reports.explanation import Advice, Explanation
+
+# A change that is predicted to bring less is not advised.
+LEAST_GAIN = 1.05
+# Threads and reads are advised for so many times the rate of the other stages: at the same rate, both wait at times.
+SPARE = 1.25
+# Threads that wait, not compute, may be more than the cores, up to so many times as many.
+WAITING_THREADS = 8
+# Decoded samples may fill this part of the free memory.
+CACHE_SHARE = 0.5
+
+_SUBJECTS = {
+    READ: "Reading",
+    DECODE: "Decoding",
+    COLLATE: "Collating",
+    COPY: "Copying to the device",
+    HAND_OVER: "The hand-over in the training thread",
+}
+
+
+def explain(measured: FeedMeasurements) -> Explanation:
+    """The verdict, the table of stages and the advice for an epoch."""
+    stats = measured.stats
+    if stats.batches < LEAST_BATCHES or not stats.samples:
+        return Explanation(
+            f"Too few batches: {stats.batches} of this epoch were handed out, and it takes {LEAST_BATCHES} to tell "
+            f"where the time goes. Iterate over the feeder first.",
+            stage="",
+            resource="",
+        )
+    found = Bottleneck(measured)
+    lines = [advice for advice in _advise(found) if advice.gain is None or advice.gain >= LEAST_GAIN]
+    return Explanation(
+        _verdict(found), found.stage, found.resource, found.rate, found.waiting, found.stages, tuple(lines)
+    )
+
+
+def _verdict(found: Bottleneck) -> str:
+    measured = found.measured
+    if found.stage == STEP:
+        rates = [found.possible[name] for name in (READ, DECODE, COLLATE, COPY) if name in found.possible]
+        nothing = "Nothing needs to be done about loading."
+        if found.waiting >= KEEPS_UP:
+            nothing = "Single batches are late, because other work uses the cores or samples differ."
+        loading = f"loading could deliver {min(rates):,.0f}/s; " if rates and min(rates) < inf else ""
+        return (
+            f"The step is the limit: it takes {found.rate:,.0f} samples/s, {loading}training waits "
+            f"{found.waiting:.0%} of the time. {nothing}"
+        )
+    if measured.processes:
+        by = f"{measured.processes} processes"
+    elif found.resource.startswith("storage"):
+        by = f"{measured.reads} reads at a time"
+    elif found.stage in (COPY, HAND_OVER) or measured.resident or found.resource == "the iterable":
+        by = "it"
+    else:
+        by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    delivers = "delivers" if by in ("it", "1 thread") else "deliver"
+    idle = "" if found.busy else " No stage works all the time: each waits for others."
+    return (
+        f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} {delivers} "
+        f"{found.rate:,.0f} samples/s, the step could take {found.step_rate:,.0f}/s; training waits "
+        f"{found.waiting:.0%} of the time.{idle}"
+    )
+
+
+def _advise(found: Bottleneck) -> Iterator[Advice]:
+    """Advice for the limit; some of it may gain nothing."""
+    if found.stage == STEP:
+        if found.measured.step_copies:
+            yield Advice('if the step copies batches to the accelerator, pass device="auto": copies then run ahead')
+        if found.waiting >= KEEPS_UP:
+            yield Advice(
+                f"Limits(prefetch_batches={2 * found.measured.prefetch_batches}): a late batch then delays less"
+            )
+        return
+    match found.resource:
+        case "cold cache":
+            yield Advice(
+                "nothing needs to be done: the cache is being filled. Explain the next epoch",
+                _gain(found, **{READ: inf, "pool": inf}),
+            )
+            return
+        case "memory_bytes":
+            yield from _on_memory(found)
+            return
+        case "uneven samples":
+            yield from _on_uneven_samples(found)
+            return
+        case "prefetch_batches":
+            yield _on_prefetch(found)
+            return
+        case "the iterable":
+            yield Advice("the iterable of the Stream has one thread: let decode= do its work for each item")
+            return
+    if found.measured.resident:
+        return  # the data are in memory, and nothing is faster
+    if found.stage == READ and found.resource.startswith("storage"):
+        yield from _on_reads(found)
+    elif found.stage in (READ, DECODE, COLLATE):
+        yield from _on_jobs(found)
+    elif found.stage == COPY:
+        yield Advice(
+            "copy fewer bytes: keep uint8 and convert with transform=, which runs on the device; `python -m aiofeed "
+            "doctor` measures the copy rate and says whether memory can be pinned"
+        )
+    else:
+        yield Advice(
+            "transform= runs in the training thread: do its work in the decoder or collate_fn, or pass device=",
+            _gain(found, **{HAND_OVER: inf}) if found.measured.transform else None,
+        )
+
+
+def _gain(found: Bottleneck, **rates: float) -> float:
+    """The predicted gain if stages could process so many samples per second; "pool": all decode jobs."""
+    return found.with_stages(**rates) / found.rate
+
+
+def _cache_advice(found: Bottleneck) -> Iterator[Advice]:
+    measured = found.measured
+    if not measured.may_cache:
+        return
+    size = measured.sample_bytes * measured.length
+    gain = _gain(found, **{READ: inf, "pool": inf})
+    if size and size < CACHE_SHARE * measured.free_memory:
+        text = f'cache="host": the decoded samples take about {format_bytes(size)} of memory'
+    else:
+        text = f"cache=DiskCache(path){f', about {format_bytes(size)}' if size else ''}"
+    items = "; it keeps the random augmentation of the Dataset, too" if measured.dataset_threads else ""
+    yield Advice(f"{text}; from the second epoch on{items}", gain)
+
+
+def _on_reads(found: Bottleneck) -> Iterator[Advice]:
+    measured = found.measured
+    if found.resource == "storage bandwidth":
+        mb_per_s = found.stats.bytes_read / found.stats.wall_s / 1e6
+        yield Advice(
+            f"use smaller samples or faster storage: it delivers {mb_per_s:,.0f} MB/s, and more reads only wait longer"
+        )
+    elif measured.lookahead_bytes:
+        more = 4 * measured.lookahead_bytes
+        ways = f'Limits(lookahead_bytes={more}), {format_bytes(more)}, or shuffle="window"'
+        yield Advice(f"{ways}: one request then reads more samples of a shard")
+    elif measured.reads < measured.reads_most:
+        wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate
+        reads = min(measured.reads_most, _power_of_two(wanted))
+        memory = found.measured.sample_bytes * reads
+        limits = f"read_concurrency={reads}"
+        if memory > measured.memory_bytes:
+            limits += f", memory_bytes={_power_of_two(memory)}"
+        itself = "" if measured.reads_given else "; aiofeed also raises the number by itself, as long as that helps"
+        yield Advice(f"Limits({limits}){itself}", _gain(found, **{READ: found.reads_rate(reads)}))
+    yield from _cache_advice(found)
+
+
+def _on_memory(found: Bottleneck) -> Iterator[Advice]:
+    measured, stats = found.measured, found.stats
+    batch = stats.samples / stats.batches
+    batches = measured.prefetch_batches + ceil(measured.reads / batch) + 1
+    wanted = _power_of_two(batches * batch * max(measured.sample_bytes, 1.0))
+    if wanted > CACHE_SHARE * measured.free_memory:
+        yield Advice("use smaller batches or samples: memory_bytes should be larger, and there is not enough memory")
+        return
+    yield Advice(f"Limits(memory_bytes={wanted}), {format_bytes(wanted)}", _gain(found))
+
+
+def _on_uneven_samples(found: Bottleneck) -> Iterator[Advice]:
+    measured = found.measured
+    value = '"samples"' if measured.may_mix else "False"
+    yield Advice(
+        f"in_order={value}: a slow sample then delays no other", _gain(found, pool=measured.threads / found.pool_s)
+    )
+    yield Advice(f"Limits(prefetch_batches={4 * measured.prefetch_batches}): batches wait for the slow ones, in order")
+
+
+def _on_prefetch(found: Bottleneck) -> Advice:
+    prefetch = found.measured.prefetch_batches
+    while found.lanes(prefetch_batches=prefetch) < found.measured.threads:
+        prefetch += 1
+    return Advice(f"Limits(prefetch_batches={prefetch})", _jobs_gain(found, prefetch_batches=prefetch))
+
+
+def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: int | None = None) -> float:
+    return _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
+
+
+def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
+    """Advice for decoding and collating."""
+    measured, resource, cores = found.measured, found.resource, found.measured.cores
+    if resource == "one thread":
+        threads = _threads_wanted(found, found.stats.decode_cpu_s < found.stats.decode_s / 2)
+        if threads > 1:
+            gain = _gain(found, pool=threads / found.pool_s)
+            yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it", gain)
+        if cores > 1 and measured.may_use_processes:
+            yield Advice(f'engine="process:{cores}"', _gain(found, pool=cores / found.pool_s))
+    elif resource == "GIL" and measured.processes < cores > 1 and measured.may_use_processes:
+        gain = _gain(found, pool=cores * found.rate / max(measured.processes, 1))
+        yield Advice(f'engine="process:{cores}": each process has a GIL of its own', gain)
+    elif resource == "other processes":
+        cpu_s = (found.stats.decode_cpu_s + found.stats.collate_cpu_s) / found.decoded
+        yield Advice(
+            f"end the other processes, or keep them off these {cores} cores",
+            _gain(found, pool=min(found.lanes(), cores) / cpu_s) if cpu_s else None,
+        )
+        fewer = max(1, round(measured.threads * (1.0 - measured.core_wait)))
+        if fewer < measured.threads:
+            yield Advice(f"Limits(decode_threads={fewer}): as many threads as there are cores left for them")
+    elif resource in ("blocking calls", "threads"):
+        threads = _threads_wanted(found, resource == "blocking calls")
+        jobs = measured.threads if found.stage == COLLATE else measured.prefetch_batches * measured.threads
+        prefetch = measured.prefetch_batches * ceil(threads / max(min(found.lanes(), jobs), 1))
+        if threads > measured.threads:
+            limits = f"decode_threads={threads}, prefetch_batches={prefetch}"
+            yield Advice(f"Limits({limits})", _jobs_gain(found, threads, prefetch))
+    if found.stage == COLLATE:
+        if measured.collate_fn:
+            yield Advice(
+                "do the work of collate_fn for each sample, in the decoder or Dataset: it then runs in all threads"
+            )
+        return
+    for text, factor in measured.decoders:
+        yield Advice(text, None if factor is None else _gain(found, pool=factor * found.lanes() / found.pool_s))
+    yield from _cache_advice(found)
+
+
+def _threads_wanted(found: Bottleneck, waiting: bool) -> int:
+    """The threads that decode as much as the other stages can take; not more than the cores if threads compute."""
+    measured = found.measured
+    wanted = ceil(SPARE * measured.threads * found.with_stages(pool=inf) / found.rate)
+    return min(wanted, measured.cores * (WAITING_THREADS if waiting else 1))
+
+
+def _power_of_two(number: float) -> int:
+    return 1 << max(ceil(number) - 1, 0).bit_length()

@@ -1,0 +1,496 @@
+"""``Manifest``: samples that are listed in a CSV, JSON Lines or Parquet file, as arrays in place of Python objects."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from aiofeed.core.types import public
+from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
+from aiofeed.sources.file_io import MAX_BYTES, beneath, open_file, read_range
+from aiofeed.sources.files import Files, path_of
+from aiofeed.sources.objects.faults import too_short
+from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
+from aiofeed.sources.objects.listing import run_blocking
+from aiofeed.sources.objects.reader import ObjectReader, run_all
+from aiofeed.sources.objects.samples import ObjectList, objects_of
+from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+
+# The usual names of the column of keys; Hugging Face's metadata files have "file_name".
+KEYS = ("path", "file_name", "url", "key", "filename")
+_FORMATS = {
+    **{".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"},
+    **{".parquet": "parquet", ".pq": "parquet"},
+}
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_URL = "^[a-zA-Z][a-zA-Z0-9+.-]+://"
+# Entries that may lead out of a root.
+_OUTWARD = r"^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
+# The longest line of JSON in bytes.
+_LINE = 16 << 20
+# Values of other types than numbers and texts that are Python objects at the same time.
+_BLOCK = 1 << 16
+
+
+def format_of(key: str) -> tuple[str | None, str | None]:
+    """The format of a table and its compression by the name of its file; ``None`` if the name has none."""
+    stem, suffix = os.path.splitext(key.lower())
+    compression = _COMPRESSIONS.get(suffix)
+    return _FORMATS.get(suffix if compression is None else os.path.splitext(stem)[1]), compression
+
+
+class TableFile:
+    """A CSV, JSON Lines or Parquet file at a path or URL.
+
+    Args:
+        path: Its path or URL.
+        format: "csv", "tsv", "jsonl" or "parquet". Default: by its suffix.
+        store: An obstore store that has it; a ``file://`` URL is a file in any case.
+        options: Arguments of ``obstore.store.from_url``.
+
+    Attributes:
+        name: The path or URL, without credentials.
+        folder: The folder that it is in.
+        is_local: Whether it is a file of this machine.
+        has_empty_cells: Whether a value that is missing is an empty text.
+    """
+
+    def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
+        base, key = split_url(path)
+        self.is_local = not base and (store is None or scheme_of(path) == "file")
+        self._arrow = _pyarrow("")
+        by_suffix, self._compression = format_of(key)
+        self._format = by_suffix if format is None else format
+        self.has_empty_cells = self._format in ("csv", "tsv")
+        if self._format not in _FORMATS.values():
+            given = f"format={format!r}" if format is not None else f"the suffix of {redacted(path)!r}"
+            raise ValueError(f"{given} is none of csv, tsv, jsonl and parquet: pass format= as one of these")
+        if self.is_local:
+            self.name, self.folder = key, os.path.dirname(key)
+        else:
+            reader = ObjectReader(base, store=store, options=options)
+            self.name, self.folder = reader.url(key), _parent(path)
+            self._data = self._arrow.py_buffer(run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize)))
+
+    def names(self) -> list[str]:
+        """The names of the columns; in JSON Lines those of the first line."""
+        names: list[str] = self._checked(self._names)
+        return names
+
+    def read(self, columns: Sequence[str], types: Mapping[str, Any]) -> Any:
+        """An Arrow table of some columns, some of them as values of a type.
+
+        Raises:
+            ValueError: The file is damaged, or a value is not of the type of its column.
+        """
+        return self._checked(self._read, list(dict.fromkeys(columns)), types)
+
+    def _checked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (self._arrow.ArrowException, ValueError, EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            line = self._wrong_line() if self._format == "jsonl" and isinstance(error, ValueError) else None
+            raise ValueError(f"{self.name}: {line or error}") from None
+
+    def _open(self) -> Any:
+        stream = io.FileIO(open_file(self.name)) if self.is_local else self._arrow.BufferReader(self._data)
+        return stream if self._compression is None else self._arrow.CompressedInputStream(stream, self._compression)
+
+    def _names(self) -> list[str]:
+        with self._open() as stream:
+            if self._format == "parquet":
+                return list(_pyarrow("parquet").ParquetFile(stream).schema_arrow.names)
+            if self._format == "jsonl":
+                return list(next(_objects(stream), {}))
+            return list(_pyarrow("csv").open_csv(stream, parse_options=self._csv_options()).schema.names)
+
+    def _read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
+        arrow = self._arrow
+        with self._open() as stream:
+            if self._format == "parquet":
+                table = _pyarrow("parquet").ParquetFile(stream).read(columns)
+                return table.cast(arrow.schema([(each.name, types.get(each.name, each.type)) for each in table.schema]))
+            if self._format == "jsonl":
+                reader = _pyarrow("json")
+                # A column with values of several types is an error only if some type has to be inferred.
+                others = "ignore" if types.keys() >= set(columns) else "infer"
+                options = reader.ParseOptions(arrow.schema(types.items()), unexpected_field_behavior=others)
+                blocks = reader.ReadOptions(block_size=_LINE)
+                table = reader.read_json(stream, read_options=blocks, parse_options=options).select(columns)
+            else:
+                reader = _pyarrow("csv")
+                convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types))
+                table = reader.read_csv(stream, parse_options=self._csv_options(), convert_options=convert)
+        # A text that looks like a date is a text.
+        dates = {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}
+        return self._read(columns, {**types, **dates}) if dates else table
+
+    def _csv_options(self) -> Any:
+        delimiter = "\t" if self._format == "tsv" else ","
+        return _pyarrow("csv").ParseOptions(delimiter=delimiter, newlines_in_values=True)
+
+    def _wrong_line(self) -> str | None:
+        """The first line that is no JSON object, and why; pyarrow knows only its position in a block."""
+        with self._open() as stream:
+            try:
+                for _ in _objects(stream):
+                    pass
+            except ValueError as error:
+                return str(error)
+        return None
+
+
+def _objects(stream: Any) -> Iterator[dict[str, Any]]:
+    with io.BufferedReader(stream) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(text) if (text := line.decode("utf-8-sig").strip()) else {}
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+            if not isinstance(found, dict):
+                raise ValueError(f"line {number} is no JSON object; each line of JSON Lines is one")
+            if text:
+                yield found
+
+
+@public
+@explain_arguments({"targets": "target= names a column", "paths": "key= names a column"})
+class Manifest(Files):
+    """One sample per row of a CSV, JSON Lines or Parquet file: an object, a file, or a part of one.
+
+    A row takes the bytes of its key and 8 more, and 8 for each number. Entries are URLs, absolute paths, or paths
+    relative to the manifest. Needs ``pip install "aiofeed[parquet]"``.
+
+    Args:
+        path: The path or URL of the manifest. The first line of a CSV file has the names of the columns.
+        key: The column of paths or URLs. Default: "path", "file_name", "url", "key" or "filename", the first of these
+            that there is.
+        target: The column of the target, or several; a sample is then ``(decoded, target)`` or
+            ``(decoded, (target, ...))``. Numbers are numpy scalars, lists of numbers numpy arrays, texts ``str``.
+        start: The column of the first byte of a sample in its file. Default: whole files.
+        end: The column of the byte after its last one.
+        length: The column of its number of bytes, in place of ``end``.
+        root: The folder or URL that entries are relative to; absolute paths, URLs and paths with ``..`` are refused.
+            Default: the folder of the manifest.
+        format: "csv", "tsv", "jsonl" or "parquet". Default: by the suffix, without ".gz", ".bz2" or ".zst".
+        to_target: Makes a target of the value of its column, or of a tuple of the values.
+        max_bytes: The maximum size of a sample; a larger file is an error before any of it is read.
+        store: An obstore store that has the manifest and the samples; the manifest may be a ``file://`` URL.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+        FileNotFoundError: There is no manifest.
+        ValueError: The manifest is empty or damaged, has not these columns, or a value is missing or not possible.
+        OSError: The manifest cannot be read.
+    """
+
+    paths: ObjectList
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        key: str | None = None,
+        target: str | Sequence[str] | None = None,
+        *,
+        start: str | None = None,
+        end: str | None = None,
+        length: str | None = None,
+        root: str | os.PathLike[str] | None = None,
+        format: str | None = None,
+        to_target: Callable[[Any], Any] | None = None,
+        max_bytes: int = MAX_BYTES,
+        store: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Manifest needs the path or URL of a file, got {path!r}; Files takes lists")
+        plain = target is not None and (isinstance(target, str) or not isinstance(target, Sequence))
+        targets: list[Any] = [target] if plain else list(target or ())
+        ranges = [each for each in (start, end, length) if each is not None]
+        for name in (*targets, *ranges, *(() if key is None else (key,))):
+            if not isinstance(name, str):
+                raise TypeError(f"Manifest needs names of columns as str, got {name!r}")
+        if ranges and (start is None or len(ranges) != 2):
+            raise ValueError("Manifest: parts of files need start= and one of end= and length=")
+        check_callable("Manifest(to_target=)", to_target)
+        check_positive_int("max_bytes", max_bytes)
+        file = TableFile(os.fspath(path), format, store, options)
+        key = _check_names(file, key, [*targets, *ranges])
+        arrow = _pyarrow("")
+        table = file.read([key, *targets, *ranges], {key: arrow.large_string(), **dict.fromkeys(ranges, arrow.int64())})
+        if not len(table):
+            raise ValueError(f"{file.name} lists no samples")
+        columns = {name: _values(file, table.column(name), name, name == key) for name in table.column_names}
+        paths = _located(file, table.column(key), columns[key], root, store, options)
+        del table
+        arrow.default_memory_pool().release_unused()  # else some 150 bytes per row
+        self._bounds = _bounds(file, [columns[name] for name in ranges], length is not None, max_bytes)
+        self._columns = [columns[name] for name in targets]
+        labels: Any = None
+        if targets:
+            labels = self._columns[0] if plain and to_target is None else Targets(self._columns, plain, to_target)
+        super().__init__(paths, labels, max_bytes=max_bytes)
+        self.root = None if root is None else redacted(os.fspath(root))
+
+    def key(self, index: int, /) -> str:
+        """The path of the file, or its URL without credentials; with the range, if there is one."""
+        if self._bounds is None:
+            return self.paths[index]
+        starts, ends = self._bounds
+        return f"{self.paths[index]}[{starts[index]}:{ends[index]}]"
+
+    async def read_many(self, indices: Sequence[int], /) -> list[bytes | OSError]:
+        """The contents of samples, or the error of each that cannot be read. Close parts of an object are one read."""
+        if self._objects is None or self._bounds is None:
+            return await super().read_many(indices)
+        objects, (starts, ends) = self._objects, self._bounds
+        found: list[Any] = [None] * len(indices)
+
+        async def read_parts(places: list[int]) -> None:
+            chosen = [indices[place] for place in places]
+            try:
+                parts = await objects.read_ranges(chosen[0], starts[chosen].tolist(), ends[chosen].tolist())
+            except Exception as error:  # noqa: BLE001 - the error of each of these samples
+                if len(places) > 1 and not isinstance(error, FileNotFoundError | PermissionError):
+                    await run_all([read_parts([place]) for place in places])  # it may be that of one sample
+                    return
+                parts = [error.with_traceback(None)] * len(places)  # type: ignore[list-item]
+            for place, data in zip(places, parts, strict=True):
+                found[place] = data
+
+        await run_all([read_parts(places) for places in objects.by_object(indices)])
+        return found
+
+    def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
+        if self._bounds is None:
+            return super()._contents(indices)
+        starts, ends = self._bounds
+        found: list[Any] = [None] * len(indices)
+        for places in self.paths.by_object(indices):
+            path = self.paths[indices[places[0]]]
+            try:
+                with open(open_file(path), "rb", buffering=0) as file:
+                    for place in places:
+                        start, end = int(starts[indices[place]]), int(ends[indices[place]])
+                        data = read_range(file, start, end)
+                        found[place] = data if len(data) == end - start else too_short(path, start, end)
+            except OSError as error:
+                for place in places:
+                    found[place] = error.with_traceback(None) if found[place] is None else found[place]
+        return found
+
+    def fingerprint(self) -> str:
+        """A hash of all rows: of their keys without the root, their ranges and their targets."""
+        digest = hashlib.sha256(b"Manifest")
+        for column in [self.paths.keys, *(self._bounds or ()), *self._columns]:
+            for part in _parts(column):
+                digest.update(part)
+        return digest.hexdigest()[:32]
+
+
+class Targets(Sequence[Any]):
+    """The targets of rows, made of the values of columns.
+
+    Args:
+        columns: The values of each column.
+        single: Whether a target is the value of the only column, in place of a tuple.
+        to_target: Makes a target of that.
+    """
+
+    def __init__(self, columns: Sequence[Any], single: bool, to_target: Callable[[Any], Any] | None) -> None:
+        self._columns = columns
+        self._single = single
+        self._to_target = to_target
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self._columns[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        """The target of a row."""
+        value = self._columns[0][index] if self._single else tuple([column[index] for column in self._columns])
+        return value if self._to_target is None else self._to_target(value)
+
+
+class ArrowColumn(Sequence[Any]):
+    """Values other than numbers and texts; lists of numbers as numpy arrays."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        types = _pyarrow("").types
+        inner = getattr(values.type, "value_type", None)
+        self._arrays = inner is not None and (types.is_integer(inner) or types.is_floating(inner))
+
+    def __len__(self) -> int:
+        """The number of values."""
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A value."""
+        value = self._values[index]
+        return value.values.to_numpy(zero_copy_only=False, writable=True) if self._arrays else value.as_py()
+
+    def blocks(self) -> Iterator[bytes]:
+        """Bytes that differ if values do."""
+        for start in range(0, len(self), _BLOCK):
+            yield repr(self._values.slice(start, _BLOCK).to_pylist()).encode("utf-8", "surrogatepass")
+
+
+def _parts(column: Any) -> Iterator[Any]:
+    """The bytes of a column."""
+    if isinstance(column, PackedKeys):
+        offsets = column.offsets
+        yield column.data[offsets[0] : offsets[-1]]
+        yield np.diff(offsets)
+    elif isinstance(column, ArrowColumn):
+        yield from column.blocks()
+    else:
+        yield np.ascontiguousarray(column)
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError:
+        raise ImportError('manifests are read by pyarrow: pip install "aiofeed[parquet]"') from None
+
+
+def _parent(url: str) -> str:
+    """The URL of the folder of an object; of one on a web server with its query."""
+    path, mark, query = url.partition("?") if url.lower().startswith("http") else (url, "", "")
+    return f"{path.rpartition('/')[0]}{mark}{query}"
+
+
+def _check_names(file: TableFile, key: str | None, others: Sequence[str]) -> str:
+    """The name of the column of keys; ``ValueError`` unless there is one column of each name."""
+    names = file.names()
+    if not names:
+        raise ValueError(f"{file.name} lists no samples")
+    if key is None:
+        key = next((name for name in KEYS if name in names), None)
+    if key is None:
+        raise ValueError(f"{file.name} has no column {' or '.join(map(repr, KEYS))}; pass key= as one of {names}")
+    for name in (key, *others):
+        if names.count(name) != 1:
+            number = "two columns" if name in names else "no column"
+            raise ValueError(f"{file.name} has {number} {name!r}; the columns are {names}")
+    return key
+
+
+def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
+    """The values of a column: packed texts, a numpy array, or an ``ArrowColumn``."""
+    arrow = _pyarrow("")
+    if arrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    is_text = arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)
+    missing = column.is_null().to_numpy() if column.null_count else np.zeros(len(column), np.bool_)
+    if is_text:
+        packed = _packed(column)
+        if is_key or file.has_empty_cells:
+            missing |= np.diff(packed.offsets) == 0
+    if missing.any():
+        raise ValueError(f"{file.name}: {_row(missing)} has no {name!r}")
+    if is_text:
+        return packed
+    types = arrow.types
+    if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
+        return column.to_numpy()
+    return ArrowColumn(arrow.concat_arrays(column.chunks))
+
+
+def _packed(column: Any) -> PackedKeys:
+    """The texts of a column, in the memory of Arrow if they lie together there."""
+    arrow = _pyarrow("")
+    texts = arrow.concat_arrays([chunk.cast(arrow.large_string()) for chunk in column.chunks])
+    _, offsets, data = texts.buffers()
+    at = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
+    return PackedKeys(np.frombuffer(data or b"", np.uint8), at)
+
+
+def _row(mask: Any) -> str:
+    """The first row for which a mask is true."""
+    return f"row {int(np.argmax(mask))} (the first is 0)"
+
+
+def _bounds(file: TableFile, columns: Sequence[Any], is_length: bool, max_bytes: int) -> tuple[Any, Any] | None:
+    """The first byte of each row and the byte after its last one."""
+    if not columns:
+        return None
+    starts, ends = columns[0], columns[0] + columns[1] if is_length else columns[1]
+    for wrong, problem in (
+        ((starts < 0) | (ends < starts), "are no range"),
+        (ends - starts > max_bytes, f"are more than max_bytes={max_bytes} allows"),
+    ):
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ValueError(f"{file.name}: {_row(wrong)}: bytes {starts[at]} to {ends[at]} {problem}")
+    return starts, ends
+
+
+def _located(
+    file: TableFile,
+    column: Any,
+    keys: PackedKeys,
+    root: str | os.PathLike[str] | None,
+    store: Any,
+    options: Mapping[str, Any] | None,
+) -> ObjectList:
+    """The objects of a column of entries."""
+    compute = _pyarrow("compute")
+
+    def rows(pattern: str) -> Any:
+        return np.flatnonzero(compute.match_substring_regex(column, pattern).to_numpy())
+
+    urls = rows(_URL)
+    try:
+        if root is None and len(urls):
+            found = _of_urls(file, column, keys, urls, store, options)
+        else:
+            # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
+            folder = os.fspath(root) if root is not None else "" if file.is_local and store is not None else file.folder
+            if root is not None or not file.is_local:
+                if len(urls):
+                    raise ValueError(f"{redacted(keys[urls[0]])!r} is not relative to root={redacted(folder)!r}")
+                for row in rows(_OUTWARD):
+                    beneath(redacted(folder), keys[row])
+            found = ObjectList(keys, [ObjectReader(folder, store=store, options=options)])
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from None
+    if file.is_local and found.is_local and options is not None:
+        raise ValueError("options= are for the store of URLs, and these are files: leave it out")
+    return found
+
+
+def _of_urls(
+    file: TableFile, column: Any, keys: PackedKeys, urls: Any, store: Any, options: Mapping[str, Any] | None
+) -> ObjectList:
+    """The objects of a column of URLs."""
+    if len(urls) != len(keys):
+        other = int(np.setdiff1d(np.arange(len(keys)), urls)[0])
+        raise ValueError(
+            f"row {other}, {keys[other]!r}, is no URL, and row {urls[0]} is one; aiofeed.Mixture reads both kinds"
+        )
+    if scheme_of(keys[0]) == "file":
+        if not file.is_local:
+            raise ValueError(f"row 0, {keys[0]!r}, is a file, and the manifest is not: pass Files a list of paths")
+        packer = KeyPacker()
+        packer.add(path_of(url, row) for row, url in enumerate(keys))
+        return ObjectList(packer.packed(), [ObjectReader("")])
+    compute, base = _pyarrow("compute"), split_url(keys[0])[0]
+    # The keys of one bucket are plain text and need no loop, which takes a second for a million of them.
+    in_bucket = store is None and not base.startswith("http")
+    if in_bucket and compute.all(compute.starts_with(column, f"{base}/")).as_py():
+        rest = compute.utf8_slice_codeunits(column, len(base) + 1)
+        return ObjectList(_packed(rest), [ObjectReader(base, options=options)])
+    return objects_of(keys, None, store, options)

@@ -1,0 +1,418 @@
+"""Does ``feeder.explain()`` name the right stage, and does its advice bring the gain that it predicts?
+
+Each feeder has one planted bottleneck. Most are waits (``time.sleep`` in the place of native code or of storage), so
+that other work on the machine changes little. A plant runs for an epoch and is explained. Then the first piece of
+advice that can be taken by a program is taken: arguments of ``Limits`` or ``Feeder``, another number of threads for a
+``Dataset``, or to end the processes that use the cores. The samples per second of the epoch with it, divided by those
+of the epoch before, are the gain. With a cache that is the second epoch.
+
+The slow thread and the processes on the same cores have no exact prediction: how the work is divided afterwards
+depends on threads and processes that are not measured. Their gains have no target.
+
+Targets: the right stage and resource in 95 of 100 runs; a gain within 15 % of the predicted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.figures import Figure, at_least, at_most, column
+from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave
+
+if TYPE_CHECKING:
+    import aiofeed
+
+TITLE = "The stages that explain() names, and the gains that it predicts"
+
+BATCH = 8
+BURNERS = 8
+WITHIN = 0.15
+
+
+def run(settings: Settings) -> list[Figure]:
+    # One at a time: plants that run at the same time would take each other's cores.
+    samples = {
+        name: interleave([Contender(name, planted, {"name": name}, ("aiofeed:Feeder",))], settings)[name]
+        for name in list(PLANTS)[: settings.size(len(PLANTS), 2)]
+    }
+    figures = []
+    for right in ("stage", "resource"):
+        named = [column(rounds, right) for rounds in samples.values()]
+        shares = tuple(sum(values) / len(values) for values in zip(*named, strict=True))
+        figures.append(Figure(f"right {right}, share of plants", shares, target=at_least(0.95)))
+    for name, rounds in samples.items():
+        runs = column(rounds, "resource")
+        figures.append(Figure(f"{name}: right, share of runs", (sum(runs) / len(runs),)))
+        if all(sample["predicted"] for sample in rounds):
+            predicted, measured = column(rounds, "predicted"), column(rounds, "gain")
+            off = tuple(abs(gain / expected - 1) for gain, expected in zip(measured, predicted, strict=True))
+            target = at_most(WITHIN) if PLANTS[name].exact else None
+            figures.append(Figure(f"{name}: gain predicted", predicted))
+            figures.append(Figure(f"{name}: gain measured", measured))
+            figures.append(Figure(f"{name}: gain off by", off, target=target))
+    return figures
+
+
+# --- sources, decoders and steps that are slow in one way
+
+
+class Numbers:
+    """A source of numbers.
+
+    Args:
+        samples: its length.
+        read_s: latency of a read.
+        transfer_s: time that a read occupies the storage, one after the other.
+    """
+
+    def __init__(self, samples: int, read_s: float = 0.0, transfer_s: float = 0.0) -> None:
+        self._samples, self._read_s, self._transfer_s = samples, read_s, transfer_s
+        self._storage: asyncio.Lock | None = None
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def open(self) -> None:
+        self._storage = asyncio.Lock()
+
+    async def read(self, index: int) -> bytes:
+        if self._read_s:
+            await asyncio.sleep(self._read_s)
+        if self._transfer_s:
+            assert self._storage is not None
+            async with self._storage:
+                await asyncio.sleep(self._transfer_s)
+        return index.to_bytes(8, "little")
+
+
+class Items:
+    """A ``Dataset`` that takes a while for an item."""
+
+    def __init__(self, samples: int, seconds: float) -> None:
+        self._samples, self._seconds = samples, seconds
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self._seconds)
+        return index
+
+
+def decode(data: bytes, seconds: float = 0.0, nbytes: int = 8) -> Any:
+    """An array of ``nbytes`` after a while, without the GIL."""
+    import numpy as np
+
+    if seconds:
+        time.sleep(seconds)
+    return np.full(nbytes, data[0], np.uint8)
+
+
+def decode_unevenly(data: bytes) -> Any:
+    """An array after 10 ms, or 100 ms for one in ten."""
+    index = int.from_bytes(data, "little")
+    return decode(data, 0.1 if index * 7919 % 10 == 3 else 0.01)
+
+
+def decode_with_gil(data: bytes) -> Any:
+    """An array after 5 ms in C code that does not release the GIL."""
+    import numpy as np
+
+    ctypes.PyDLL(None).usleep(5_000)
+    return np.full(8, data[0], np.uint8)
+
+
+def decode_on_processor(data: bytes) -> Any:
+    """An array after some milliseconds of processor time without the GIL."""
+    import numpy as np
+
+    hashlib.sha256(bytes(4_000_000)).digest()
+    return np.full(8, data[0], np.uint8)
+
+
+class SlowThread:
+    """Decodes in 60 ms in the first thread that calls it, in 3 ms in others."""
+
+    def __init__(self) -> None:
+        self._slow: int | None = None
+
+    def __call__(self, data: bytes) -> Any:
+        if self._slow is None:
+            self._slow = threading.get_ident()
+        return decode(data, 0.06 if threading.get_ident() == self._slow else 0.003)
+
+
+def collate(samples: list[Any], seconds: float) -> Any:
+    """The samples stacked, after a while."""
+    import numpy as np
+    import torch
+
+    time.sleep(seconds)
+    return torch.from_numpy(np.stack(samples))
+
+
+def copy_to_host(batch: Any) -> None:
+    """What a consumer does that reads its result after each step: wait for the device."""
+    batch.to("cpu").sum().item()
+
+
+@contextmanager
+def others_on_the_cores() -> Iterator[None]:
+    """Processes that use the cores of this one."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BURNERS)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    yield
+
+
+# --- the plants
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A feeder with a planted bottleneck.
+
+    Args:
+        stage, resource: what ``explain`` should name; "" for any resource.
+        source: makes the source.
+        options: arguments of ``Feeder``.
+        step_s: duration of a step.
+        step: what a step does besides.
+        samples: samples of an epoch.
+        around: a context manager in which the epoch runs.
+        exact: whether the prediction can be exact.
+    """
+
+    stage: str
+    resource: str
+    source: Callable[[int], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    step_s: float = 0.01
+    step: Callable[[Any], object] | None = None
+    samples: int = 160
+    around: Callable[[], Any] = nobody
+    exact: bool = True
+
+
+def _limits(**limits: int) -> dict[str, int]:
+    return {"decode_threads": 2, "read_concurrency": 32, **limits}
+
+
+PLANTS = {
+    "slow storage by latency": Plant(
+        "read",
+        "storage latency",
+        partial(Numbers, read_s=0.03),
+        {"decode": decode, "limits": _limits(read_concurrency=8)},
+        samples=240,
+    ),
+    "slow storage by bandwidth": Plant(
+        "read",
+        "storage bandwidth",
+        partial(Numbers, transfer_s=0.008),
+        {"decode": decode, "limits": _limits()},
+        step_s=0.02,
+    ),
+    "heavy decode": Plant(
+        "decode",
+        "blocking calls",
+        Numbers,
+        {"decode": partial(decode, seconds=0.02), "limits": _limits()},
+        step_s=0.02,
+        samples=240,
+    ),
+    "GIL-bound decode": Plant("decode", "GIL", Numbers, {"decode": decode_with_gil, "limits": _limits()}, samples=240),
+    "one slow thread": Plant(
+        "decode",
+        "",  # it depends on how the threads share the work
+        Numbers,
+        {"decode": SlowThread(), "limits": _limits()},
+        step_s=0.001,
+        samples=320,
+        exact=False,
+    ),
+    "one slow sample in ten": Plant(
+        "decode",
+        "uneven samples",
+        Numbers,
+        {"decode": decode_unevenly, "batch_size": 2, "limits": _limits(prefetch_batches=1)},
+        step_s=0.001,
+        samples=160,
+    ),
+    "heavy collate": Plant(
+        "collate",
+        "blocking calls",
+        Numbers,
+        {"decode": decode, "collate_fn": partial(collate, seconds=0.06), "limits": _limits()},
+        step_s=0.02,
+        samples=320,
+    ),
+    "slow step": Plant("step", "the step itself", Numbers, {"decode": decode, "limits": _limits()}, step_s=0.02),
+    "consumer that copies to the host": Plant(
+        "step",
+        "the step itself",
+        Numbers,
+        {"decode": decode, "device": "simulated", "limits": _limits()},
+        step_s=0.01,
+        step=copy_to_host,
+    ),
+    "too little memory_bytes": Plant(
+        "decode",
+        "memory_bytes",
+        partial(Numbers, read_s=0.03),
+        {"decode": partial(decode, seconds=0.005, nbytes=1 << 18), "limits": _limits(memory_bytes=BATCH << 18)},
+    ),
+    "Dataset of one thread": Plant(
+        "decode", "one thread", partial(Items, seconds=0.01), {"limits": {}}, step_s=0.02, samples=240
+    ),
+    "cold cache": Plant(
+        "decode",
+        "cold cache",
+        Numbers,
+        {"decode": partial(decode, seconds=0.01), "cache": "host", "limits": _limits()},
+        step_s=0.02,
+    ),
+    "cores used by other processes": Plant(
+        "decode",
+        "other processes",
+        Numbers,
+        {"decode": decode_on_processor, "limits": _limits()},
+        step_s=0.001,
+        around=others_on_the_cores,
+        exact=False,
+    ),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Measure]:
+    """Run a plant, explain it, take the advice, and run it again."""
+
+    def measure() -> Mapping[str, float]:
+        plant = PLANTS[name]
+        with feeder_of(plant) as feeder, plant.around():
+            found = explained(plant, feeder)
+            again = None if plant.options.get("cache") is None else explained(plant, feeder)
+        right = found.stage == plant.stage
+        sample = {
+            "stage": float(right),
+            "resource": float(right and found.resource == (plant.resource or found.resource)),
+            "predicted": 0.0,
+        }
+        for advice in found.advice:
+            if advice.gain is None or (again is None and (advised := take(plant, advice.text)) is None):
+                continue
+            if again is None:
+                with feeder_of(advised) as feeder, advised.around():
+                    if advised.options.get("cache") is not None:
+                        explained(advised, feeder)
+                    again = explained(advised, feeder)
+            return sample | {"predicted": advice.gain, "gain": again.samples_per_s / found.samples_per_s}
+        return sample | {"gain": 0.0}
+
+    yield measure
+
+
+@contextmanager
+def feeder_of(plant: Plant) -> Iterator[aiofeed.Feeder[Any]]:
+    import aiofeed
+    from aiofeed.testing import SimulatedDevice
+
+    options: dict[str, Any] = {"batch_size": BATCH, **plant.options}
+    options["limits"] = aiofeed.Limits(**options["limits"])
+    if options.get("device") == "simulated":
+        options["device"] = SimulatedDevice()
+    with aiofeed.Feeder(plant.source(plant.samples), **options) as feeder:
+        yield feeder
+
+
+def explained(plant: Plant, feeder: aiofeed.Feeder[Any]) -> aiofeed.Explanation:
+    """Run an epoch and explain it."""
+    for batch in feeder:
+        if plant.step is not None:
+            plant.step(batch)
+        time.sleep(plant.step_s)
+    return feeder.explain()
+
+
+def take(plant: Plant, advice: str) -> Plant | None:
+    """The plant with a piece of advice; ``None`` if a program cannot take it."""
+    from aiofeed import FromDataset
+
+    options = dict(plant.options)
+    if found := re.match(r"Limits\((.*?)\)", advice):
+        more = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", found[1])}
+        return replace(plant, options=options | {"limits": {**options["limits"], **more}})
+    if found := re.match(r'(engine|in_order|cache)="([\w:]+)"', advice):
+        return replace(plant, options=options | {found[1]: found[2]})
+    if found := re.match(r"FromDataset\(dataset, threads=(\d+)\)", advice):
+        make, threads = plant.source, int(found[1])
+        return replace(plant, source=lambda samples: FromDataset(make(samples), threads=threads))
+    if advice.startswith("end the other processes"):
+        return replace(plant, around=nobody)
+    return None
+
+
+# --- ranks
+
+
+def slow_rank() -> dict[str, Any]:
+    """The explanation by rank 0 of two processes, of which rank 1 reads slowly."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = "import sys; from benchmarks.explain import rank_main; rank_main(*sys.argv[1:])"
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", program, str(rank), folder], cwd=PROJECT, stdout=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        try:
+            answers = [process.communicate(timeout=100)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        result: dict[str, Any] = json.loads(answers[0])
+        return result
+
+
+def rank_main(rank: str, folder: str) -> None:
+    from torch import distributed
+
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    rendezvous = (Path(folder) / "rendezvous").as_uri()
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=int(rank), world_size=2)
+    source = partial(Numbers, read_s=0.04 if rank == "1" else 0.0)
+    plant = Plant("read", "storage latency", source, {"decode": decode, "limits": _limits(read_concurrency=4)})
+    with feeder_of(plant) as feeder:
+        for _ in feeder:
+            time.sleep(plant.step_s)
+            distributed.barrier()  # as the all-reduce of gradients
+        found = feeder.explain(ranks=True)
+    distributed.destroy_process_group()
+    print(json.dumps(found.to_dict()))

@@ -1,0 +1,68 @@
+"""`aiofeed profile`: a script runs as usual, and its feeders are explained at its end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+SCRIPT = """
+import sys
+import aiofeed
+
+class Numbers:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return index
+
+def train(name):
+    seen = sum(len(batch) for batch in aiofeed.Feeder(Numbers(), batch_size=8))
+    print(name, __name__, sys.argv[1:], seen)
+
+if __name__ == "__main__":
+    train("first")
+    train("second")
+"""
+
+
+def profile(folder: Path, script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "aiofeed", "profile", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+
+
+def test_a_script_runs_as_usual_and_is_explained(tmp_path: Path) -> None:
+    """Its arguments and output are its own; each feeder has a verdict and a timeline."""
+    done = profile(tmp_path, SCRIPT, "--output", "t.html", "script.py", "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{name} __main__ ['--epochs', '3'] 64\n" for name in ("first", "second"))
+    assert done.stderr.count("Feeder(") == 2
+    assert done.stderr.count("samples/s now") + done.stderr.count("too few batches") == 2
+    assert (tmp_path / "t.html").stat().st_size > 500
+    assert (tmp_path / "t-2.html").stat().st_size > 500
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [("sys.exit(3)", 3, ""), ("sys.exit('wrong')", 1, "wrong"), ("raise KeyError('lost')", 1, "KeyError: 'lost'")],
+)
+def test_how_a_script_ends(tmp_path: Path, end: str, code: int, message: str) -> None:
+    """The exit code is the script's, and the report comes all the same."""
+    done = profile(tmp_path, f"{SCRIPT}    {end}\n", "script.py")
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stderr.count("Feeder(") == 2
+
+
+def test_scripts_without_feeder(tmp_path: Path) -> None:
+    """The report says so; a missing script is an error."""
+    assert "took no batch from a Feeder" in profile(tmp_path, "print(1)", "script.py").stderr
+    missing = profile(tmp_path, "", "missing.py")
+    assert missing.returncode == 2
+    assert missing.stderr == "aiofeed profile: there is no script 'missing.py'\n"

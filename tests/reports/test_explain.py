@@ -1,0 +1,381 @@
+"""Tests of ``explain``: planted bottlenecks are named, in feeders and in plain counters; the texts; the ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import aiofeed
+from aiofeed import Feeder, FromDataset, Limits, Tensors
+from aiofeed.core.statistics import EpochStats
+from aiofeed.reports.bottleneck import FeedMeasurements
+from aiofeed.reports.explanation import RankTimes
+from aiofeed.reports.ranks import compare, figures_of
+from aiofeed.reports.remedies import explain
+from benchmarks import explain as plants
+from benchmarks.explain import PLANTS, Items, Numbers, Plant
+
+# Ten epochs' worth of a benchmark are not needed to name a stage.
+SAMPLES = 80
+SLOW = ("one slow sample in ten", "one slow thread", "cores used by other processes")
+# Other systems do not tell how long a thread waits for a core.
+LINUX = ("GIL-bound decode", "cores used by other processes")
+
+
+def explained(plant: Plant) -> aiofeed.Explanation:
+    with plants.feeder_of(plant) as feeder, plant.around():
+        return plants.explained(plant, feeder)
+
+
+def plant_names() -> list[Any]:
+    """The plants as parameters, with marks."""
+    only_linux = pytest.mark.skipif(sys.platform != "linux", reason="waits for cores are not known")
+    marks = {name: [pytest.mark.slow] * (name in SLOW) + [only_linux] * (name in LINUX) for name in PLANTS}
+    return [pytest.param(name, marks=marks[name]) for name in PLANTS]
+
+
+@pytest.mark.parametrize("name", plant_names())
+def test_a_planted_bottleneck_is_named(name: str) -> None:
+    """``explain`` names the planted stage and resource, and the verdict is the first line of its text."""
+    plant = replace(PLANTS[name], samples=PLANTS[name].samples if name in SLOW else SAMPLES)
+    found = explained(plant)
+    assert (found.stage, found.resource) == (plant.stage, plant.resource or found.resource)
+    assert str(found).splitlines()[0] == found.verdict
+    assert any(advice.gain for advice in found.advice) == (plant.stage != "step")
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named() -> None:
+    """Two processes that wait for each other: the verdict of the fast one names the slow one and its storage."""
+    found = plants.slow_rank()
+    assert "Rank 1 is the slowest of 2" in found["verdict"]
+    assert "storage latency" in found["verdict"]
+    assert [rank["stage"] for rank in found["ranks"]] == ["step", "read"]
+
+
+# --- plain counters
+
+BATCHES = 101
+STATS = EpochStats(
+    samples=8 * BATCHES,
+    batches=BATCHES,
+    wall_s=10.1,
+    first_batch_s=0.1,
+    stall_s=8.1,
+    samples_read=800,
+    reading_s=80.0,
+    samples_read_apart=100,
+    reading_apart_s=10.0,
+    samples_decoded=800,
+    decode_s=4.0,
+    decode_cpu_s=3.9,
+    process_cpu_s=5.0,
+)
+
+
+def measured(stats: EpochStats = STATS, **settings: Any) -> FeedMeasurements:
+    return FeedMeasurements(stats=stats, **{"threads": 2, "cores": 4, "reads": 8, "chunk_size": 4, **settings})
+
+
+def heavy_decode(**changes: Any) -> EpochStats:
+    fast_reads: dict[str, Any] = {"reading_s": 0.8, "reading_apart_s": 0.1}
+    return replace(STATS, **fast_reads, **{"decode_s": 20.0, "decode_cpu_s": 19.8, **changes})
+
+
+def advice(found: aiofeed.Explanation) -> str:
+    return "\n".join(map(str, found.advice))
+
+
+def test_the_verdict_gives_the_rates_and_the_share_of_waiting() -> None:
+    """80 samples/s arrive, a step takes 25 ms per batch of 8, and 80 % of the time is waiting."""
+    found = explain(measured())
+    assert found.verdict == (
+        "Reading is the limit (storage latency): 8 reads at a time deliver 80 samples/s, the step could take 400/s; "
+        "training waits 80% of the time."
+    )
+    assert (found.samples_per_s, found.waiting) == (pytest.approx(80), pytest.approx(0.8))
+
+
+def test_shards_are_read_further_ahead() -> None:
+    """Their requests join ranges within the look-ahead; more reads at a time bring nothing."""
+    found = explain(measured(lookahead_bytes=64 << 20))
+    assert 'Limits(lookahead_bytes=268435456), 256.0 MiB, or shuffle="window"' in advice(found)
+    assert "read_concurrency" not in advice(found)
+
+
+def test_more_reads_are_predicted_to_bring_what_the_next_stage_allows() -> None:
+    """64 reads would bring 640 samples/s, decoding 400/s and the step 400/s: five times as many as now."""
+    [first] = explain(measured()).advice
+    assert first.text.startswith("Limits(read_concurrency=64)")
+    assert first.gain == pytest.approx(5.0)
+
+
+def test_reads_that_take_longer_beside_others_use_up_the_bandwidth() -> None:
+    """If reads take 100 ms, and 20 ms while few are in flight, more of them are not advised."""
+    found = explain(measured(replace(STATS, reading_apart_s=2.0), may_cache=True, length=800, free_memory=1 << 30))
+    assert found.resource == "storage bandwidth"
+    assert "read_concurrency" not in advice(found)
+    assert "cache=" in advice(found)
+
+
+def test_reads_whose_doubling_brought_nothing_use_up_the_bandwidth() -> None:
+    assert explain(measured(reads_saturated=True)).resource == "storage bandwidth"
+
+
+def test_reads_of_a_file_system_are_not_advised_beyond_its_threads() -> None:
+    """A source that reads in 64 threads gets no advice to read more than 64 samples at a time."""
+    found = explain(measured(replace(STATS, reading_s=640.0, reading_apart_s=80.0), reads=64, reads_most=64))
+    assert found.stage == "read"
+    assert "read_concurrency" not in advice(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "resource", "wanted"),
+    [
+        ({}, {}, "threads", "Limits(decode_threads=4"),
+        ({}, {"cores": 2, "decoders": (("a faster decoder", 1.5),)}, "cores", "a faster decoder (predicted: 1.50"),
+        ({}, {"cores": 2, "may_cache": True}, "cores", "DiskCache(path)"),
+        ({"gil_us": 1000.0}, {}, "GIL", 'engine="process:4"'),
+        ({"gil_probe_s": 0.05, "gil_probes": 50}, {}, "GIL", 'engine="process:4"'),
+        ({}, {"dataset_threads": 1, "threads": 2}, "one thread", "FromDataset(dataset, threads=4)"),
+        ({"decode_cpu_s": 5.0}, {"core_wait": 0.7}, "other processes", "Limits(decode_threads=1)"),
+        ({"decode_cpu_s": 1.0}, {}, "blocking calls", "Limits(decode_threads="),
+        ({}, {"cold_cache": True}, "cold cache", "nothing needs to be done"),
+        (
+            {},
+            {"threads_tuned": True, "decoders": (("a faster decoder", None),)},
+            "memory bandwidth",
+            "a faster decoder",
+        ),
+        ({}, {"threads": 8, "cores": 8, "chunk_size": 8}, "prefetch_batches", "Limits(prefetch_batches=8)"),
+    ],
+)
+def test_decoding_runs_into(changes: dict[str, Any], settings: dict[str, Any], resource: str, wanted: str) -> None:
+    """What decoding runs into follows from processor time, waits for cores, probes of the GIL and settings."""
+    found = explain(measured(heavy_decode(**changes), **settings))
+    assert (found.stage, found.resource) == ("decode", resource)
+    assert wanted in advice(found)
+
+
+def test_memory_is_named_if_no_stage_is_busy_and_planning_waits_for_it() -> None:
+    """With half of the reads that storage and threads allow, the wait for memory is the reason."""
+    stats = replace(STATS, reading_s=8.0, reading_apart_s=1.0, memory_wait_s=8.0)
+    found = explain(measured(stats, memory_bytes=1 << 20, sample_bytes=float(1 << 18), free_memory=1 << 34))
+    assert found.resource == "memory_bytes"
+    assert "Limits(memory_bytes=8388608)" in advice(found)
+    assert explain(measured(replace(stats, memory_wait_s=0.0))).resource != "memory_bytes"
+
+
+def test_copies_and_transforms_are_named() -> None:
+    """Copies that take as long as a batch takes, and a transform in the training thread, are limits."""
+    fast = replace(STATS, reading_s=0.8, reading_apart_s=0.1)
+    copies = explain(measured(replace(fast, copy_s=1.0, copy_wait_s=9.0), device=True))
+    assert (copies.stage, copies.resource) == ("copy", "PCIe")
+    transform = explain(measured(replace(fast, hand_over_s=7.9), transform=True))
+    assert transform.stage == "hand-over"
+    assert "transform=" in advice(transform)
+
+
+def test_nothing_is_advised_if_the_step_is_the_limit() -> None:
+    """Waiting for 2 % of the time leaves nothing to gain, whatever else is slow."""
+    found = explain(measured(replace(heavy_decode(), stall_s=0.3), may_cache=True))
+    assert found.stage == "step"
+    assert "Nothing needs to be done" in found.verdict
+    assert found.advice == ()
+    assert 'device="auto"' in advice(explain(measured(replace(STATS, stall_s=0.3), step_copies=True)))
+
+
+def test_single_late_batches_are_not_attributed_to_a_stage() -> None:
+    """If loading can deliver far more than the step takes, waits for 10 % of the time come from single batches."""
+    stats = replace(STATS, stall_s=1.1, reading_s=0.8, reading_apart_s=0.1)
+    found = explain(measured(stats))
+    assert found.stage == "step"
+    assert "Single batches are late" in found.verdict
+    assert advice(found).startswith("Limits(prefetch_batches=4)")
+
+
+def test_the_wait_for_the_first_batch_does_not_count() -> None:
+    """An epoch of which only the first batch was awaited is limited by the step."""
+    assert explain(measured(replace(STATS, wall_s=100.0, first_batch_s=90.0, stall_s=90.1))).stage == "step"
+
+
+def test_few_batches_explain_nothing() -> None:
+    """Before the third batch no stage is named, and the verdict says so."""
+    for batches in (0, 1, 2):
+        found = explain(measured(EpochStats(samples=8 * batches, batches=batches)))
+        assert (found.stage, found.advice) == ("", ())
+        assert "Too few batches" in found.verdict
+
+
+# --- the report
+
+
+def test_the_report_is_text_html_and_a_dict() -> None:
+    """All three have the verdict, a row per stage and the advice; HTML is escaped, the dict survives JSON."""
+    found = replace(explain(measured()), verdict="<b> & more")
+    text, html = str(found), found._repr_html_()
+    for name in ("read", "decode", "step"):
+        assert f"\n{name} " in text
+        assert f"<td>{name}</td>" in html
+    assert "- Limits(read_concurrency=64)" in text
+    assert "&lt;b&gt; &amp; more" in html
+    assert json.loads(json.dumps(found.to_dict()))["stages"][0]["name"] == "read"
+
+
+def test_times_are_split_into_processor_and_waiting() -> None:
+    """A decode job of 25 ms per sample with 24.75 ms of processor time waits for 250 us."""
+    found = explain(measured(heavy_decode()))
+    row = next(line for line in str(found).splitlines() if line.startswith("decode"))
+    assert row.split()[1:5] == ["24.8", "ms", "250", "us"]
+
+
+# --- ranks
+
+RANK = RankTimes(0, 400.0, 0.01, 0.02, "step", "the step itself", 400.0)
+
+
+def test_figures_of_a_rank_are_those_of_its_explanation() -> None:
+    """Rates, the wait, and a step of eight samples of 2.5 ms; zeros if too few batches were handed out."""
+    times = figures_of(3, explain(measured()), 8.0)
+    assert (times.rank, times.stage, times.resource) == (3, "read", "storage latency")
+    assert (times.samples_per_s, times.waiting) == (pytest.approx(80), pytest.approx(0.8))
+    assert times.step_s == pytest.approx(0.02)
+    assert figures_of(0, explain(measured(EpochStats())), 8.0) == RankTimes(0, 0.0, 0.0, 0.0, "", "", 0.0)
+
+
+def test_the_slowest_rank_is_named_with_its_reason() -> None:
+    """At one rate, the rank that waits is the slow one; at different rates, the slower one, also by its step."""
+    own = explain(measured())
+    slow_loading = replace(RANK, rank=1, waiting=0.5, stage="read", resource="storage latency")
+    verdict = compare([RANK, slow_loading], own).verdict
+    assert "Rank 1 is the slowest of 2: it waits 50% of the time" in verdict
+    assert "storage latency" in verdict
+    slow_step = replace(RANK, rank=1, samples_per_s=200.0, step_s=0.04)
+    assert "Rank 1 is the slowest of 2: its step takes 40.0 ms" in compare([RANK, slow_step], own).verdict
+    assert "All 2 ranks are equally fast" in compare([RANK, replace(RANK, rank=1)], own).verdict
+    unknown = replace(RANK, rank=1, stage="", resource="")
+    assert compare([RANK, unknown], own).verdict == own.verdict
+
+
+def test_ranks_need_torch_distributed() -> None:
+    """Without a process group, and with a number, ``ranks=`` is refused."""
+    with Feeder(Items(8, 0.0), batch_size=2) as feeder:
+        with pytest.raises(ValueError, match="init_process_group"):
+            feeder.explain(ranks=True)
+        with pytest.raises(TypeError, match="ranks must be True or False"):
+            feeder.explain(ranks=1)  # type: ignore[arg-type]
+
+
+# --- at any time, and in any kind of feeder
+
+
+def test_explain_works_before_within_and_after_an_epoch_and_after_close() -> None:
+    """It changes nothing, and explains the current or last epoch."""
+    with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
+        assert feeder.explain().stage == ""
+        seen = []
+        for number, batch in enumerate(feeder):
+            seen.append(batch[:, 0].tolist())
+            assert (feeder.explain().stage == "") == (number < 2)
+        assert sum(seen, []) == list(range(40))
+        assert feeder.explain().stage != ""
+        state = feeder.state_dict()
+    assert feeder.explain().stage != ""
+    assert feeder.state_dict() == state
+
+
+def test_a_break_and_an_error_leave_an_epoch_that_is_explained() -> None:
+    """After ``break``, and after an error in the loop body, the batches that were handed out are explained."""
+    with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
+        for number, _ in enumerate(feeder):
+            if number == 4:
+                break
+        assert feeder.explain().stage != ""
+        with pytest.raises(ZeroDivisionError):
+            for number, _ in enumerate(feeder):
+                _ = 1 / (number - 4)
+        assert feeder.explain().stage != ""
+
+
+def test_a_slow_iterable_is_named() -> None:
+    """A ``Stream`` whose iterable takes 5 ms for an item is the limit; processes and another order are not advised."""
+
+    def items() -> Any:
+        for number in range(SAMPLES):
+            plants.time.sleep(0.005)
+            yield number
+
+    with Feeder(aiofeed.Stream(items), batch_size=8) as feeder:
+        for _ in feeder:
+            pass
+        found = feeder.explain()
+    assert (found.stage, found.resource) == ("read", "the iterable")
+    assert "engine=" not in advice(found)
+
+
+def test_reads_within_decode_jobs_are_those_of_the_pool() -> None:
+    """Small files of the page cache are read by the threads that decode: if that takes longer, it is named."""
+    found = explain(measured(heavy_decode(samples_read=0, decode_s=4.0, decode_cpu_s=4.0, read_s=16.0)))
+    assert (found.stage, found.resource) == ("read", "threads")
+    assert "Limits(decode_threads=4" in advice(found)
+
+
+def test_reads_of_a_few_samples_do_not_count_for_all() -> None:
+    """If most samples come from a cache, reading those that do not is a tenth of the work."""
+    found = explain(measured(replace(heavy_decode(), samples_read=80, reading_s=8.0, samples_cached=720)))
+    read = next(stage for stage in found.stages if stage.name == "read")
+    assert read.samples_per_s == pytest.approx(8 * 800 / 8.0)
+
+
+async def test_an_asynchronous_loop_is_explained() -> None:
+    with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
+        async for _ in feeder:
+            pass
+        assert feeder.explain().stage != ""
+
+
+def test_worker_processes_send_their_counters() -> None:
+    """With ``engine="process"`` the wait in the decoder is seen, and the verdict counts processes."""
+    plant = PLANTS["heavy decode"]
+    found = explained(replace(plant, samples=SAMPLES, options={**plant.options, "engine": "process:2"}))
+    assert (found.stage, found.resource) == ("decode", "blocking calls")
+    assert "2 processes" in found.verdict
+
+
+def test_data_in_memory_are_explained() -> None:
+    """``Tensors`` have no threads; the stages are collating in the training thread and the step."""
+    with Feeder(Tensors(torch.arange(4000)), batch_size=4) as feeder:
+        for _ in feeder:
+            pass
+        assert feeder.explain().stage in ("collate", "hand-over", "step")
+
+
+def test_a_warm_cache_is_not_cold() -> None:
+    """In the second epoch with a cache, neither the cache nor decoding is the limit."""
+    plant = replace(PLANTS["cold cache"], samples=SAMPLES)
+    with plants.feeder_of(plant) as feeder:
+        plants.explained(plant, feeder)
+        found = plants.explained(plant, feeder)
+    assert found.resource != "cold cache"
+    assert found.stage == "step"
+
+
+def test_samples_in_any_order_are_explained() -> None:
+    """``in_order="samples"`` is not advised to feeders that have it."""
+    plant = PLANTS["one slow sample in ten"]
+    found = explained(replace(plant, samples=SAMPLES, options={**plant.options, "in_order": "samples"}))
+    assert found.stage == "decode"
+    assert "in_order" not in advice(found)
+
+
+def test_advice_for_a_dataset_can_be_taken() -> None:
+    """The advised number of threads removes the bottleneck of a ``Dataset`` of one thread."""
+    with Feeder(FromDataset(Items(SAMPLES, 0.01), threads=8), batch_size=8, limits=Limits()) as feeder:
+        for _ in feeder:
+            plants.time.sleep(0.03)
+        assert feeder.explain().resource != "one thread"
