@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TypeAlias
@@ -115,6 +115,14 @@ class StorageStatistics:
     cache_hits: int = 0
     cache_misses: int = 0
     cached_bytes: int = 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[StorageStatistics]) -> StorageStatistics | None:
+        """Those of several sources: sums, and the latencies of the slowest; ``None`` for no source."""
+        if not parts:
+            return None
+        figures = {entry.name: [getattr(part, entry.name) for part in parts] for entry in fields(cls)}
+        return cls(**{name: max(each) if name.startswith("latency") else sum(each) for name, each in figures.items()})
 
     def __str__(self) -> str:
         looked_up = self.cache_hits + self.cache_misses

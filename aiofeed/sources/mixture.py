@@ -12,6 +12,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
+from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
@@ -248,6 +249,11 @@ class CombinedSource:
             return self._names[number]
         target = self._sources[number].target(local)
         return (target, self._names[number]) if self._adds_names else target
+
+    def storage_statistics(self) -> StorageStatistics | None:
+        """The requests of all sources together."""
+        asked = [getattr(source, "storage_statistics", None) for source in self._sources]
+        return StorageStatistics.joined([found for ask in asked if ask is not None and (found := ask()) is not None])
 
     async def read(self, index: int, /) -> Any:
         """Read a sample."""

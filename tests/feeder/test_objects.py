@@ -109,6 +109,18 @@ def test_statistics(files, expected):
         assert feeder.statistics().storage is None
 
 
+def test_statistics_of_a_mixture(files, object_server):
+    """The requests of all its sources that are at URLs, and the latencies of the slowest."""
+    other = aiofeed.Files(files.paths[:], list(range(SAMPLES)), options=object_server.options)
+    mixture = aiofeed.Mixture({"one": files, "other": other}, {"one": 1.0, "other": 1.0}, until=100)
+    with aiofeed.Feeder(mixture, decode=scalar, batch_size=10) as feeder:
+        assert sum(len(batch[0]) for batch in feeder) == 100
+        storage = feeder.statistics().storage
+    parts = [files.storage_statistics(), other.storage_statistics()]
+    assert storage.requests == sum(part.requests for part in parts) >= 100
+    assert storage.latency_p50_s == max(part.latency_p50_s for part in parts)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
