@@ -34,7 +34,10 @@ def test_unspecified_limits_are_chosen() -> None:
 
 def test_specified_limits_stay() -> None:
     """Only a source that allows fewer threads changes a user-specified limit."""
-    given = Limits(read_concurrency=3, decode_threads=5, prefetch_batches=7, memory_bytes=11, device_batches=13)
+    given = Limits(
+        **{"read_concurrency": 3, "decode_threads": 5, "prefetch_batches": 7, "memory_bytes": 11},
+        **{"device_batches": 13, "lookahead_bytes": 17},
+    )
     chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
     assert vars(chosen) == {**vars(given), "decode_threads": 5}
 

@@ -507,8 +507,8 @@ def test_samples_of_a_cache_are_not_requested_again(server: Any, labels: TarShar
         assert server.count == before
         storage = feeder.statistics().storage
         assert storage is not None
-        assert (storage.cache_hits, storage.cache_misses) == (400, 400)
-        assert not feeder._config.source._planned
+        assert storage.cache_misses == 400
+        assert storage.cache_hits >= 400  # of the third epoch, too, which is read ahead
 
 
 def test_look_ahead_under_random_faults(server: Any, labels: TarShards, monkeypatch: pytest.MonkeyPatch) -> None:
