@@ -19,7 +19,9 @@ from aiofeed.core.types import BatchPlan, Source
 from aiofeed.sampling.epochs import Step
 
 # The share of the look-ahead in which samples are needed soon.
-SOON = 4
+SOON = 8
+# How many times the bytes that the engine has got the look-ahead may be.
+GROWTH = 8
 # Shards that are read at the same time.
 GROUPS = 128
 
@@ -29,79 +31,110 @@ class LookAhead:
 
     Args:
         source: Has ``shard_starts``, ``nbytes`` and ``read_many``.
-        limit_bytes: The most encoded bytes of samples that are read, or being read, and that the engine has not taken.
+        limit_bytes: The most encoded bytes of samples that are read before the engine has the plans of their batches.
     """
 
     def __init__(self, source: Source[Any], limit_bytes: int) -> None:
         self._source: Any = source
-        self._starts = source.shard_starts  # type: ignore[attr-defined]
         self._limit_bytes = limit_bytes
         self.read = source.read
-        self._announce = getattr(source, "announce", None)
-        self._samples: dict[int, _Sample] = {}
-        # For each shard the samples that will be read together.
-        self._groups: dict[int, list[_Sample]] = {}
-        self._held_bytes = self._given_bytes = 0
+        self._window = _Window(source)
 
     @contextmanager
     def following(self, steps: Iterable[Step]) -> Iterator[Iterator[Step]]:
         """The same steps, ahead of which samples are read until the end of the block."""
-        self._held_bytes = self._given_bytes = 0
-        self._turn = asyncio.Semaphore(GROUPS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        # A window of its own: the next epoch's block may begin before this one ends.
+        self._window = window = _Window(self._source)
         try:
-            yield self._follow(iter(steps))
+            yield self._follow(iter(steps), window)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            self._samples.clear()
-            self._groups.clear()
+            window.close()
 
-    def _follow(self, steps: Iterator[Step]) -> Iterator[Step]:
+    def _follow(self, steps: Iterator[Step], window: _Window) -> Iterator[Step]:
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
-        soon_bytes = 0
+        soon_bytes = later_bytes = given_bytes = 0
         step: Step | None
         while True:
             # The look-ahead grows with the bytes read, so that the first batch does not wait for all of it.
-            limit = min(self._limit_bytes, 2 * self._given_bytes)
-            while (not later or self._held_bytes < limit) and (step := next(steps, None)) is not None:
-                later.append((step, self._note(step) if isinstance(step, BatchPlan) else 0))
+            limit = min(self._limit_bytes, GROWTH * given_bytes)
+            while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
+                later.append((step, window.note(step) if isinstance(step, BatchPlan) else 0))
+                later_bytes += later[-1][1]
             while later and (not soon or soon_bytes < limit // SOON):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
-                    self._read_soon(step.indices)
+                    window.read_soon(step.indices)
                 soon.append((step, nbytes))
                 soon_bytes += nbytes
+                later_bytes -= nbytes
             if not soon:
                 return
             step, nbytes = soon.popleft()
             soon_bytes -= nbytes
-            self._given_bytes += nbytes
+            given_bytes += nbytes
             yield step
 
-    def _note(self, plan: BatchPlan) -> int:
+    async def read_many(self, indices: Sequence[int]) -> list[Any]:
+        """Samples, which are read now if they were not noted."""
+        window = self._window
+        samples = [window.samples.get(index) for index in indices]
+        unknown = [index for index, sample in zip(indices, samples, strict=True) if sample is None]
+        try:
+            reads = {sample.read for sample in samples if sample is not None and sample.read is not None}
+            found = iter(await self._source.read_many(unknown) if unknown else ())
+            if unfinished := [read for read in reads if not read.done()]:
+                await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
+            return [next(found) if sample is None else sample.value for sample in samples]
+        finally:
+            for sample in samples:
+                if sample is not None:
+                    window.take(sample)
+
+
+class _Window:
+    """The samples that are noted in one run of an engine."""
+
+    def __init__(self, source: Source[Any]) -> None:
+        self._source: Any = source
+        self._announce = getattr(source, "announce", None)
+        self.samples: dict[int, _Sample] = {}
+        # For each shard the samples that will be read together.
+        self._groups: dict[int, list[_Sample]] = {}
+        self._turn = asyncio.Semaphore(GROUPS)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """Cancel all reads."""
+        for task in self._tasks:
+            task.cancel()
+        self.samples.clear()
+        self._groups.clear()
+
+    def note(self, plan: BatchPlan) -> int:
         """Note the samples of a plan, and return their bytes."""
         if self._announce is not None:
             self._announce(plan)
-        before = self._held_bytes
+        nbytes = 0
         for index in plan.indices:
-            sample = self._samples.get(index)
+            sample = self.samples.get(index)
             if sample is None:
-                sample = self._samples[index] = _Sample(index, self._source.nbytes(index))
-                self._held_bytes += sample.nbytes
-                shard = bisect.bisect_right(self._starts, index)
-                self._groups.setdefault(shard, []).append(sample)
+                sample = self.samples[index] = _Sample(index)
+                nbytes += self._source.nbytes(index)
+                self._groups.setdefault(self._shard(index), []).append(sample)
             sample.uses += 1
-        return self._held_bytes - before
+        return nbytes
 
-    def _read_soon(self, indices: Sequence[int]) -> None:
+    def _shard(self, index: int) -> int:
+        return bisect.bisect_right(self._source.shard_starts, index)
+
+    def read_soon(self, indices: Sequence[int]) -> None:
         """Read the shards of samples that are not being read."""
         for index in indices:
-            sample = self._samples.get(index)
+            sample = self.samples.get(index)
             if sample is not None and sample.read is None:
-                group = self._groups.pop(bisect.bisect_right(self._starts, index))
+                group = self._groups.pop(self._shard(index))
                 task = asyncio.get_running_loop().create_task(self._read_group(group))
                 for each in group:
                     each.read = task
@@ -121,35 +154,20 @@ class LookAhead:
         for sample, value in zip(group, values, strict=True):
             sample.value = value
 
-    async def read_many(self, indices: Sequence[int]) -> list[Any]:
-        """Samples, which are read now if they were not noted."""
-        samples = [self._samples.get(index) for index in indices]
-        unknown = [index for index, sample in zip(indices, samples, strict=True) if sample is None]
-        try:
-            reads = {sample.read for sample in samples if sample is not None and sample.read is not None}
-            found = iter(await self._source.read_many(unknown) if unknown else ())
-            if unfinished := [read for read in reads if not read.done()]:
-                await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
-            return [next(found) if sample is None else sample.value for sample in samples]
-        finally:
-            for sample in samples:
-                if sample is not None:
-                    self._take(sample)
-
-    def _take(self, sample: _Sample) -> None:
+    def take(self, sample: _Sample) -> None:
+        """Forget a sample if no other plan needs it."""
         sample.uses -= 1
-        if not sample.uses and self._samples.pop(sample.index, None) is not None:
-            self._held_bytes -= sample.nbytes
+        if not sample.uses:
+            self.samples.pop(sample.index, None)
 
 
 class _Sample:
-    """A sample that is noted: its bytes, the reads that need it, the task that reads it, and its value."""
+    """A sample that is noted: how many plans need it, the task that reads it, and its value."""
 
-    __slots__ = ("index", "nbytes", "read", "uses", "value")
+    __slots__ = ("index", "read", "uses", "value")
 
-    def __init__(self, index: int, nbytes: int) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.nbytes = nbytes
         self.uses = 0
         self.read: asyncio.Task[None] | None = None
         self.value: Any = None
