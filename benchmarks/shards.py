@@ -4,8 +4,8 @@ Eight shards of 64 MiB with samples of 100 KB, on a server that answers after 20
 look-ahead has 256 MiB, half of the data, or nothing. WebDataset has a shuffle buffer of 1,000 samples and two workers
 that read shards through curl; ``DataLoader`` has two workers that read each sample's range through obstore.
 
-Target: a full shuffle with the look-ahead at least 0.9 of reading in order, and ahead of ``DataLoader``. WebDataset, which
-reads shards from end to end, has no target.
+Target: a full shuffle with the look-ahead at least 0.9 of reading in order, and ahead of ``DataLoader``. There is none
+for WebDataset, which reads shards from end to end.
 """
 
 from __future__ import annotations
