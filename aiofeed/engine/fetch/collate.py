@@ -374,7 +374,7 @@ class RowBatchBuilder(BatchBuilder):
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         leaves = self._parts or [self._leaf]
-        for leaf in leaves:
+        for leaf in leaves if positions is not None else ():
             leaf.memory = compact(leaf.memory, positions)
         if self._targets is not None:
             return [*leaves, self._targets.finish(keys, positions)]
