@@ -77,20 +77,14 @@ class LookAhead:
             yield step
 
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
-        """Samples, which are read now if they were not noted."""
+        """Samples that were read ahead, and others, such as replacements for failed samples, which are read now."""
         window = self._window
-        samples = [window.samples.get(index) for index in indices]
-        unknown = [index for index, sample in zip(indices, samples, strict=True) if sample is None]
-        try:
-            reads = {sample.read for sample in samples if sample is not None and sample.read is not None}
-            found = iter(await self._source.read_many(unknown) if unknown else ())
-            if unfinished := [read for read in reads if not read.done()]:
-                await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
-            return [next(found) if sample is None else sample.value for sample in samples]
-        finally:
-            for sample in samples:
-                if sample is not None:
-                    window.take(sample)
+        samples = [window.taken(index) for index in indices]
+        if unfinished := {sample.read for sample in samples if sample.read is not None and not sample.read.done()}:
+            await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
+        unread = [index for index, sample in zip(indices, samples, strict=True) if sample.value is _UNREAD]
+        found = iter(await self._source.read_many(unread) if unread else ())
+        return [next(found) if sample.value is _UNREAD else sample.value for sample in samples]
 
 
 class _Window:
@@ -142,23 +136,31 @@ class _Window:
                 task.add_done_callback(self._tasks.discard)
 
     async def _read_group(self, group: Sequence[_Sample]) -> None:
-        """Read samples of one shard; the error of each that cannot be read becomes its value."""
+        """Read samples of one shard. If the source raises, the engine reads them when their batch begins."""
         async with self._turn:
             indices = [sample.index for sample in group]
             try:
                 values = list(await self._source.read_many(indices))
-                if len(values) != len(indices):
-                    raise ValueError(f"read_many returned {len(values)} samples for {len(indices)} indices")
-            except Exception as error:  # noqa: BLE001 - the user's source; the engine reads these samples one by one
-                values = [error.with_traceback(None)] * len(group)
-        for sample, value in zip(group, values, strict=True):
-            sample.value = value
+            except asyncio.CancelledError:
+                raise
+            except BaseException:  # noqa: BLE001 - the user's source; SystemExit in a task would end the loop
+                return
+        if len(values) == len(group):
+            for sample, value in zip(group, values, strict=True):
+                sample.value = value
 
-    def take(self, sample: _Sample) -> None:
-        """Forget a sample if no other plan needs it."""
+    def taken(self, index: int) -> _Sample:
+        """A sample for one of the plans that need it; one that is not read if it was not begun."""
+        sample = self.samples.get(index)
+        if sample is None or sample.read is None:
+            return _Sample(index)
         sample.uses -= 1
         if not sample.uses:
-            self.samples.pop(sample.index, None)
+            del self.samples[index]
+        return sample
+
+
+_UNREAD: Any = object()
 
 
 class _Sample:
@@ -170,4 +172,4 @@ class _Sample:
         self.index = index
         self.uses = 0
         self.read: asyncio.Task[None] | None = None
-        self.value: Any = None
+        self.value: Any = _UNREAD

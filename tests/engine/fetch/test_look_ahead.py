@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiofeed
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.testing import SimulatedDevice
 from tests.support.waiting import until
 
@@ -139,6 +141,44 @@ def test_an_error_names_its_sample() -> None:
     source.failing = set(range(SAMPLES))
     with new_feeder(source) as feeder, pytest.raises(aiofeed.ReadError, match="sample"):
         next(iter(feeder))
+
+
+@pytest.mark.parametrize(
+    "raised", [OSError("gone"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr
+)
+def test_groups_that_raise_are_read_again_with_their_batch(raised: type[BaseException]) -> None:
+    """Whatever the source raises while it reads ahead, the samples are read when their batches begin."""
+    source = Sharded()
+    read_many, calls = source.read_many, 0
+
+    async def fails_first(indices: Sequence[int]) -> list[Any]:
+        nonlocal calls
+        calls += 1
+        if calls <= 3:
+            raise raised
+        return await read_many(indices)
+
+    source.read_many = fails_first  # type: ignore[method-assign]
+    with new_feeder(source) as feeder:
+        assert sorted(numbers(feeder)) == list(range(SAMPLES))
+
+
+def test_samples_that_are_noted_and_not_begun_are_read_at_once() -> None:
+    """A replacement may be a sample of a later batch, whose group is not being read."""
+
+    async def check() -> None:
+        source = Sharded()
+        ahead = LookAhead(source, 1 << 20)
+        plans = [BatchPlan(at, [at * SHARD], [at], 0) for at in range(10)]
+        with ahead.following(plans) as steps:
+            for _ in range(2):
+                next(steps)
+            values = await ahead.read_many([9 * SHARD, 0])
+            assert [int.from_bytes(value[:2], "little") for value in values] == [9 * SHARD, 0]
+            rest = [await ahead.read_many(plan.indices) for plan in plans[1:]]
+        assert [int.from_bytes(value[:2], "little") for [value] in rest] == list(range(SHARD, SAMPLES, SHARD))
+
+    asyncio.run(check())
 
 
 def test_a_break_ends_reads_that_were_begun() -> None:
