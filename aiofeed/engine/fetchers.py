@@ -45,9 +45,9 @@ def new_fetcher(
         inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
         in_place = collate_fn is None and decodes_in_place(decode)
-        inner = SourceFetcher(
-            source, decode, in_place=in_place, length=length, policy=policy, lookahead_bytes=lookahead_bytes
-        )
+        # Samples of a decoded cache need not be read.
+        ahead = lookahead_bytes if cache is None else 0
+        inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy, lookahead_bytes=ahead)
     if cache is None:
         return inner
     from aiofeed.cache.item_codec import new_codec

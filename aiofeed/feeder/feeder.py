@@ -434,9 +434,9 @@ class Feeder(Generic[BatchT]):
     def progress(self, name: str = "train", *, bar: BarKind = "tqdm") -> ProgressFeed[BatchT]:
         """Return an iterable over the next epoch that shows a progress bar, for ``for`` or ``async for``.
 
-        The bar shows samples per second, the share of the time that the loop waited for batches, and the limit: "step",
-        "decode", "read" or "GIL". Inside ``epochs`` one bar counts all epochs. Batches, state and errors are those of
-        the feeder. Silent if standard error is no terminal, except in a notebook, and on ranks above 0.
+        The bar shows samples per second, the share of the time that the loop waited for batches, and the stage that
+        ``explain`` names as the limit. Inside ``epochs`` one bar counts all epochs. Batches, state and errors are those
+        of the feeder. Silent if standard error is no terminal, except in a notebook, and on ranks above 0.
 
         Args:
             name: The title of the bar.
