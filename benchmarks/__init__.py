@@ -30,4 +30,5 @@ MODULES = (
     "shards",
     "cache",
     "explain",
+    "timeline",
 )
