@@ -24,8 +24,9 @@ from PIL import Image
 from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.decoders.formats.kept import decode_kept
+from aiofeed.decoders.formats.png import SIGNATURE, decode_png_into
 from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
-from aiofeed.decoders.kept import decode_kept
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.pillow import FORMATS, known_formats, load_picture, render
 from aiofeed.decoders.simplejpeg import decode_jpeg_into, required_simplejpeg_decoder, simplejpeg_decoder
@@ -99,7 +100,8 @@ class DecodeImage:
             and on photographs differs from Pillow's pixels by at least 45 dB PSNR. Without the library, or with
             ``scaled=False``: simplejpeg for at most 2**17 pixels if it is installed (the extra ``turbo``), else Pillow.
             "native": the native library. "turbo": simplejpeg for any size. "pillow": Pillow. The pixels of the last
-            two are identical if Pillow uses libjpeg-turbo too, as its wheels do.
+            two are identical if Pillow uses libjpeg-turbo too, as its wheels do. With imagecodecs (the extra ``png``),
+            plain PNGs are decoded by libpng, unless it is "pillow"; the pixels are Pillow's.
         cached_size: with ``crop="random"`` and a feeder's ``cache=``: (height, width) of the cached picture, or an int
             for both; the whole picture, aspect ratio not preserved. Crops are taken from it in the proportions that
             they have in the file. ``None``: five quarters of ``size``. Without a random crop the cache stores the
@@ -286,7 +288,7 @@ class DecodeImage:
             self._decode_alone(data, out, choose_view)
 
     def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
-        """Like ``_decode``, with simplejpeg or Pillow."""
+        """Like ``_decode``, with simplejpeg, imagecodecs or Pillow."""
         if self.backend in ("auto", "turbo") and self._allows_jpeg():
             any_size = self.backend == "turbo"
             simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
@@ -294,6 +296,9 @@ class DecodeImage:
                 out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
             ):
                 return
+        is_png = data.startswith(SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
+        if is_png and decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
+            return
         picture, view = self._load(data, choose_view, (out.shape[1], out.shape[0]))
         render(picture, view, out)
 
