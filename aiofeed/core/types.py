@@ -150,8 +150,11 @@ class RowDecoder(Protocol):
 
 
 def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
-    return takes_keyword(decoder, "rng")
+    """Whether a decoder has a keyword ``rng``, and no ``takes_seed`` that is false.
+
+    False if its signature cannot be read.
+    """
+    return takes_keyword(decoder, "rng") and bool(getattr(decoder, "takes_seed", True))
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:

@@ -24,6 +24,8 @@ from PIL import Image
 from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.decoders.formats.kept import decode_kept
+from aiofeed.decoders.formats.png import SIGNATURE, decode_png_into
 from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.pillow import FORMATS, known_formats, load_picture, render
@@ -69,7 +71,13 @@ class DecodeImage:
     raises, unless the program sets Pillow's ``ImageFile.LOAD_TRUNCATED_IMAGES``, which is obeyed and logged once.
 
     Args:
-        size: (height, width), aspect ratio not preserved; an int gives size x size.
+        size: (height, width), aspect ratio not preserved; an int gives size x size. ``None``, with ``mode="keep"``: the
+            size of the file.
+        mode: "rgb", or "keep": all channels in the dtype of the file, [C, H, W], for depth maps, medical and satellite
+            images: uint16, int32 and float32 as well as uint8; bool of bilevel pictures, indices of palettes. Resized
+            with the same filter in that precision (palettes and bilevel: nearest). Samples are collated, so the files
+            of a batch need one shape and dtype. Decoded by Pillow at full scale; files with values that Pillow does not
+            read are refused: 16-bit colour, float64, AVIF, JPEG 2000. Not read in place, and not cached if random.
         resize: length of the shorter side before the centre crop, in pixels, at least ``size``. ``None``: ``size``.
         crop: "center" (torchvision's ``Resize`` and ``CenterCrop``; a pair as ``size`` is not cropped) or "random"
             (its ``RandomResizedCrop``).
@@ -92,7 +100,8 @@ class DecodeImage:
             and on photographs differs from Pillow's pixels by at least 45 dB PSNR. Without the library, or with
             ``scaled=False``: simplejpeg for at most 2**17 pixels if it is installed (the extra ``turbo``), else Pillow.
             "native": the native library. "turbo": simplejpeg for any size. "pillow": Pillow. The pixels of the last
-            two are identical if Pillow uses libjpeg-turbo too, as its wheels do.
+            two are identical if Pillow uses libjpeg-turbo too, as its wheels do. With imagecodecs (the extra ``png``),
+            plain PNGs are decoded by libpng, unless it is "pillow"; the pixels are Pillow's.
         cached_size: with ``crop="random"`` and a feeder's ``cache=``: (height, width) of the cached picture, or an int
             for both; the whole picture, aspect ratio not preserved. Crops are taken from it in the proportions that
             they have in the file. ``None``: five quarters of ``size``. Without a random crop the cache stores the
@@ -105,7 +114,8 @@ class DecodeImage:
         ImportError: ``backend="turbo"`` without simplejpeg, ``backend="native"`` without the native library.
     """
 
-    size: int | tuple[int, int]
+    size: int | tuple[int, int] | None
+    mode: Literal["rgb", "keep"] = field(default="rgb", kw_only=True)
     resize: int | None = field(default=None, kw_only=True)
     crop: Literal["center", "random"] = field(default="center", kw_only=True)
     scale: tuple[float, float] = field(default=(0.08, 1.0), kw_only=True)
@@ -127,14 +137,18 @@ class DecodeImage:
 
     def __post_init__(self) -> None:
         assign = object.__setattr__
-        assign(self, "size", _parse_size("size", self.size))
-        height, width = self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        if self.mode not in ("rgb", "keep"):
+            raise ValueError(f'mode must be "rgb" or "keep", got {self.mode!r}')
+        if self.mode == "keep":
+            self._check_kept()
+        if self.size is not None or self.mode == "rgb":
+            assign(self, "size", _parse_size("size", self.size))
         if self.crop not in ("center", "random"):
             raise ValueError(f'crop must be "center" or "random", got {self.crop!r}')
         if self.resize is not None:
             assign(self, "resize", check_positive_int("resize", self.resize))
-            if isinstance(self.size, tuple) or self.crop == "random":
-                given = f"size={self.size!r}" if isinstance(self.size, tuple) else 'crop="random"'
+            if not isinstance(self.size, int) or self.crop == "random":
+                given = 'crop="random"' if isinstance(self.size, int) else f"size={self.size!r}"
                 raise ValueError(f'resize={self.resize} needs an int size and crop="center", got {given}')
             if self.resize < self.size:
                 raise ValueError(f"resize must be at least size={self.size}, got {self.resize}")
@@ -152,8 +166,10 @@ class DecodeImage:
             required_simplejpeg_decoder()
         elif self.backend == "native":
             required_native_decoder()
-        assign(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
         assign(self, "takes_seed", self.crop == "random" or self.flip)
+        if self.mode == "keep":
+            return  # without a row it is a decoder that returns its samples
+        assign(self, "row", Row((*self._shape, 3), "uint8", (2, 0, 1)))
         assign(self, "cached_row", self.row)
         if self.cached_size is not None:
             assign(self, "cached_size", _parse_size("cached_size", self.cached_size))
@@ -172,9 +188,29 @@ class DecodeImage:
             if rng is None:
                 raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
             seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
+        if self.mode == "keep":
+            size = None if self.size is None else self._shape[::-1]
+            choose_view = functools.partial(self.view, seed=seed)
+            limits: Any = {"max_pixels": self.max_pixels, "formats": self.formats}
+            return torch.from_numpy(decode_kept(_as_bytes(data), choose_view, size=size, **limits))
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
         return torch.from_numpy(out).permute(2, 0, 1)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """(height, width) of a sample."""
+        assert self.size is not None
+        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+
+    def _check_kept(self) -> None:
+        """Raise ``ValueError`` if another setting excludes ``mode="keep"``."""
+        if self.backend in ("native", "turbo"):
+            raise ValueError(f'mode="keep" decodes with Pillow, so leave out backend={self.backend!r}')
+        if self.cached_size is not None:
+            raise ValueError(f'mode="keep" caches its results, so leave out cached_size={self.cached_size!r}')
+        if self.size is None and self.crop == "random":
+            raise ValueError('size=None keeps the size of each file: pass a size for crop="random"')
 
     def decode_into(self, data: bytes, out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Decode into ``out``, C-contiguous uint8 [H, W, 3]; leaves ``out`` unchanged if decoding fails.
@@ -252,7 +288,7 @@ class DecodeImage:
             self._decode_alone(data, out, choose_view)
 
     def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
-        """Like ``_decode``, with simplejpeg or Pillow."""
+        """Like ``_decode``, with simplejpeg, imagecodecs or Pillow."""
         if self.backend in ("auto", "turbo") and self._allows_jpeg():
             any_size = self.backend == "turbo"
             simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
@@ -260,6 +296,9 @@ class DecodeImage:
                 out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
             ):
                 return
+        is_png = data.startswith(SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
+        if is_png and decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
+            return
         picture, view = self._load(data, choose_view, (out.shape[1], out.shape[0]))
         render(picture, view, out)
 
@@ -339,6 +378,8 @@ class DecodeImage:
         native = None if self.crop == "random" else self._native()
         if native is not None:
             versions += f", libjpeg-turbo {native.version} by itself"
+        if self.mode == "keep":
+            form += ", mode=keep"
         rules = f"scaled={self.scaled}, max_pixels={self.max_pixels}, formats={','.join(self.formats)}"
         return f"{type(self).__name__}: {form}, {rules}, {versions}"
 
@@ -358,7 +399,7 @@ class DecodeImage:
         return View(box, self.flip and mirrored)
 
     def _fixed_box(self, width: int, height: int) -> Box:
-        if isinstance(self.size, tuple):
+        if not isinstance(self.size, int):
             return 0, 0, width, height
         return center_box(width, height, self.size, self.resize or self.size)
 

@@ -521,12 +521,13 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
 def _gathered_tokens(config: FeederConfig) -> Tokens | None:
     """Return the tokens that the consumer's thread gathers: they are in memory, and no option needs other threads.
 
-    For a device, threads gather into pinned memory.
+    For a device, threads gather into pinned memory, unless the tokens are kept on the device.
     """
     source = config.source
-    if not isinstance(source, Tokens) or not source.in_memory:
+    if not isinstance(source, Tokens):
         return None
-    return None if config.backend or config.collate_fn or config.engines else source
+    elsewhere = config.backend or config.collate_fn or config.engines
+    return source if config.tokens_resident or (source.in_memory and not elsewhere) else None
 
 
 def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:

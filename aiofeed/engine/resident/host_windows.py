@@ -92,8 +92,10 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
     return max(min(bounds) // max(batch_bytes, 1), 1)
 
 
-def row_bytes(source: Rows) -> int:
-    """Return the bytes of one sample."""
+def row_bytes(source: Rows | Tokens) -> int:
+    """Return the bytes of one sample in a batch."""
+    if isinstance(source, Tokens):
+        return (1 + source.targets) * source.block * 8
     return sum(map(tensor_row_bytes, source.tensors))
 
 
@@ -180,7 +182,7 @@ class TokenWindows(HostWindows):
         self._tokens = source
         self._parts = 1 + source.targets
         self._memory = HostBufferPool(keep=HOST_WINDOWS)
-        batch_bytes = batch_size * self._parts * source.block * 8
+        batch_bytes = batch_size * row_bytes(source)
         self.max_batches = window_batches(batch_bytes, TOKEN_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
