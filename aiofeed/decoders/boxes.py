@@ -26,7 +26,7 @@ def checked_boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
     Raises:
         ValueError: They have another shape, or one is outside the picture.
     """
-    boxes = np.array(value, np.float32)
+    boxes = np.array(np.asarray(value), np.float32)
     if not boxes.size:
         return boxes.reshape(0, 4)
     if boxes.ndim != 2 or boxes.shape[1] != 4:
@@ -49,7 +49,7 @@ def checked_keypoints(value: Any) -> NDArray[np.float32]:
     Raises:
         ValueError: They have another shape.
     """
-    keypoints = np.array(value, np.float32)
+    keypoints = np.array(np.asarray(value), np.float32)
     if keypoints.ndim != 3 or keypoints.shape[2] not in (2, 3):
         raise ValueError(f'"keypoints" of the target must be [N, K, 2] or [N, K, 3], got {list(keypoints.shape)}')
     return keypoints

@@ -169,15 +169,15 @@ class Files:
         parts = [contents[start : start + width] for start in range(0, len(contents), width)]
         return [next((part for part in each if isinstance(part, BaseException)), tuple(each)) for each in parts]
 
-    async def read(self, index: int, /) -> bytes:
-        """Read a whole file."""
+    async def read(self, index: int, /) -> Any:
+        """Read a whole file, or a tuple of them."""
         [data] = await self.read_many([index])
-        if not isinstance(data, bytes):
+        if isinstance(data, BaseException):
             raise data
         return data
 
-    async def read_many(self, indices: Sequence[int], /) -> list[bytes | OSError]:
-        """The contents of files, or the error of each file that cannot be read.
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """The contents of files, or the error of each that cannot be read; for tuples of files, tuples.
 
         Files are read in groups with one executor job each. The faster the storage is, the larger the groups are; slow
         storage is read with one job per file. Objects at URLs are all read at the same time.
@@ -239,9 +239,7 @@ def _flattened(samples: Sequence[Any]) -> list[Any]:
     width = len(samples[0])
     for position, sample in enumerate(samples):
         if not isinstance(sample, tuple | list):
-            raise TypeError(
-                f"Files needs paths or tuples of paths: number 0 is a tuple, number {position} is {sample!r}"
-            )
+            raise TypeError(f"Files needs tuples of paths, as number 0 is; number {position} is {sample!r}")
         if len(sample) != width or not width:
             raise ValueError(
                 f"Files needs tuples of one length: number 0 has {width} paths, number {position} has {len(sample)}: "
