@@ -16,15 +16,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
-from aiofeed.decoders.boxes import (
-    checked_boxes,
-    checked_keypoints,
-    clip_boxes,
-    hide_outside,
-    move_boxes,
-    move_points,
-    swap_sides,
-)
+from aiofeed.decoders.boxes import Objects
 from aiofeed.decoders.geometry import View, map_box
 from aiofeed.decoders.image import DecodeImage
 from aiofeed.decoders.pillow import FORMATS, load_picture
@@ -35,6 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _SIZE = struct.Struct("<II")  # width and height of the upright image, at the end of a cached sample
+_OBJECTS = ("boxes", "keypoints")
 _NOTHING: Any = object()
 _WAYS = {
     "mask": "a sample with two files has a mask: Files([(image, mask), ...]), FolderPairs(images, masks)",
@@ -250,47 +243,33 @@ class DecodePair:
         """The sample of an image and a mask, with its target."""
         import torch
 
-        notes = dict(target) if isinstance(target, Mapping) else {}
+        notes = target if isinstance(target, Mapping) else {}
         height, width, _ = pixels.shape
-        sample: dict[str, Any] = {"image": pixels} | ({} if mask is None else {"mask": mask})
-        keypoints = None
-        if "boxes" in notes:
-            sample["boxes"] = checked_boxes(notes["boxes"], *size)
-            move_boxes(sample["boxes"], view, width, height)
-            kept = np.arange(len(sample["boxes"]))
-        if "keypoints" in notes:
-            keypoints = checked_keypoints(notes["keypoints"])
-            if view.flip:
-                swap_sides(keypoints, self.flip_pairs)
-            move_points(keypoints[..., :2], view, width, height)
-            sample["keypoints"] = np.ascontiguousarray(keypoints[..., :2])
+        objects = Objects(notes, *size)
+        objects.move(view, width, height, self.flip_pairs)
+        objects.clip(width, height, self.min_size)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        numbers = None if mask is None else torch.from_numpy(np.ascontiguousarray(mask))
         if self._augmentation is not None:
             assert seed is not None
-            sample = self._augmentation(sample, seed)
-            image = sample["image"]
-        else:
-            image = torch.from_numpy(pixels).permute(2, 0, 1)
-        decoded = image if mask is None else (image, torch.as_tensor(sample["mask"]))
+            sample = {"image": pixels} | ({} if mask is None else {"mask": mask}) | objects.arrays()
+            found = self._augmentation(sample, seed)
+            image, numbers = found["image"], found.get("mask")
+            height, width = image.shape[-2:]
+            objects.update(found)
+            objects.clip(width, height, self.min_size)
         if not isinstance(target, Mapping):
+            decoded = image if numbers is None else (image, numbers)
             return decoded if target is _NOTHING else (decoded, target)
-        height, width = image.shape[-2:]
-        if keypoints is not None:
-            keypoints[..., :2] = sample["keypoints"]
-            hide_outside(keypoints, width, height)
-            notes["keypoints"] = torch.from_numpy(keypoints)
-        if "boxes" in notes:
-            boxes = sample["boxes"]
-            left = clip_boxes(boxes, width, height, self.min_size)
-            count, kept = len(kept), sample.get("kept", kept)[left]
-            notes = {"boxes": torch.from_numpy(boxes[left])} | {
-                name: _rows(name, value, kept, count) if name in (*self.labels, "keypoints") else value
-                for name, value in notes.items()
-                if name != "boxes"
-            }
-        parts = {"image": image} if mask is None else {"image": image, "mask": decoded[1]}
-        if twice := parts.keys() & notes.keys():
-            raise ValueError(f"the target has {sorted(twice)}, as which the sample has what DecodePair decodes")
-        return notes | parts
+        objects.hide(width, height)
+        parts = {name: torch.from_numpy(each) for name in _OBJECTS if (each := getattr(objects, name)) is not None}
+        for name, value in target.items():
+            if name not in _OBJECTS:
+                is_label = "boxes" in parts and name in self.labels
+                parts[name] = _kept(name, value, objects.kept, len(target["boxes"])) if is_label else value
+        if twice := parts.keys() & {"image", "mask"}:
+            raise ValueError(f"the target has {sorted(twice)}, which are names of what DecodePair decodes")
+        return parts | ({"image": image} if numbers is None else {"image": image, "mask": numbers})
 
 
 @contextlib.contextmanager
@@ -320,12 +299,12 @@ def _nearest(mask: NDArray[Any], view: View, shape: tuple[int, ...]) -> NDArray[
     return mask[rows][:, columns[::-1] if view.flip else columns]
 
 
-def _rows(name: str, value: Any, kept: NDArray[np.int64], count: int) -> Any:
+def _kept(name: str, values: Any, kept: NDArray[np.int64], count: int) -> Any:
     """The items of an entry of the target that belong to boxes that are kept."""
-    if len(value) != count:
-        raise ValueError(f'{name!r} of the target has {len(value)} items, and "boxes" has {count}')
-    if all(isinstance(each, str) for each in value):
-        return [value[at] for at in kept.tolist()]
+    if len(values) != count:
+        raise ValueError(f'"{name}" of the target has {len(values)} items, and "boxes" has {count}')
+    if all(isinstance(each, str) for each in values):
+        return [values[at] for at in kept.tolist()]
     import torch
 
-    return torch.as_tensor(value)[torch.from_numpy(kept)]
+    return torch.as_tensor(values)[torch.from_numpy(kept)]

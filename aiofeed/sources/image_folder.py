@@ -6,7 +6,7 @@ import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, explain_arguments
@@ -63,6 +63,11 @@ class ImageFolder(Files):
 
     root: str
     targets: Sequence[int]
+
+    if TYPE_CHECKING:
+
+        async def read(self, index: int, /) -> bytes:
+            """Read a whole file."""
 
     def __init__(
         self,

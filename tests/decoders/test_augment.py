@@ -238,10 +238,10 @@ def test_a_wrong_result_is_an_error() -> None:
     assert "got torch.uint8 [3, 4, 8]" in str(error)
     with pytest.raises(TypeError, match=r"must return a dict of \['image', 'mask'\], got a Tensor"):
         DecodePair(DecodeImage(8), augment=lambda sample: sample["image"])(FILES, rng=rng(1))
-    half = DecodePair(DecodeImage(8), augment=lambda sample: {**sample, "boxes": sample["boxes"][:1]})
+    half = DecodePair(DecodeImage((60, 80)), augment=lambda sample: {**sample, "boxes": sample["boxes"][:1]})
     with pytest.raises(ValueError, match="1 boxes and 2 labels: drop both"):
         half(FILES, rng=rng(1), target=TARGET)
-    lost = DecodePair(DecodeImage(8), augment=lambda sample: {**sample, "keypoints": sample["keypoints"][:1]})
+    lost = DecodePair(DecodeImage((60, 80)), augment=lambda sample: {**sample, "keypoints": sample["keypoints"][:1]})
     with pytest.raises(ValueError, match="augment= dropped keypoints"):
         lost(FILES, rng=rng(1), target=TARGET)
 

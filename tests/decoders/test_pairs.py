@@ -94,7 +94,7 @@ def test_boxes_and_keypoints_move_with_the_image() -> None:
     decode = DecodePair(DecodeImage(64, **RANDOM))
     for seed in range(30):
         sample = decode(files, rng=rng(seed), target=target)
-        assert list(sample) == ["boxes", "labels", "keypoints", "image_id", "image", "mask"]
+        assert list(sample) == ["boxes", "keypoints", "labels", "image_id", "image", "mask"]
         assert sample["image_id"] == 9
         rows, columns = np.nonzero(sample["mask"].numpy())
         shown = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
@@ -191,8 +191,8 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [[0, 0, 5, 5], [-3, 0, 5, 5]]}, BOX),
     ({"boxes": [[0, 0, 5, 5], [0, 0, 5, float("nan")]]}, BOX),
     ({"boxes": [[0, 0, 5]]}, r'"boxes" of the target must be \[N, 4\], got \[1, 3\]'),
-    ({"boxes": [[0, 0, 5, 5]], "labels": [1, 2]}, "'labels' of the target has 2 items, and \"boxes\" has 1"),
-    ({"boxes": [], "keypoints": [[[1, 2]]]}, "'keypoints' of the target has 1 items"),
+    ({"boxes": [[0, 0, 5, 5]], "labels": [1, 2]}, '"labels" of the target has 2 items, and "boxes" has 1'),
+    ({"boxes": [], "keypoints": [[[1, 2]]]}, '"keypoints" of the target has 1 items'),
     ({"keypoints": [[1, 2]]}, r"must be \[N, K, 2\] or \[N, K, 3\], got \[1, 2\]"),
     ({"image": 3}, r"the target has \['image'\]"),
 ]
