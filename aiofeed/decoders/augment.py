@@ -165,7 +165,8 @@ class Augmentation:
         named: dict[str, Any] = {name: sample[name] for name in ("image", "mask") if name in sample}
         boxes, keypoints = sample.get("boxes"), sample.get("keypoints")
         if boxes is not None:
-            self._check_params("bboxes", 'bbox_params=albumentations.BboxParams(format="pascal_voc")', "pascal_voc")
+            rule = 'bbox_params=albumentations.BboxParams(format="pascal_voc")'
+            self._check_params("bboxes", rule, "pascal_voc", label_fields=None)
             named["bboxes"] = np.column_stack([boxes, np.arange(len(boxes), dtype=np.float32)])
         if keypoints is not None:
             rule = 'keypoint_params=albumentations.KeypointParams(format="xy", remove_invisible=False)'
@@ -189,7 +190,10 @@ class Augmentation:
     def _check_params(self, name: str, rule: str, format: str, **settings: Any) -> None:
         params = getattr(getattr(self._augment, "processors", {}).get(name), "params", None)
         if getattr(params, "format", None) != format or any(getattr(params, at) != settings[at] for at in settings):
-            raise ValueError(f"augment= for boxes or keypoints must be albumentations.Compose([...], {rule})")
+            raise ValueError(
+                f"augment= for boxes or keypoints must be albumentations.Compose([...], {rule}); labels follow their "
+                f"boxes without label_fields"
+            )
 
 
 def _tv_tensors(given: dict[str, torch.Tensor]) -> dict[str, Any]:

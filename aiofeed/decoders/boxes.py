@@ -85,7 +85,7 @@ class Objects:
             self.keypoints[..., :2] = found["keypoints"]
         if self.boxes is not None:
             self._take(found["kept"])
-            self.boxes = found["boxes"]
+            self.boxes = np.array(found["boxes"], np.float32)
 
     def _take(self, numbers: NDArray[np.int64]) -> None:
         assert self.boxes is not None

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -301,10 +302,11 @@ def _nearest(mask: NDArray[Any], view: View, shape: tuple[int, ...]) -> NDArray[
 
 def _kept(name: str, values: Any, kept: NDArray[np.int64], count: int) -> Any:
     """The items of an entry of the target that belong to boxes that are kept."""
-    if len(values) != count:
-        raise ValueError(f'"{name}" of the target has {len(values)} items, and "boxes" has {count}')
-    if all(isinstance(each, str) for each in values):
+    if not hasattr(values, "__len__") or len(values) != count:
+        raise ValueError(f'"{name}" of the target must have one item per box, {count} in all, got {values!r}')
+    if isinstance(values, list | tuple) and not all(isinstance(each, Number) for each in values):
         return [values[at] for at in kept.tolist()]
     import torch
 
-    return torch.as_tensor(values)[torch.from_numpy(kept)]
+    # torch makes float32 of an empty list, and labels are integers.
+    return torch.as_tensor(values, dtype=None if count else torch.int64)[torch.from_numpy(kept)]

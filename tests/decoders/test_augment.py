@@ -197,6 +197,23 @@ def test_the_generator_is_active_in_its_thread_only() -> None:
     assert torch.equal(found, expected)
 
 
+def test_distributions_draw_from_the_sample() -> None:
+    """Functions that torch calls inside others have the sample's generator, too: torch's distributions, for example."""
+
+    def mixed(image: torch.Tensor) -> torch.Tensor:
+        kinds = torch.distributions
+        one, two = torch.tensor(2.0), torch.tensor(3.0)
+        draws = [kinds.Beta(one, two), kinds.Normal(one, two), kinds.Bernoulli(one / 4), kinds.Uniform(one, two)]
+        return image // (1 + int(sum(abs(float(each.sample())) for each in draws)))
+
+    before = torch.random.get_rng_state()
+    decoder = DecodeImage(8, augment=mixed)
+    found = [decode(decoder, IMAGE, seed) for seed in range(20)]
+    assert all(np.array_equal(image, decode(decoder, IMAGE, seed)) for seed, image in enumerate(found))
+    assert len({image.tobytes() for image in found}) > 2
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 class OldTransform:
     """What the transforms of albumentations 1 have."""
 
@@ -253,6 +270,7 @@ def test_albumentations_needs_to_know_the_boxes() -> None:
         a.HorizontalFlip(),
         a.Compose([a.HorizontalFlip()]),
         a.Compose([a.HorizontalFlip()], bbox_params=a.BboxParams(format="coco")),
+        a.Compose([a.HorizontalFlip()], bbox_params=a.BboxParams(format="pascal_voc", label_fields=["labels"])),
     ):
         with pytest.raises(ValueError, match=r'bbox_params=albumentations.BboxParams.format="pascal_voc"'):
             DecodePair(DecodeImage(8), augment=augment)(FILES, rng=rng(1), target={"boxes": TARGET["boxes"]})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from aiofeed import DecodeImage, DecodePair
+from aiofeed import DecodeImage, DecodePair, pad_collate
 from tests.support.pairs import number_png, palette_png, ramps
 from tests.support.pictures import encode, exif, jpeg
 
@@ -147,8 +147,19 @@ def test_a_target_that_is_no_dict_is_returned_beside_the_sample() -> None:
 
 def test_no_boxes_are_an_empty_tensor() -> None:
     """Images without objects have float32 [0, 4] boxes."""
-    sample = DecodePair(DecodeImage(8))(jpeg(ramps(10, 10)), target={"boxes": [], "labels": []})
-    assert (list(sample["boxes"].shape), sample["boxes"].dtype, len(sample["labels"])) == ([0, 4], torch.float32, 0)
+    decode = DecodePair(DecodeImage(8), labels=("labels", "area", "names"))
+    none = decode(jpeg(ramps(10, 10)), target={"boxes": [], "labels": [], "area": []})
+    one = decode(jpeg(ramps(10, 10)), target={"boxes": [[0, 0, 9, 9]], "labels": [1 << 30], "area": [80.5]})
+    assert (list(none["boxes"].shape), none["boxes"].dtype, none["labels"].dtype) == (
+        [0, 4],
+        torch.float32,
+        torch.int64,
+    )
+    for samples in ([none, one], [one, none]):
+        batch = pad_collate()(samples)
+        assert (batch["labels"].dtype, batch["labels"].max()) == (torch.int64, 1 << 30)
+        assert batch["area"].max() == 80.5
+    assert pad_collate()([none, none])["boxes"].shape == (2, 0, 4)
 
 
 def test_fields_name_the_files_of_a_dict() -> None:
@@ -191,7 +202,11 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [[0, 0, 5, 5], [-3, 0, 5, 5]]}, BOX),
     ({"boxes": [[0, 0, 5, 5], [0, 0, 5, float("nan")]]}, BOX),
     ({"boxes": [[0, 0, 5]]}, r'"boxes" of the target must be \[N, 4\], got \[1, 3\]'),
-    ({"boxes": [[0, 0, 5, 5]], "labels": [1, 2]}, '"labels" of the target has 2 items, and "boxes" has 1'),
+    (
+        {"boxes": [[0, 0, 5, 5]], "labels": [1, 2]},
+        r'"labels" of the target must have one item per box, 1 in all, got \[1, 2\]',
+    ),
+    ({"boxes": [[0, 0, 5, 5]], "area": 25}, r'"area" of the target must have one item per box, 1 in all, got 25'),
     ({"boxes": [], "keypoints": [[[1, 2]]]}, '"keypoints" of the target has 1 items'),
     ({"keypoints": [[1, 2]]}, r"must be \[N, K, 2\] or \[N, K, 3\], got \[1, 2\]"),
     ({"image": 3}, r"the target has \['image'\]"),
