@@ -31,4 +31,5 @@ MODULES = (
     "shards",
     "cache",
     "explain",
+    "timeline",
 )
