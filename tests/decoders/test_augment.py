@@ -164,6 +164,20 @@ def test_masks_boxes_and_keypoints_are_augmented_along(case: Callable[[], Any]) 
     assert (list(empty["boxes"].shape), len(empty["labels"])) == ([0, 4], 0)
 
 
+def test_a_transform_gets_boxes_of_the_crop_only() -> None:
+    """Boxes are clipped, and dropped, before a transform gets them: albumentations refuses boxes outside its image."""
+    given = []
+
+    def seen(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given.append((sample["boxes"].tolist(), sample["labels"].tolist(), len(sample["keypoints"])))
+        return sample
+
+    target = {**TARGET, "boxes": [[0, 0, 8, 8], [0, 10, 30, 50]]}
+    sample = DecodePair(DecodeImage(60), augment=seen)(FILES, rng=rng(1), target=target)  # the columns from 10 to 70
+    assert given == [([[0, 10, 20, 50]], [0], 1)]
+    assert (sample["boxes"].tolist(), sample["labels"].tolist()) == ([[0, 10, 20, 50]], [6])
+
+
 @pytest.mark.parametrize("case", [torchvision_case, albumentations_case], ids=NAMES[1:])
 def test_image_and_mask_are_flipped_together(case: Callable[[], Any]) -> None:
     """Without a target, a pair is augmented as one."""
