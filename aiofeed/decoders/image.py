@@ -51,7 +51,7 @@ _WAYS = {
     "dtype": _NORMALISE,
     "interpolation": "the filter is bilinear with antialiasing",
     "antialias": "the filter is bilinear with antialiasing",
-    "transform": "pass it to Feeder, which calls it with each batch",
+    "transform": "pass it to Feeder, which calls it with each batch; or pass augment=, which changes single images",
 }
 
 
@@ -106,9 +106,12 @@ class DecodeImage:
             for both; the whole picture, aspect ratio not preserved. Crops are taken from it in the proportions that
             they have in the file. ``None``: five quarters of ``size``. Without a random crop the cache stores the
             result itself, not mirrored.
+        augment: changes each image after crop and flip, with the sample's random numbers: a transform of torchvision's
+            v2 or of albumentations 2, or a callable that gets a uint8 tensor [3, H, W], and the sample's generator if
+            it has a keyword ``rng``. It returns the same shape and dtype.
 
     Raises:
-        TypeError: the data is not bytes.
+        TypeError: the data is not bytes; ``augment`` cannot have the sample's random numbers.
         ValueError, OSError: the data is not an image, or of another format, damaged, truncated, without pixels or of
             more than ``max_pixels``.
         ImportError: ``backend="turbo"`` without simplejpeg, ``backend="native"`` without the native library.
@@ -126,10 +129,12 @@ class DecodeImage:
     formats: tuple[str, ...] = field(default=FORMATS, kw_only=True)
     backend: Literal["auto", "native", "pillow", "turbo"] = field(default="auto", kw_only=True)
     cached_size: int | tuple[int, int] | None = field(default=None, kw_only=True)
+    augment: Callable[..., Any] | None = field(default=None, kw_only=True)
 
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
     cached_row: Row = field(init=False, repr=False, compare=False)
+    _augment_row: Callable[[NDArray[np.uint8], int], None] | None = field(init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         changed = [field for field in fields(self) if field.repr and getattr(self, field.name) != field.default]
@@ -166,9 +171,14 @@ class DecodeImage:
             required_simplejpeg_decoder()
         elif self.backend == "native":
             required_native_decoder()
-        assign(self, "takes_seed", self.crop == "random" or self.flip)
+        assign(self, "takes_seed", self.crop == "random" or self.flip or self.augment is not None)
+        assign(self, "_augment_row", None)
         if self.mode == "keep":
             return  # without a row it is a decoder that returns its samples
+        if self.augment is not None:
+            from aiofeed.decoders.augment import Augmentation  # imports torch
+
+            assign(self, "_augment_row", Augmentation(self.augment, alone=True).augment_row)
         assign(self, "row", Row((*self._shape, 3), "uint8", (2, 0, 1)))
         assign(self, "cached_row", self.row)
         if self.cached_size is not None:
@@ -209,6 +219,8 @@ class DecodeImage:
             raise ValueError(f'mode="keep" decodes with Pillow, so leave out backend={self.backend!r}')
         if self.cached_size is not None:
             raise ValueError(f'mode="keep" caches its results, so leave out cached_size={self.cached_size!r}')
+        if self.augment is not None:
+            raise ValueError('augment= changes RGB images: pass a decoder of your own in place of mode="keep"')
         if self.size is None and self.crop == "random":
             raise ValueError('size=None keeps the size of each file: pass a size for crop="random"')
 
@@ -221,6 +233,8 @@ class DecodeImage:
         """
         _check_output(out, self.row)
         self._decode(_as_bytes(data), out, lambda width, height: self.view(width, height, seed))
+        if self._augment_row is not None:
+            self._augment_row(out, seed or 0)
 
     def decode_many_into(
         self, data: Sequence[bytes], out: NDArray[np.uint8], seeds: Sequence[int] | None = None
@@ -266,6 +280,13 @@ class DecodeImage:
                 try:
                     self._decode_alone(files[i], out[i], functools.partial(choose_view, i))
                 except Exception as error:  # noqa: BLE001 - one file's error must not affect the other files
+                    errors[i] = error
+        augment_row = self._augment_row
+        for i, seed in enumerate(seeds or ()):
+            if errors[i] is None and augment_row is not None:
+                try:
+                    augment_row(out[i], seed)
+                except Exception as error:  # noqa: BLE001 - of the user's code, for one file
                     errors[i] = error
         return errors
 
@@ -342,15 +363,16 @@ class DecodeImage:
 
     def augment_into(self, cached: NDArray[np.uint8], out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Write into ``out``, of ``row``, the view that ``seed`` selects of a cached picture."""
+        height, width, _ = self.row.shape
         if self.crop == "random":
             render(*self._crop_cached_picture(cached, seed), out)
-            return
-        height, width, _ = self.row.shape
-        if self.takes_seed and self.view(width, height, seed).flip:
+        elif self.takes_seed and self.view(width, height, seed).flip:
             for channel in range(3):  # numpy reverses single bytes faster than groups of three
                 out[:, :, channel] = cached[:, ::-1, channel]
         else:
             out[...] = cached
+        if self._augment_row is not None:
+            self._augment_row(out, seed or 0)
 
     def _crop_cached_picture(self, cached: NDArray[np.uint8], seed: int | None) -> tuple[Image.Image, View]:
         """The rows of a cached picture that the view of a seed needs, and that view in their pixels."""
