@@ -23,6 +23,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.ordering import a_shuffle
 from aiofeed.runtime import machine
+from aiofeed.runtime.tensors import unchanged
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.state import InOrder
@@ -30,6 +31,8 @@ from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.tables.columns import collate_rows
+from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -125,6 +128,8 @@ def complete_config(
         raise TypeError("cache= keeps decoded samples, and files of tokens are decoded already: leave it out")
     elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
+    if isinstance(config.source, Table):
+        config = _with_table(config, cache)
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
     if cache is not None:
@@ -143,6 +148,20 @@ def complete_config(
         _check_static(config, drop_last=drop_last and not listed, sampled=sampled)
         config = with_static_outputs(config)
     return config
+
+
+def _with_table(config: FeederConfig, cache: object) -> FeederConfig:
+    """Return a configuration that gathers batches of a ``Table`` whose rows are not decoded or collated one by one.
+
+    Raises:
+        TypeError: A column has no tensors, or there is a cache.
+    """
+    assert isinstance(config.source, Table)
+    if config.decode is not unchanged or config.collate_fn is not None or not config.source.gathers:
+        return config
+    if cache is not None:
+        raise TypeError("cache= keeps decoded samples, and columns of a Table are decoded already: leave it out")
+    return replace(config, source=config.source.in_batches(), collate_fn=collate_rows)
 
 
 def with_resident_tensors(config: FeederConfig) -> FeederConfig:
@@ -197,7 +216,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
     if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
         raise TypeError(
             f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
-            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+            f'aiofeed.Table(frame), or aiofeed.Files(frame["path"], frame["label"])'
         )
     if is_map_dataset(source):
         check_parts(source)
@@ -243,6 +262,8 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         if decode is not None:
             raise TypeError("Tokens are decoded already, so decode= makes no sense; transform= gets each batch")
         return source.decoder
+    if isinstance(source, Table) and decode is None:
+        return unchanged
     if isinstance(source, FromDataset):
         if decode is None:
             return None
