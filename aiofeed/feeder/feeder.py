@@ -241,7 +241,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any] | Mixture,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Table | Stream | IterableDataset[Any] | Mixture,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | LengthPlan | None = None,

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_windows import DeviceWindows
-from aiofeed.engine.resident.host_windows import HostWindows, Rows, TokenWindows, Windows
+from aiofeed.engine.resident.host_windows import GatheredWindows, HostWindows, Rows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
 from aiofeed.sources.arrays.tokens import Tokens
+from aiofeed.sources.tables.memory import MemoryTable
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ class ResidentData:
     """
 
     def __init__(
-        self, source: Rows | Tokens, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
+        self, source: Rows | Tokens | MemoryTable, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
     ) -> None:
         self.source = source
         self.windows: Windows | None = None
@@ -56,8 +57,8 @@ class ResidentData:
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
-            if isinstance(self.source, Tokens):
-                self.windows = TokenWindows(self.source, self._batch_size, self._memory_bytes)
+            if isinstance(self.source, Tokens | MemoryTable):
+                self.windows = GatheredWindows(self.source, self._batch_size, self._memory_bytes)
             elif self._backend is None:
                 self.windows = HostWindows(self.source, self._batch_size, self._memory_bytes)
             else:

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 
 class NoTensorsError(ValueError):
-    """A column has no tensors; the message says why, after the name of the column."""
+    """A column has no tensors; the message says why."""
+
+
+def no_tensors(name: str, problem: str) -> str:
+    """Return the message for a column without tensors."""
+    return (
+        f"column {name!r} {problem}, so it has no tensors: leave it out with columns=[...], pass collate_fn= or "
+        f"decode=, which get rows as dicts, or data={name!r} for a decoder of this column"
+    )
 
 
 class NumberColumn:
@@ -27,19 +35,18 @@ class NumberColumn:
         pieces: The rows, in one or several pieces of memory: arrays [n, ...]. Several must be contiguous.
 
     Raises:
-        NoTensorsError: The pieces differ in shape, or torch has no such dtype.
+        NoTensorsError: The pieces differ in shape.
     """
 
     def __init__(self, pieces: Sequence[NDArray[Any]]) -> None:
         pieces = [piece for piece in pieces if len(piece)] or list(pieces[:1])
         self.shape, self.dtype = pieces[0].shape[1:], pieces[0].dtype
-        if self.dtype.kind not in "biufc" or not self.dtype.isnative or self.dtype.name in ("float128", "complex256"):
-            raise NoTensorsError(f"has the dtype {self.dtype.str}")
         for piece in pieces:
             if piece.shape[1:] != self.shape:
                 raise NoTensorsError(f"has arrays of different shapes, {list(self.shape)} and {list(piece.shape[1:])}")
         self._pieces = pieces  # the owners of the memory
         self._width = int(np.prod(self.shape, dtype=np.int64))
+        self.row_bytes = self._width * self.dtype.itemsize
         self._starts: NDArray[np.int64] | None = None
         if len(pieces) == 1:
             self._data = pieces[0]
@@ -52,10 +59,12 @@ class NumberColumn:
     def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return rows in memory of their own."""
         if self._starts is None:
-            return self._data[rows]
+            # For 20,000 rows of 16 floats twice as fast as indexing; of an array with gaps it would copy all.
+            return np.take(self._data, rows, axis=0) if self._data.flags.c_contiguous else self._data[rows]
         numbers = np.searchsorted(self._firsts, rows, side="right") - 1
         places = self._starts[numbers] + (rows - self._firsts[numbers]) * self._width
-        return self._data[places].reshape(len(rows), *self.shape)
+        taken: NDArray[Any] = self._data[places]
+        return taken.reshape(len(rows), *self.shape)
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows as Python numbers or arrays."""
@@ -76,7 +85,7 @@ def _span(pieces: Sequence[NDArray[Any]], width: int) -> tuple[NDArray[Any], NDA
     nbytes = max(int(address) + piece.nbytes for address, piece in zip(addresses, pieces, strict=True)) - low
     if not width or ((addresses - low) % itemsize).any() or not all(piece.flags.c_contiguous for piece in pieces):
         return None
-    memory = np.frombuffer((ctypes.c_byte * nbytes).from_address(low), pieces[0].dtype)
+    memory = np.frombuffer(memoryview((ctypes.c_byte * nbytes).from_address(low)), pieces[0].dtype)
     memory.flags.writeable = False
     return np.lib.stride_tricks.sliding_window_view(memory, width), (addresses - low) // itemsize
 
@@ -148,7 +157,7 @@ class Columns:
         found = {}
         for name, column in self.columns.items():
             if isinstance(column, ValueColumn):
-                raise NoTensorsError(f"column {name!r} {column.problem}")
+                raise NoTensorsError(no_tensors(name, column.problem))
             found[name] = column.take(rows)
         return found
 
@@ -184,7 +193,7 @@ def _merged(name: str, parts: Sequence[tuple[list[int], NDArray[Any]]], count: i
     for places, part in parts:
         if part.shape[1:] != merged.shape[1:]:
             shapes = f"{list(merged.shape[1:])} and {list(part.shape[1:])}"
-            raise NoTensorsError(f"column {name!r} has arrays of different shapes, {shapes}")
+            raise NoTensorsError(no_tensors(name, f"has arrays of different shapes, {shapes}"))
         merged[places] = part
     return merged
 

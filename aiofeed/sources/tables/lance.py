@@ -35,7 +35,7 @@ class LanceTable(Table):
         names = table.schema.names
         self._columns = columns or ([self._data_column] if self._data_column is not None else names)
         check_columns(self._name, names, [*self._columns, *as_list(target)])
-        self._length = table.count_rows()
+        self._length = int(table.count_rows())
         if not self._length:
             raise ValueError(f"{self._name}: the table has no rows")
         if target is not None:

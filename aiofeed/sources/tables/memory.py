@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.sources.tables.columns import Columns, ValueColumn, arrow
+from aiofeed.runtime.machine import free_memory
+from aiofeed.sources.tables.columns import Columns, NumberColumn, ValueColumn, arrow
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
+# Columns up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache.
+MEMORY_SHARE = 2
 # Enough to tell tables apart, and read in a millisecond.
 FINGERPRINT_ROWS = 64
 
@@ -26,6 +30,7 @@ class MemoryTable(Table):
     """Rows of a table in memory, or of mapped ``.arrow`` files."""
 
     answers_at_once = True
+
     def _open(
         self,
         table: Any,
@@ -55,6 +60,9 @@ class MemoryTable(Table):
         if not self._length:
             raise ValueError(f"{self._name}: the table has no rows")
         self._starts = list(accumulate([rows for _, rows in self._files], initial=0))
+        pieces = [len(piece) for piece in getattr(found[chosen[0]], "chunks", ()) if len(piece)]
+        if self._rows is None and len(pieces) > 1:
+            self.shard_starts = list(accumulate(pieces, initial=0))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out views of the table; files are mapped again."""
@@ -93,6 +101,25 @@ class MemoryTable(Table):
         """Return samples. Rows may have to be read from disk, which a thread does."""
         return self.read_now(indices) if self._whole else await asyncio.to_thread(self.read_now, indices)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are gathered of columns that are in memory, or that the operating system can keep there."""
+        return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the columns of numbers in one row."""
+        columns = self._columns.columns.values()
+        return sum(column.row_bytes for column in columns if isinstance(column, NumberColumn))
+
+    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
+        """Return rows of each column."""
+        return list(self._columns.take(self._row_of(indices)).values())
+
+    def form_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a batch of rows of each column."""
+        return dict(zip(self._columns.columns, rows, strict=True))
+
     def _row_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return indices if self._rows is None else self._rows[indices]
 
@@ -124,7 +151,7 @@ def _columns_of(table: Any) -> _Found:
     """
     kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__name__}"
     rows, files = None, []
-    if isinstance(table, list):
+    if isinstance(table, list) and table and isinstance(table[0], str | os.PathLike):
         tables = [_mapped(os.fspath(path)) for path in table]
         files = [(os.fspath(path), len(each)) for path, each in zip(table, tables, strict=True)]
         table = _joined(tables, files)
@@ -149,6 +176,8 @@ def _instead(table: Any, kind: str) -> str:
         return f"pass one of the splits {list(table)} of the DatasetDict"
     if kind.startswith("datasets.Iterable"):
         return f"{kind} has no rows by number, pass aiofeed.Stream(dataset)"
+    if isinstance(table, list | tuple):
+        return f"got {'a list of other things' if table else 'an empty list, which may come from a glob'}"
     if isinstance(table, np.ndarray):
         return "pass aiofeed.Tensors(array) for an array without fields"
     if isinstance(table, Mapping):
@@ -165,14 +194,14 @@ def _of_dataset(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
             "collate_fn= and pass dataset.with_format(None), or feed the Dataset itself, Feeder(dataset)"
         )
     rows = None if dataset._indices is None else dataset._indices.column(0).to_numpy().astype(np.int64)
-    return dataset.data.table.select(given["columns"]), rows
+    return dataset.data.table.select([name for name in dataset.column_names if name in given["columns"]]), rows
 
 
 def _converted(name: Any, values: Any) -> Any:
     """Return a column of pandas or numpy: an array of numbers as it is, any other as an Arrow column."""
     kind = values.dtype
-    if isinstance(kind, np.dtype) and (kind.base.kind in "biufc"):
-        return np.asarray(values)
+    if isinstance(kind, np.dtype) and kind.kind in "biufc" and kind.itemsize <= (16 if kind.kind == "c" else 8):
+        return np.asarray(values, kind.newbyteorder("="))
     try:
         column = arrow().array(values, from_pandas=True)
     except (arrow().ArrowException, TypeError, ValueError) as error:

@@ -22,9 +22,7 @@ class ParquetTable(Table, ParquetRows):
         store: Any,
         options: Mapping[str, Any] | None,
     ) -> None:
-        ParquetRows.__init__(
-            self, table, columns, data=self._data_column, target=target, store=store, options=options
-        )
+        ParquetRows.__init__(self, table, columns, data=self._data_column, target=target, store=store, options=options)
         if self._data_column is not None:
             self._data = [self._data_column]  # a name with a dot is a column, too
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
-from aiofeed.sources.tables.columns import Columns
+from aiofeed.sources.tables.columns import Columns, no_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -130,10 +130,7 @@ class Table:
         """
         for column, problem in self._types().items():
             if problem is not None:
-                raise TypeError(
-                    f"{self._name}: column {column!r} {problem}, so it has no tensors: leave it out with columns=[...], "
-                    f"or pass collate_fn= or decode=, which get rows as dicts, or Table(data={column!r}) for one column"
-                )
+                raise TypeError(f"{self._name}: {no_tensors(column, problem)}")
         whole = copy.copy(self)
         whole._whole = True
         return whole
