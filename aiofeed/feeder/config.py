@@ -157,7 +157,7 @@ def _with_table(config: FeederConfig, cache: object) -> FeederConfig:
         TypeError: A column has no tensors, or there is a cache.
     """
     assert isinstance(config.source, Table)
-    if config.decode is not unchanged or config.collate_fn is not None or not config.source.gathers:
+    if config.decode is not unchanged or config.collate_fn is not None or config.source.data is not None:
         return config
     if cache is not None:
         raise TypeError("cache= keeps decoded samples, and columns of a Table are decoded already: leave it out")

@@ -46,15 +46,13 @@ def in_chunks(**options: Any) -> Any:
     )
 
 
-def arrow_files(folder: Path) -> Any:
-    """Two files of Arrow's IPC format, one of its kind for streams."""
+def arrow_file(folder: Path, kind: str = "file") -> Any:
+    """A file of Arrow's IPC format, of its kind for files or for streams."""
     arrow = pytest.importorskip("pyarrow")
-    paths = [folder / "0.arrow", folder / "1.feather"]
-    for path, rows, new in zip(paths, (slice(0, 60), slice(60, ROWS)), ("new_stream", "new_file"), strict=True):
-        table = arrow_table(rows)
-        with getattr(arrow.ipc, new)(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=13)
-    return paths
+    path, table = folder / "table.arrow", arrow_table()
+    with getattr(arrow.ipc, f"new_{kind}")(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=13)
+    return path
 
 
 def dataset(folder: Path, **options: Any) -> Any:
@@ -100,7 +98,8 @@ TABLES: dict[str, Callable[[Path], Any]] = {
     "Arrow, pieces": lambda folder: in_chunks(),
     "Arrow, lists": lambda folder: in_chunks(fixed=False),
     "Arrow, slice": lambda folder: sliced(),
-    "Arrow, files": arrow_files,
+    "Arrow, file": arrow_file,
+    "Arrow, stream": lambda folder: [arrow_file(folder, "stream")],
     "datasets": dataset,
     "datasets, chosen": chosen,
     "datasets, torch": lambda folder: dataset(folder).with_format("torch"),

@@ -1,9 +1,8 @@
-"""Tables in memory or in mapped files: of Hugging Face ``datasets``, Arrow, pandas and numpy."""
+"""Tables in memory, or in a mapped file: of Hugging Face ``datasets``, Arrow, pandas and numpy."""
 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.runtime.machine import free_memory
-from aiofeed.sources.tables.columns import Columns, NumberColumn, ValueColumn, arrow
+from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
 if TYPE_CHECKING:
@@ -27,75 +26,47 @@ FINGERPRINT_ROWS = 64
 
 
 class MemoryTable(Table):
-    """Rows of a table in memory, or of mapped ``.arrow`` files."""
+    """Rows of a table in memory, or of a mapped ``.arrow`` file."""
 
     answers_at_once = True
 
-    def _open(
-        self,
-        table: Any,
-        columns: list[str] | None,
-        target: str | Sequence[str] | None,
-        store: Any,
-        options: Mapping[str, Any] | None,
-    ) -> None:
-        if store is not None or options is not None:
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        if any(value is not None for value in storage.values()):
             raise ValueError("Table: store= and options= are for URLs of Parquet files")
-        self._table = [table] if isinstance(table, str | os.PathLike) else table
-        self._chosen, self._target_columns = columns, target
+        self._table, self._chosen, self._target_columns = table, columns, target
         self._load()
 
     def _load(self) -> None:
-        columns, self._rows, self._files = _columns_of(self._table)
-        self._name = ", ".join(path for path, _ in self._files) or "Table"
+        is_path = isinstance(self._table, str | os.PathLike)
+        self.name = os.fspath(self._table) if is_path else "Table"
+        columns, self._rows = _columns_of(_mapped(self.name) if is_path else self._table)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
-        chosen = self._chosen or ([self._data_column] if self._data_column is not None else known)
-        check_columns(self._name, known, [*chosen, *targets])
+        chosen = self._chosen or (known if self.data is None else [self.data])
+        check_columns(self.name, known, [*chosen, *targets])
         found = dict(columns)
+        self._length = len(found[chosen[0]] if self._rows is None else self._rows)
+        if not self._length:
+            raise ValueError(f"{self.name}: the table has no rows")
         self._columns = Columns({name: found[name] for name in chosen})
         self._set_targets(Columns({name: found[name] for name in targets}), self._target_columns)
-        self._length = len(found[chosen[0]]) if chosen else 0
-        if self._rows is not None:
-            self._length = len(self._rows)
-        if not self._length:
-            raise ValueError(f"{self._name}: the table has no rows")
-        self._starts = list(accumulate([rows for _, rows in self._files], initial=0))
         pieces = [len(piece) for piece in getattr(found[chosen[0]], "chunks", ()) if len(piece)]
         if self._rows is None and len(pieces) > 1:
             self.shard_starts = list(accumulate(pieces, initial=0))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out views of the table; files are mapped again."""
-        left_out = ("_columns", "_targets", "_rows")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        """Leave out views of the table; a file is mapped again."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_columns", "_targets", "_rows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._load()
 
-    def __len__(self) -> int:
-        """The number of rows."""
-        return self._length
-
-    def __repr__(self) -> str:
-        return f"{self._name if self._files else 'Table'}({len(self)} rows: {', '.join(self._columns.columns)})"
-
-    def _types(self) -> Mapping[str, str | None]:
+    def _problems(self) -> Mapping[str, str | None]:
         return {name: getattr(column, "problem", None) for name, column in self._columns.columns.items()}
-
-    def key(self, index: int, /) -> str:
-        """The file, if there is one, and the row."""
-        if not self._files:
-            return f"Table[{index}]"
-        number = bisect.bisect_right(self._starts, index) - 1
-        return f"{self._files[number][0]}[{index - self._starts[number]}]"
 
     def read_now(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples."""
-        rows = np.asarray(indices, np.int64)
-        if len(rows) and not 0 <= rows.min() <= rows.max() < self._length:
-            raise IndexError(f"a row of {list(indices)[:8]} of {self._length}")
-        return self._samples_of(self._columns, self._row_of(rows))
+        return self._samples_of(self._columns, self._row_of(np.asarray(indices, np.int64)))
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples. Rows may have to be read from disk, which a thread does."""
@@ -124,65 +95,51 @@ class MemoryTable(Table):
         return indices if self._rows is None else self._rows[indices]
 
     def fingerprint(self) -> str:
-        """A digest of the names of columns, the number of rows and up to 64 evenly spaced rows."""
-        digest = hashlib.sha256(f"{self._data_column} {self._target_columns} {len(self)}".encode())
+        """A digest of the columns, the number of rows and up to 64 evenly spaced rows."""
+        digest = hashlib.sha256(f"{self.data} {self._target_columns} {len(self)}".encode())
+        rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(np.int64))
         for columns in (self._columns, self._targets):
-            at = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(np.int64)
             for name, column in columns.columns.items():
-                digest.update(f"\n{name} {'' if isinstance(column, ValueColumn) else column.dtype.str}".encode())
-                for value in column.values(self._row_of(at)):
-                    digest.update(value if isinstance(value, bytes) else _bytes_of(value))
+                digest.update(f"\n{name} {getattr(column, 'dtype', '')}".encode())
+                for value in column.values(rows):
+                    digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode(*_UTF8))
         return digest.hexdigest()[:32]
 
 
-def _bytes_of(value: Any) -> bytes:
-    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode("utf-8", "surrogatepass")
+_UTF8 = "utf-8", "surrogatepass"
 
 
-_Found = tuple[list[tuple[str, Any]], "NDArray[np.int64] | None", list[tuple[str, int]]]
-
-
-def _columns_of(table: Any) -> _Found:
-    """Return the columns of a table by name; the rows that are samples, or ``None``; files with their rows.
+def _columns_of(table: Any) -> tuple[list[tuple[str, Any]], NDArray[np.int64] | None]:
+    """Return the columns of a table by name, and the rows that are samples, or ``None``.
 
     Raises:
         TypeError: It is no table.
-        ValueError: A file is no Arrow file, or a column cannot be converted.
+        ValueError: A column cannot be converted.
     """
     kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__name__}"
-    rows, files = None, []
-    if isinstance(table, list) and table and isinstance(table[0], str | os.PathLike):
-        tables = [_mapped(os.fspath(path)) for path in table]
-        files = [(os.fspath(path), len(each)) for path, each in zip(table, tables, strict=True)]
-        table = _joined(tables, files)
-    elif kind == "datasets.Dataset":
+    rows = None
+    if isinstance(table, np.ndarray) and table.dtype.names and table.ndim == 1:
+        return [(name, _converted(name, table[name])) for name in table.dtype.names], None
+    if kind == "pandas.DataFrame":
+        columns = [table.iloc[:, at] for at in range(table.shape[1])]
+        return [(str(name), _converted(name, column)) for name, column in zip(table, columns, strict=True)], None
+    if kind == "datasets.Dataset":
         table, rows = _of_dataset(table)
-    elif isinstance(table, np.ndarray) and table.dtype.names:
-        if table.ndim != 1:
-            raise TypeError(f"Table takes a structured array of one dimension, got the shape {list(table.shape)}")
-        return [(name, _converted(name, table[name])) for name in table.dtype.names], None, []
-    elif kind == "pandas.DataFrame":
-        names, columns = table.columns, [table.iloc[:, at] for at in range(len(table.columns))]
-        return [(str(name), _converted(name, column)) for name, column in zip(names, columns, strict=True)], None, []
-    elif hasattr(table, "__arrow_c_stream__") or hasattr(table, "__arrow_c_array__"):
-        table = table if isinstance(table, arrow().Table) else arrow().table(table)
-    else:
+    elif not hasattr(table, "__arrow_c_stream__") and not hasattr(table, "__arrow_c_array__"):
         raise TypeError(f"Table takes paths, a Dataset of Hugging Face, or a table: {_instead(table, kind)}")
-    return list(zip(table.column_names, table.columns, strict=True)), rows, files
+    elif not isinstance(table, arrow().Table):
+        table = arrow().table(table)
+    return list(zip(table.column_names, table.columns, strict=True)), rows
 
 
 def _instead(table: Any, kind: str) -> str:
-    if kind == "datasets.DatasetDict":
-        return f"pass one of the splits {list(table)} of the DatasetDict"
     if kind.startswith("datasets.Iterable"):
         return f"{kind} has no rows by number, pass aiofeed.Stream(dataset)"
-    if isinstance(table, list | tuple):
-        return f"got {'a list of other things' if table else 'an empty list, which may come from a glob'}"
-    if isinstance(table, np.ndarray):
-        return "pass aiofeed.Tensors(array) for an array without fields"
     if isinstance(table, Mapping):
-        return "pass pyarrow.table(...) of the dict"
-    return f"got {kind}"
+        return f"pass one of the values {list(table)[:8]} of the {kind}, or pyarrow.table(...) of columns"
+    if isinstance(table, np.ndarray):
+        return f"an array {list(table.shape)} of {table.dtype} has no columns, pass aiofeed.Tensors(array)"
+    return "got an empty list, which may come from a glob" if table == [] else f"got {kind}"
 
 
 def _of_dataset(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
@@ -198,7 +155,7 @@ def _of_dataset(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
 
 
 def _converted(name: Any, values: Any) -> Any:
-    """Return a column of pandas or numpy: an array of numbers as it is, any other as an Arrow column."""
+    """Return a column of pandas or numpy: numbers as an array, in the same memory if possible, others for Arrow."""
     kind = values.dtype
     if isinstance(kind, np.dtype) and kind.kind in "biufc" and kind.itemsize <= (16 if kind.kind == "c" else 8):
         return np.asarray(values, kind.newbyteorder("="))
@@ -211,22 +168,10 @@ def _converted(name: Any, values: Any) -> Any:
 
 def _mapped(path: str) -> Any:
     """Map a file of Arrow's IPC format, of its kind for files or for streams."""
-    ipc = arrow().ipc
     with arrow().memory_map(path) as file:
         magic = file.read(6)
         file.seek(0)
         try:
-            return (ipc.open_file if magic == b"ARROW1" else ipc.open_stream)(file).read_all()
+            return (arrow().ipc.open_file if magic == b"ARROW1" else arrow().ipc.open_stream)(file).read_all()
         except arrow().ArrowException as error:
             raise ValueError(f"{path}: it is no Arrow file, or a truncated one: {error}") from None
-
-
-def _joined(tables: Sequence[Any], files: Sequence[tuple[str, int]]) -> Any:
-    for table, (path, _) in zip(tables, files, strict=True):
-        if not table.schema.equals(tables[0].schema):
-            raise ValueError(f"{path} has the columns {_schema(table)}, and {files[0][0]} {_schema(tables[0])}")
-    return arrow().concat_tables(tables)
-
-
-def _schema(table: Any) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in table.schema)

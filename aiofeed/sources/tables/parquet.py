@@ -11,40 +11,30 @@ from aiofeed.sources.tables.columns import problem_of
 from aiofeed.sources.tables.table import Table
 
 
-class ParquetTable(Table, ParquetRows):
+class ParquetTable(ParquetRows, Table):
     """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them."""
 
-    def _open(
-        self,
-        table: Any,
-        columns: list[str] | None,
-        target: str | Sequence[str] | None,
-        store: Any,
-        options: Mapping[str, Any] | None,
-    ) -> None:
-        ParquetRows.__init__(self, table, columns, data=self._data_column, target=target, store=store, options=options)
-        if self._data_column is not None:
-            self._data = [self._data_column]  # a name with a dot is a column, too
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        Table.__init__(self, *arguments, **options)
 
-    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Read rows; row groups are read whole."""
-        return await ParquetRows.read_many(self, indices)
-
-    def _target(self, index: int, /) -> Any:
-        return ParquetRows._target(self, index)
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
+        self.name = self._shards[0].url
+        if self.data is not None:
+            self._data = [self.data]  # a dot in the name of a column parts no fields
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         return self._samples_read(table.take([row - first for row in rows]))
 
-    def _types(self) -> Mapping[str, str | None]:
-        schemas = [(shard.url, shard.extra.metadata.schema.to_arrow_schema()) for shard in self._shards]
-        first, found = schemas[0], {}
-        for name in self._columns or first[1].names:
-            for url, schema in schemas:
-                if schema.field(name).type != first[1].field(name).type:
+    def _problems(self) -> Mapping[str, str | None]:
+        found, schemas = {}, [shard.extra.metadata.schema.to_arrow_schema() for shard in self._shards]
+        for name in self._columns or schemas[0].names:
+            kind = schemas[0].field(name).type
+            for shard, schema in zip(self._shards, schemas, strict=True):
+                if schema.field(name).type != kind:
                     raise ValueError(
-                        f"{url}: column {name!r} has the type {schema.field(name).type}, and "
-                        f"{first[1].field(name).type} in {first[0]}"
+                        f"{shard.url}: column {name!r} has the type {schema.field(name).type}, and {kind} in "
+                        f"{self._shards[0].url}"
                     )
-            found[name] = problem_of(first[1].field(name).type)
+            found[name] = problem_of(kind)
         return found

@@ -40,13 +40,13 @@ class Table:
     Args:
         table: A Hugging Face ``Dataset``, whose ``select`` and ``shuffle`` apply; an Arrow table, or any object that
             exports one, as those of polars and DuckDB; a pandas ``DataFrame``; a NumPy structured array; a Lance
-            dataset; or paths of one kind of file: ``.arrow`` (mapped), ``.lance``, otherwise Parquet, as for
-            ``ParquetRows``: URLs, globs and braces too. The table is referenced, not copied: do not change it.
+            dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; or Parquet files, as
+            for ``ParquetRows``: paths, URLs, globs and braces. It is referenced, not copied: do not change it.
         columns: The columns. Default: all.
         data: The column whose value is the sample, or ``decode=`` gets, in place of a row.
         target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``. Needs ``data``.
         store: For Parquet, an obstore store that reads the URLs.
-        options: For Parquet, arguments of ``obstore.store.from_url``.
+        options: For Parquet, arguments of ``obstore.store.from_url``; for Lance, of ``lance.dataset``.
 
     Raises:
         ImportError: pyarrow or Lance is not installed.
@@ -57,16 +57,18 @@ class Table:
 
     _whole = False
     """Whether samples are rows for ``collate_rows``."""
-    _data_column: str | None
+    name = "Table"
+    """The table in keys and messages."""
+    _length: int
     target: Callable[[int], Any]
-    _name = "Table"
 
     def __new__(cls, table: Any = None, *_: Any, **__: Any) -> Self:
         """Make a table of the class for its kind."""
         if cls is not Table:
             return super().__new__(cls)
-        module, name = _kind_of(table)
-        kind: type[Self] = getattr(importlib.import_module(f"aiofeed.sources.tables.{module}"), name)
+        name = _kind_of(table)
+        module = importlib.import_module(f"aiofeed.sources.tables.{name}")
+        kind: type[Self] = getattr(module, f"{name.capitalize()}Table")
         return super().__new__(kind)
 
     def __init__(
@@ -85,26 +87,32 @@ class Table:
             raise ValueError("Table: data= is one column and columns= are those of a dict: pass one of them")
         if target is not None and data is None:
             raise ValueError("Table(target=) needs data=, the column of the sample; a dict has the target among others")
-        for argument, value in (("data", data), *(("target", each) for each in as_list(target))):
-            if value is not None and not isinstance(value, str):
-                raise TypeError(f"Table({argument}=) must be the name of a column, got {value!r}")
-        self._data_column = data
-        self._open(table, None if columns is None else list(columns), target, store, options)
+        self.data = data
+        paths = table if isinstance(table, list | tuple) else ()
+        self._open(paths[0] if len(paths) == 1 else table, columns, target, store=store, options=options)
 
-    def _open(
-        self,
-        table: Any,
-        columns: list[str] | None,
-        target: str | Sequence[str] | None,
-        store: Any,
-        options: Mapping[str, Any] | None,
-    ) -> None:
-        """Open the table, in a subclass."""
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        """Open the table, in a subclass; ``storage`` are ``store`` and ``options``."""
         raise NotImplementedError
 
-    def _types(self) -> Mapping[str, str | None]:
+    def _problems(self) -> Mapping[str, str | None]:
         """Return for each chosen column why it has no tensors, or ``None``."""
         raise NotImplementedError
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Return samples, in a subclass."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)} rows of {', '.join(self._problems())})"
+
+    def key(self, index: int, /) -> str:
+        """The table and the row."""
+        return f"{self.name}[{index}]"
 
     async def read(self, index: int, /) -> Any:
         """Return one sample."""
@@ -113,24 +121,15 @@ class Table:
             raise sample
         return sample
 
-    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Return samples, in a subclass."""
-        raise NotImplementedError
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a batch is gathered from columns if there is no ``decode=`` and no ``collate_fn=``."""
-        return self._data_column is None
-
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``.
 
         Raises:
             TypeError: A column has no tensors.
         """
-        for column, problem in self._types().items():
+        for column, problem in self._problems().items():
             if problem is not None:
-                raise TypeError(f"{self._name}: {no_tensors(column, problem)}")
+                raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
         whole = copy.copy(self)
         whole._whole = True
         return whole
@@ -153,10 +152,10 @@ class Table:
         """Return samples of rows of columns in memory."""
         if self._whole:
             return [(columns, row) for row in rows.tolist()]
-        if self._data_column is None:
+        if self.data is None:
             return columns.rows(rows)
-        values = columns.columns[self._data_column].values(rows)
-        null = ValueError(f"column {self._data_column!r} is null")
+        values = columns.columns[self.data].values(rows)
+        null = ValueError(f"column {self.data!r} is null")
         return [null if value is None else value for value in values]
 
     def _samples_read(self, table: Any) -> list[Any]:
@@ -184,12 +183,10 @@ def check_columns(name: str, known: Sequence[str], wanted: Sequence[str]) -> Non
             raise ValueError(f"{name}: {list(known).count(column)} columns have the name {column!r}")
 
 
-def _kind_of(table: Any) -> tuple[str, str]:
-    """Return module and class for a kind of table."""
-    paths = [table] if isinstance(table, str | os.PathLike) else table
-    if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
-        suffix = PurePath(paths[0]).suffix
-        kind = "lance" if suffix == ".lance" else "memory" if suffix in ARROW_FILES else "parquet"
-    else:
-        kind = "lance" if type(table).__module__.partition(".")[0] == "lance" else "memory"
-    return kind, f"{kind.capitalize()}Table"
+def _kind_of(table: Any) -> str:
+    """Return the module for a kind of table."""
+    path = table[0] if isinstance(table, list | tuple) and table else table
+    if isinstance(path, str | os.PathLike):
+        suffix = PurePath(path).suffix
+        return "lance" if suffix == ".lance" else "memory" if suffix in ARROW_FILES else "parquet"
+    return "lance" if type(table).__module__.partition(".")[0] == "lance" else "memory"

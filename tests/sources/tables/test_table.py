@@ -383,7 +383,7 @@ def test_the_state_of_another_table_is_refused() -> None:
             Feeder(other, batch_size=4).load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", ["Arrow, files", "datasets", "Parquet", "Lance"])
+@pytest.mark.parametrize("kind", ["Arrow, file", "datasets", "Parquet", "Lance"])
 def test_pickles_name_the_files(kind: str, tmp_path: Path) -> None:
     """A table in files is opened again where it is unpickled."""
     table = Table(TABLES[kind](tmp_path))
@@ -397,11 +397,11 @@ def test_pickles_name_the_files(kind: str, tmp_path: Path) -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["Arrow", "Arrow, files", "datasets", "NumPy", "Parquet", "Lance"])
+@pytest.mark.parametrize("kind", ["Arrow", "Arrow, file", "datasets", "NumPy", "Parquet", "Lance"])
 def test_a_missing_column(kind: str, tmp_path: Path) -> None:
     """The error names the file, the column and those that exist."""
     source = TABLES[kind](tmp_path)
-    name = {"Arrow, files": "0.arrow", "Parquet": "0.parquet", "Lance": "table.lance"}.get(kind, "Table")
+    name = {"Arrow, file": "table.arrow", "Parquet": "0.parquet", "Lance": "table.lance"}.get(kind, "Table")
     message = rf"{name}.*there is no column 'z'; there are \['x', 'y', 'flag', 'small'\]"
     for options in ({"columns": ["x", "z"]}, {"data": "z"}, {"data": "x", "target": "z"}):
         with pytest.raises(ValueError, match=message):
@@ -463,7 +463,7 @@ def bad_file(folder: Path, kind: str) -> Any:
     path = folder / ("t.arrow" if kind.startswith("Arrow") else "t.csv" if kind == "CSV" else "t.parquet")
     match kind:
         case "Arrow, truncated":
-            [path, _] = arrow_files_of(folder)
+            path = TABLES["Arrow, file"](folder)
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         case "Arrow, other" | "CSV" | "Parquet, other":
             path.write_text("a,b\n1,2\n")
@@ -477,10 +477,6 @@ def bad_file(folder: Path, kind: str) -> Any:
                 with arrow.ipc.new_file(path, empty.schema) as writer:
                     writer.write_table(empty)
     return path
-
-
-def arrow_files_of(folder: Path) -> Any:
-    return TABLES["Arrow, files"](folder)
 
 
 @pytest.mark.parametrize(
@@ -522,20 +518,16 @@ def test_files_of_different_columns(tmp_path: Path) -> None:
     arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for number, table in enumerate(({"a": [1]}, {"a": [1.0]})):
         writer.write_table(arrow.table(table), tmp_path / f"{number}.parquet")
-        with arrow.ipc.new_file(tmp_path / f"{number}.arrow", arrow.table(table).schema) as file:
-            file.write_table(arrow.table(table))
     with pytest.raises(ValueError, match=r"1\.parquet: column 'a' has the type double, and int64 in .*0\.parquet"):
         Feeder(Table(tmp_path / "*.parquet"), batch_size=1)
-    with pytest.raises(ValueError, match=r"1\.arrow has the columns a: double, and .*0\.arrow a: int64"):
-        Table([tmp_path / "0.arrow", tmp_path / "1.arrow"])
 
 
 @pytest.mark.parametrize(
     ("table", "error", "message"),
     [
-        (lambda: {"a": [1]}, TypeError, r"pyarrow\.table"),
+        (lambda: {"a": [1]}, TypeError, r"values \['a'\] of the builtins.dict, or pyarrow\.table"),
         (lambda: np.zeros(3), TypeError, r"aiofeed\.Tensors"),
-        (lambda: np.zeros((2, 2), [("a", "i4")]), TypeError, "one dimension"),
+        (lambda: np.zeros((2, 2), [("a", "i4")]), TypeError, "has no columns"),
         (lambda: 7, TypeError, r"got builtins\.int"),
         (lambda: [], TypeError, "got an empty list"),
         (lambda: np.zeros(0, [("a", "i4")]), ValueError, "no rows"),
@@ -552,7 +544,7 @@ def test_datasets_that_are_no_table(tmp_path: Path) -> None:
     """Several splits, an iterable dataset and a transform are refused with what to do instead."""
     datasets = pytest.importorskip("datasets")
     data = dataset(tmp_path)
-    with pytest.raises(TypeError, match=r"splits \['train', 'test'\]"):
+    with pytest.raises(TypeError, match=r"pass one of the values \['train', 'test'\]"):
         Table(datasets.DatasetDict({"train": data, "test": data}))
     with pytest.raises(TypeError, match=r"aiofeed\.Stream\(dataset\)"):
         Table(data.to_iterable_dataset())
@@ -568,7 +560,7 @@ def test_datasets_that_are_no_table(tmp_path: Path) -> None:
         ({"columns": []}, TypeError, "must be a list of names"),
         ({"columns": ["x"], "data": "x"}, ValueError, "pass one of them"),
         ({"target": "y"}, ValueError, "needs data="),
-        ({"data": 3}, TypeError, r"Table\(data=\) must be the name of a column, got 3"),
+        ({"data": 3}, ValueError, "there is no column 3"),
         ({"rows_per_read": 8}, TypeError, "row groups"),
         ({"store": object()}, ValueError, "Parquet"),
     ],
