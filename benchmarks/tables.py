@@ -67,19 +67,10 @@ def write(folder: Path, rows: int) -> None:
 
     datasets.disable_progress_bars()
     random = np.random.default_rng(0)
-    features = datasets.Features(
-        {
-            "x": datasets.Sequence(datasets.Value("float32"), 16),
-            "y": datasets.Value("int64"),
-            "z": datasets.Value("float64"),
-        }
-    )
-    columns = {
-        "x": random.random((rows, 16), np.float32),
-        "y": random.integers(10, size=rows),
-        "z": random.random(rows),
-    }
-    dataset = datasets.Dataset.from_dict(columns, features=features)
+    x, y, z = random.random((rows, 16), np.float32), random.integers(10, size=rows), random.random(rows)
+    kinds = {"y": datasets.Value("int64"), "z": datasets.Value("float64")}
+    features = datasets.Features({"x": datasets.Sequence(datasets.Value("float32"), 16), **kinds})
+    dataset = datasets.Dataset.from_dict({"x": x, "y": y, "z": z}, features=features)
     dataset.to_parquet(folder.with_suffix(".parquet"), batch_size=1000)
     dataset.save_to_disk(folder)
 

@@ -23,7 +23,6 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.ordering import a_shuffle
 from aiofeed.runtime import machine
-from aiofeed.runtime.tensors import unchanged
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.state import InOrder
@@ -157,10 +156,12 @@ def _with_table(config: FeederConfig, cache: object) -> FeederConfig:
         TypeError: A column has no tensors, or there is a cache.
     """
     assert isinstance(config.source, Table)
-    if config.decode is not unchanged or config.collate_fn is not None or config.source.data is not None:
+    if config.decode is not None:
         return config
     if cache is not None:
-        raise TypeError("cache= keeps decoded samples, and columns of a Table are decoded already: leave it out")
+        raise TypeError("cache= keeps decoded samples, and a Table without decode= is decoded already: leave it out")
+    if config.collate_fn is not None or config.source.data is not None:
+        return config
     return replace(config, source=config.source.in_batches(), collate_fn=collate_rows)
 
 
@@ -213,6 +214,8 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
             f"list if each tensor is a sample"
         )
+    if type(source).__module__.partition(".")[0] in ("pyarrow", "polars"):
+        raise TypeError(f"an item of a {type(source).__name__} is a column, not a row: pass aiofeed.Table(table)")
     if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
         raise TypeError(
             f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
@@ -263,7 +266,7 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
             raise TypeError("Tokens are decoded already, so decode= makes no sense; transform= gets each batch")
         return source.decoder
     if isinstance(source, Table) and decode is None:
-        return unchanged
+        return None
     if isinstance(source, FromDataset):
         if decode is None:
             return None

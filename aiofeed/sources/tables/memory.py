@@ -33,6 +33,9 @@ class MemoryTable(Table):
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         if any(value is not None for value in storage.values()):
             raise ValueError("Table: store= and options= are for URLs of Parquet files")
+        exports = hasattr(table, "__arrow_c_stream__") or hasattr(table, "__arrow_c_array__")
+        if exports and _package(table) not in ("datasets", "pandas"):
+            table = arrow().table(table)
         self._table, self._chosen, self._target_columns = table, columns, target
         self._load()
 
@@ -116,8 +119,7 @@ def _columns_of(table: Any) -> tuple[list[tuple[str, Any]], NDArray[np.int64] | 
         TypeError: It is no table.
         ValueError: A column cannot be converted.
     """
-    kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__name__}"
-    rows = None
+    kind, rows = f"{_package(table)}.{type(table).__name__}", None
     if isinstance(table, np.ndarray) and table.dtype.names and table.ndim == 1:
         return [(name, _converted(name, table[name])) for name in table.dtype.names], None
     if kind == "pandas.DataFrame":
@@ -125,11 +127,13 @@ def _columns_of(table: Any) -> tuple[list[tuple[str, Any]], NDArray[np.int64] | 
         return [(str(name), _converted(name, column)) for name, column in zip(table, columns, strict=True)], None
     if kind == "datasets.Dataset":
         table, rows = _of_dataset(table)
-    elif not hasattr(table, "__arrow_c_stream__") and not hasattr(table, "__arrow_c_array__"):
+    elif kind != "pyarrow.Table":
         raise TypeError(f"Table takes paths, a Dataset of Hugging Face, or a table: {_instead(table, kind)}")
-    elif not isinstance(table, arrow().Table):
-        table = arrow().table(table)
     return list(zip(table.column_names, table.columns, strict=True)), rows
+
+
+def _package(table: Any) -> str:
+    return type(table).__module__.partition(".")[0]
 
 
 def _instead(table: Any, kind: str) -> str:

@@ -23,6 +23,9 @@ class ParquetTable(ParquetRows, Table):
         if self.data is not None:
             self._data = [self.data]  # a dot in the name of a column parts no fields
 
+    def __repr__(self) -> str:
+        return Table.__repr__(self)
+
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         return self._samples_read(table.take([row - first for row in rows]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -130,8 +129,8 @@ class Table:
         for column, problem in self._problems().items():
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
-        whole = copy.copy(self)
-        whole._whole = True
+        whole = object.__new__(type(self))
+        whole.__dict__.update(self.__dict__, _whole=True)
         return whole
 
     def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:
@@ -189,4 +188,4 @@ def _kind_of(table: Any) -> str:
     if isinstance(path, str | os.PathLike):
         suffix = PurePath(path).suffix
         return "lance" if suffix == ".lance" else "memory" if suffix in ARROW_FILES else "parquet"
-    return "lance" if type(table).__module__.partition(".")[0] == "lance" else "memory"
+    return "lance" if type(table).__module__.startswith("lance.") else "memory"

@@ -315,10 +315,31 @@ def test_served_tables(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", ["host", "device"])
-def test_a_cache_of_columns_is_refused(cache: Any) -> None:
-    """Columns need no cache."""
+@pytest.mark.parametrize("options", [{}, {"data": "x"}])
+def test_a_cache_of_columns_is_refused(options: Any, cache: Any) -> None:
+    """Without ``decode`` there is nothing to cache."""
     with pytest.raises(TypeError, match="decoded already: leave it out"):
-        Feeder(Table(arrow_table()), batch_size=4, cache=cache)
+        Feeder(Table(arrow_table(), **options), batch_size=4, cache=cache)
+
+
+def test_a_stream_is_read_once() -> None:
+    """A ``RecordBatchReader`` becomes a table; a table that is passed without ``Table`` is refused with the way."""
+    assert_rows(as_arrays(Feeder(Table(arrow_table().to_reader()), batch_size=7)))
+    with pytest.raises(TypeError, match=r"pass aiofeed\.Table\(table\)"):
+        Feeder(arrow_table(), batch_size=7)
+
+
+def test_documents_are_packed() -> None:
+    """A column of tokens fits ``Pack``."""
+    plan = aiofeed.Pack(list(map(len, TOKENS)), context=15, rows=2)
+    with Feeder(Table(in_chunks(others=True), data="tokens"), batch_size=plan) as feeder:
+        found = [token for batch in feeder for row in batch["tokens"] for token in row.tolist()]
+    assert sum(found) == sum(map(sum, TOKENS))
+
+
+def test_repr() -> None:
+    """A feeder shows its columns."""
+    assert repr(Feeder(Table(arrow_table()), batch_size=7)).startswith("Feeder(Table(100 rows of x, y, flag, small), b")
 
 
 def test_a_mixture_of_tables(tmp_path: Path) -> None:
