@@ -93,7 +93,8 @@ def _span(pieces: Sequence[NDArray[Any]], width: int) -> tuple[NDArray[Any], NDA
 class ValueColumn:
     """A column of an Arrow table whose rows are Python values.
 
-    Lists of numbers become arrays, and the columns of Hugging Face's ``Image`` and ``Audio`` the bytes of their files.
+    A list becomes an array if its own numbers have a shape, whatever other rows are, and a column of Hugging Face's
+    ``Image`` or ``Audio`` the bytes of its files.
 
     Args:
         column: An arrow ``ChunkedArray``.
@@ -101,30 +102,32 @@ class ValueColumn:
     """
 
     def __init__(self, column: Any, problem: str) -> None:
-        types = arrow().types
         self.problem = problem
         self._column = column
         self._value = _as_python
         if is_encoded(column.type):
             self._value = _file
-        elif _is_list(column.type) and (types.is_integer(item := column.type.value_type) or types.is_floating(item)):
-            self._value = _numbers
+        elif _is_list(column.type) or isinstance(column.type, arrow().BaseExtensionType):
+            self._value = _as_array
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""
-        column, value = self._column, self._value
-        return [value(column[row]) for row in rows.tolist()]
+        return [self._value(self._column, row) for row in rows.tolist()]
 
 
-def _as_python(scalar: Any) -> Any:
-    return scalar.as_py()
+def _as_python(column: Any, row: int) -> Any:
+    return column[row].as_py()
 
 
-def _numbers(scalar: Any) -> Any:
-    return scalar.values.to_numpy(zero_copy_only=False).copy() if scalar.is_valid else None
+def _as_array(column: Any, row: int) -> Any:
+    try:
+        return _array(column.slice(row, 1).chunk(0))[0].copy()
+    except NoTensorsError:
+        return column[row].as_py()
 
 
-def _file(scalar: Any) -> bytes | None:
+def _file(column: Any, row: int) -> bytes | None:
+    scalar = column[row]
     if not scalar.is_valid:
         return None
     if (data := scalar["bytes"].as_py()) is not None:
