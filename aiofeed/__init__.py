@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.pairs import DecodePair
     from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
     from aiofeed.devices.scatter import scatter
     from aiofeed.diagnostics import DeviceReport, device_report
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.arrays.tokens import Tokens
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
-    from aiofeed.sources.image_folder import ImageFolder
+    from aiofeed.sources.image_folder import FolderPairs, ImageFolder
     from aiofeed.sources.mixture import Mixture
     from aiofeed.sources.objects.manifest import Manifest
     from aiofeed.sources.shards.mds import MDSShards
@@ -79,6 +80,7 @@ _HOMES = {
     # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.image_folder",
     "Files": "aiofeed.sources.files",
+    "FolderPairs": "aiofeed.sources.image_folder",
     "Manifest": "aiofeed.sources.objects.manifest",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
@@ -92,6 +94,7 @@ _HOMES = {
     "TFRecordShards": "aiofeed.sources.shards.tfrecord",
     "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
+    "DecodePair": "aiofeed.decoders.pairs",
     "DecodeNumpy": "aiofeed.decoders.records",
     "DecodeTensor": "aiofeed.decoders.records",
     "DecodeJSON": "aiofeed.decoders.records",
@@ -144,6 +147,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach",
     "ImageFolder",
     "Files",
+    "FolderPairs",
     "Manifest",
     "FromDataset",
     "Tensors",
@@ -157,6 +161,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "TFRecordShards",
     "ParquetRows",
     "DecodeImage",
+    "DecodePair",
     "DecodeNumpy",
     "DecodeTensor",
     "DecodeJSON",

@@ -26,9 +26,11 @@ MODULES = (
     "resident",
     "tokens",
     "tables",
+    "pairs",
     "datasets",
     "objects",
     "shards",
     "cache",
     "explain",
+    "timeline",
 )

@@ -47,7 +47,7 @@ def run(name: str, settings: Settings) -> report.Result:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures aiofeed; prints ratios.")
     add_arguments(parser, "benchmark", MODULES)
-    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md, README.md and their pictures")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md and the charts")
     options = parser.parse_args(arguments)
     check_arguments(parser, options, "benchmark", MODULES)
     if options.write and (options.names or options.quick or options.rounds < LEAST_ROUNDS):

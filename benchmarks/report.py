@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks.figures import RATIO, Figure, Target
 
 HEADER = ("", "median", "min to max", "target", "")
-PAGE, README, CHART = "docs/benchmarks.md", "README.md", "docs/readme-chart.svg"
-README_HEADER = ("workload", "speed / `DataLoader`", "min to max")
-README_ROWS = (
+PAGE, CHART = "docs/benchmarks.md", "docs/readme-chart.svg"
+SUMMARY_HEADER = ("workload", "speed / `DataLoader`", "min to max")
+SUMMARY_ROWS = (
     ("Reads of 20 ms, 128 in flight", "Reads of 20 ms, 128 and 512 in flight, batch 64", "/ DataLoader, 2 workers"),
     ("Samples in memory", "60,000 samples in memory, batch 64, shuffled", "uint8: speed / DataLoader, no workers"),
     ("Three trainings, one server", "Three trainings on one host", "three attached / three DataLoaders"),
@@ -47,7 +47,7 @@ README_ROWS = (
         "process:2 / DataLoader, persistent",
     ),
 )
-"""The rows of README.md's table: a label, a title in docs/benchmarks.md, and how the figure's name there ends."""
+"""The rows of the summary: a label, a title in docs/benchmarks.md, and how the figure's name there ends."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def markdown(results: Sequence[Result], conditions: str) -> str:
 
 
 def ratios_of_page(page: str) -> list[tuple[str, Figure]]:
-    """The figures of ``README_ROWS`` in the text of docs/benchmarks.md, by label: lowest, median and highest round.
+    """The figures of ``SUMMARY_ROWS`` in the text of docs/benchmarks.md, by label: lowest, median and highest round.
 
     A figure that the page lacks is left out: its benchmark may need a library that the machine does not have.
     """
@@ -121,21 +121,21 @@ def ratios_of_page(page: str) -> list[tuple[str, Figure]]:
             low, median, high = (float(ratio[group].replace(",", "")) for group in (3, 2, 4))
             found.append((f"{title}\n{ratio[1]}", Figure(ratio[1], (low, median, high))))
     rows = []
-    for label, wanted, ending in README_ROWS:
+    for label, wanted, ending in SUMMARY_ROWS:
         figures = [figure for name, figure in found if name.startswith(f"{wanted}\n") and name.endswith(ending)]
         rows += [(label, figure) for figure in figures[:1]]
     return rows
 
 
-def readme_table(page: str) -> str:
-    """The speed of aiofeed divided by that of ``DataLoader``, for each of ``README_ROWS``; then the machine."""
+def summary_table(page: str) -> str:
+    """The speed of aiofeed divided by that of ``DataLoader``, for each of ``SUMMARY_ROWS``; then the machine."""
     rows = [
         (label, f"**{number(figure.median)}**", f"{number(figure.low)} to {number(figure.high)}")
         for label, figure in ratios_of_page(page)
     ]
     _, _, results = page.partition("<!-- results:begin -->")
     machine = results.strip().partition("\n")[0]
-    return "\n\n".join([markdown_table(README_HEADER, rows), machine])
+    return "\n\n".join([markdown_table(SUMMARY_HEADER, rows), machine])
 
 
 def tally(results: Sequence[Result]) -> str:
@@ -222,19 +222,19 @@ def replace_between(text: str, name: str, new: str) -> str:
 
 
 def write(results: Sequence[Result], conditions: str, project: Path) -> list[Path]:
-    """Put the results into docs/benchmarks.md, draw them beside it, and update README.md; returns the files."""
+    """Put the results into docs/benchmarks.md, draw them beside it, and update its summary; returns the files."""
     page, image = project / PAGE, project / "docs/benchmarks.png"
     _replace_in(page, "results", markdown(results, conditions))
     picture(results, image)
-    return [page, image, *write_readme(project)]
+    return [page, image, write_summary(project)]
 
 
-def write_readme(project: Path) -> list[Path]:
-    """Copy the ratios to ``DataLoader`` from docs/benchmarks.md to README.md, and draw its chart; returns the files."""
+def write_summary(project: Path) -> Path:
+    """Copy the ratios to ``DataLoader`` to the page's summary, and draw README.md's chart; returns the chart."""
     page = (project / PAGE).read_text(encoding="utf-8")
-    _replace_in(project / README, "bench", readme_table(page))
+    _replace_in(project / PAGE, "summary", summary_table(page))
     readme_chart(ratios_of_page(page), project / CHART)
-    return [project / README, project / CHART]
+    return project / CHART
 
 
 def _replace_in(path: Path, name: str, text: str) -> None:
@@ -287,5 +287,4 @@ def pillow() -> str:
 
 
 if __name__ == "__main__":
-    for path in write_readme(Path(__file__).parents[1]):
-        print(f"wrote {path}")
+    print(f"wrote {write_summary(Path(__file__).parents[1])}")

@@ -362,8 +362,9 @@ def main() -> int:
     try:
         run(options, Console())
     except KeyboardInterrupt:
-        print("\nStopped.", file=sys.stderr)
-        return 130
+        print("\nStopped.", file=sys.stderr, flush=True)
+        # Do not delete DataLoader's iterator: if Ctrl-C came while it took a queue's lock, it waits for it forever.
+        os._exit(130)
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
-from aiofeed.core.statistics import EpochStats, FeedStatistics
+from aiofeed.core.statistics import EpochStats, FeedStatistics, new_events
 from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.devices.resolve import resolve_device
@@ -89,6 +89,7 @@ class AttachedFeed:
         self._epoch: _ServedEpoch | None = None
         self._delivery: Delivery | None = None
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
+        self._events = new_events()
         # The server's last status. The subscription refers to it, so that it need not refer to this object.
         self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
@@ -158,6 +159,7 @@ class AttachedFeed:
         delivery = Delivery(epoch, copier, transform)
         self._earlier_stats.add(self._stats)
         self._stats = epoch.feed.counters
+        self._stats.events = self._events
         iterator: FeedIterator[Any] = FeedIterator(delivery, self._stats, _ServedObserver(self, delivery, epoch))
         self._iterator, self._epoch, self._delivery = weakref.ref(iterator), epoch, delivery
         try:
@@ -190,6 +192,18 @@ class AttachedFeed:
         stats.add(self._stats)
         depth = 0 if self._delivery is None else len(self._delivery.queue)
         return FeedStatistics(**stats.totals(), queue_depth=depth)  # type: ignore[arg-type]
+
+    def timeline(
+        self, path: str | os.PathLike[str], *, seconds: float = 10.0, merge: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Write when copies, waits and steps of this process took place; arguments and errors of ``Feeder.timeline``.
+
+        The server's feeder has the reads and decode jobs; ``merge`` its timeline to see both.
+        """
+        from aiofeed.reports.timeline import write_timeline
+
+        merged = None if merge is None else Path(merge)
+        write_timeline(self._events, Path(path), seconds=seconds, merge=merged)
 
     def state_dict(self) -> dict[str, Any]:
         """Not supported.

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, is_async_function
@@ -84,6 +86,7 @@ class FeederConfig:
     Args:
         engines: Number of worker processes; 0: threads of this process.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
     """
 
     source: Source[Any] | FromDataset | Tensors
@@ -100,6 +103,7 @@ class FeederConfig:
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
+    tokens_resident: bool = False
 
 
 def complete_config(
@@ -124,7 +128,8 @@ def complete_config(
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.source, Tokens) and cache is not None:
-        raise TypeError("cache= keeps decoded samples, and files of tokens are decoded already: leave it out")
+        _check_tokens_on_device(config, config.source, cache, static_batches, listed=listed)
+        config, cache = replace(config, tokens_resident=True), None
     elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
     if isinstance(config.source, Table):
@@ -427,6 +432,35 @@ def _check_tensors(config: FeederConfig, cache: object, static_batches: bool, *,
         )
     if config.engines:
         raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
+
+
+def _check_tokens_on_device(
+    config: FeederConfig, source: Tokens, cache: object, static_batches: bool, *, listed: bool
+) -> None:
+    """Raise an error unless ``cache="device"`` can keep ``Tokens`` where batches are wanted."""
+    if cache != "device":
+        raise TypeError(
+            f"cache={cache!r} keeps decoded samples, and files of tokens are decoded already: leave it out, or pass "
+            f'cache="device", which keeps the tokens on the device'
+        )
+    for name, given in {
+        "batch_sampler= or a plan": listed,
+        "collate_fn=": config.collate_fn is not None,
+        'engine="process"': config.engines,
+        "static_batches=True": static_batches,
+        "a list of devices": isinstance(config.backend, DeviceGroup),
+    }.items():
+        if given:
+            raise ValueError(
+                f'cache="device" gathers batches of Tokens on one device, in its own memory and in one size, which '
+                f"excludes {name}: leave out one of the two"
+            )
+    if config.backend is None and not source.in_memory:
+        raise CacheError(
+            f'cache="device" with device=None keeps {source!r} in host memory, and its '
+            f"{format_bytes(sum(tokens.nbytes for tokens in source.arrays))} are more than half of the free "
+            f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
+        )
 
 
 def _check_packed(config: FeederConfig, cache: object, static_batches: bool) -> None:

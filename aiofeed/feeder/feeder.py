@@ -155,9 +155,10 @@ class Feeder(Generic[BatchT]):
         cache: Cache decoded samples: "host" in memory, ``HostCache(max_bytes)`` in limited memory, ``DiskCache(path)``
             in a file, "device" where batches are wanted, on the device or on the host. With "device", once all samples
             of an epoch are cached, batches are views of a permuted buffer, as with ``Tensors``. Samples are cached as
-            they are first used. Random augmentation runs after the cache, in the first epoch too; with "device" only
-            ``transform`` can augment. For a ``Dataset`` its items are cached, including their random augmentation.
-            ``EncodedCache(path, max_bytes)`` caches encoded samples of slow sources of bytes on a local disk.
+            they are first used; ``Tokens`` are copied there before the first batch. Random augmentation runs after the
+            cache, in the first epoch too; with "device" only ``transform`` can augment. For a ``Dataset`` its items are
+            cached, including their random augmentation. ``EncodedCache(path, max_bytes)`` caches encoded samples of
+            slow sources of bytes on a local disk.
         limits: Upper limits for resources. By default they are chosen at run time.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.

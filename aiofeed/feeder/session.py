@@ -525,13 +525,13 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
 def _gathered(config: FeederConfig) -> Tokens | MemoryTable | None:
     """Return the source that the consumer's thread gathers: it is in memory, and no option needs other threads.
 
-    For a device, threads gather into pinned memory.
+    For a device, threads gather into pinned memory, unless the tokens are kept on the device.
     """
     source = config.source
-    if not isinstance(source, Tokens | MemoryTable) or not source.in_memory:
+    if not isinstance(source, Tokens | MemoryTable):
         return None
-    collates = config.collate_fn not in (None, collate_rows)
-    return None if config.backend or collates or config.engines else source
+    elsewhere = config.backend or config.collate_fn not in (None, collate_rows) or config.engines
+    return source if config.tokens_resident or (source.in_memory and not elsewhere) else None
 
 
 def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:

@@ -110,11 +110,11 @@ def draw(panel: Any, case: CaseResult) -> None:
 
 
 def write(results: Sequence[tuple[str, CaseResult]], conditions: str, project: Path) -> list[Path]:
-    """Put the results into docs/benchmarks.md, draw them beside it, and update README.md; returns the files."""
+    """Put the results into docs/benchmarks.md, draw them beside it, and update its summary; returns the files."""
     page, image = project / PAGE, project / PICTURE
     page.write_text(report.replace_between(page.read_text(), MARKERS, markdown(results, conditions)))
     picture(results, image)
-    return [page, image, *report.write_readme(project)]
+    return [page, image, report.write_summary(project)]
 
 
 def conditions(rounds: int) -> str:

@@ -98,7 +98,10 @@ def test_the_markdown_lists_every_figure_and_the_missed_targets() -> None:
     assert "| rate: other | 31,000/s | 31,000/s to 31,000/s |  |  |" in text
 
 
-PAGE = """<!-- results:begin -->
+PAGE = """<!-- summary:begin -->
+<!-- summary:end -->
+
+<!-- results:begin -->
 A machine.
 
 ### 60,000 samples in memory, batch 64, shuffled
@@ -116,9 +119,9 @@ A machine.
 """
 
 
-def test_the_readme_table_has_the_ratios_to_dataloader_and_no_targets() -> None:
-    """Those of README_ROWS that the page has, losses too, and the machine that they were measured on."""
-    text = report.readme_table(PAGE)
+def test_the_summary_has_the_ratios_to_dataloader_and_no_targets() -> None:
+    """Those of SUMMARY_ROWS that the page has, losses too, and the machine that they were measured on."""
+    text = report.summary_table(PAGE)
     assert "| Samples in memory | **17.64** | 11.56 to 18.25 |" in text
     assert "| JPEG 64x64, Pillow / Pillow | **0.846** | 0.827 to 1.16 |" in text
     assert text.endswith("A machine.")
@@ -126,12 +129,11 @@ def test_the_readme_table_has_the_ratios_to_dataloader_and_no_targets() -> None:
     assert "SHORT" not in text
 
 
-def test_the_readme_agrees_with_the_page_of_results() -> None:
-    """README.md has every row of README_ROWS, as docs/benchmarks.md has it."""
+def test_the_summary_agrees_with_the_results() -> None:
+    """The summary of docs/benchmarks.md has every row of SUMMARY_ROWS, as the results below it."""
     page = (harness.PROJECT / report.PAGE).read_text()
-    readme = (harness.PROJECT / report.README).read_text()
-    assert [label for label, _ in report.ratios_of_page(page)] == [label for label, _, _ in report.README_ROWS]
-    assert report.replace_between(readme, "bench", report.readme_table(page)) == readme
+    assert [label for label, _ in report.ratios_of_page(page)] == [label for label, _, _ in report.SUMMARY_ROWS]
+    assert report.replace_between(page, "summary", report.summary_table(page)) == page
 
 
 def test_ratios_below_1_show_three_digits() -> None:
@@ -161,29 +163,27 @@ def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fonts_open")
-def test_writing_fills_both_documents_and_draws_their_pictures(tmp_path: Path) -> None:
+def test_writing_fills_the_page_and_draws_its_pictures(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/benchmarks.md").write_text(PAGE)
-    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     written = report.write(RESULTS, "A machine.", tmp_path)
     assert sorted(path.name for path in written) == [
-        "README.md",
         "benchmarks.md",
         "benchmarks.png",
         "readme-chart.svg",
     ]
     assert "| speed / other | 1.10 |" in (tmp_path / "docs/benchmarks.md").read_text()
-    assert "0.846" in (tmp_path / "README.md").read_text()
+    assert "**0.846**" in (tmp_path / "docs/benchmarks.md").read_text()
     assert (tmp_path / "docs/benchmarks.png").read_bytes().startswith(b"\x89PNG")
     chart = (tmp_path / "docs/readme-chart.svg").read_text()
     assert "JPEG 64x64, Pillow / Pillow" in chart
-    report.write_readme(tmp_path)
+    report.write_summary(tmp_path)
     assert (tmp_path / "docs/readme-chart.svg").read_text() == chart
 
 
-def test_the_projects_documents_have_the_markers() -> None:
-    for path, name in (("docs/benchmarks.md", "results"), ("README.md", "bench")):
-        report.replace_between((harness.PROJECT / path).read_text(), name, "")
+def test_the_page_has_the_markers() -> None:
+    for name in ("results", "summary"):
+        report.replace_between((harness.PROJECT / report.PAGE).read_text(), name, "")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -213,9 +213,10 @@ def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.usefixtures("fonts_open")
 def test_writing_fills_the_document_and_draws_the_picture(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / results.PAGE).write_text("before\n<!-- peers:begin -->\n<!-- peers:end -->\nafter\n")
-    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    page, picture, *_ = results.write([("race", RESULT), ("again", RESULT)], "A machine.", tmp_path)
+    (tmp_path / results.PAGE).write_text(
+        "before\n<!-- summary:begin -->\n<!-- summary:end -->\n<!-- peers:begin -->\n<!-- peers:end -->\nafter\n"
+    )
+    page, picture, _ = results.write([("race", RESULT), ("again", RESULT)], "A machine.", tmp_path)
     assert "SHORT" in page.read_text()
     assert page.read_text().endswith("<!-- peers:end -->\nafter\n")
     assert picture.read_bytes().startswith(b"\x89PNG")

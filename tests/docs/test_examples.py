@@ -314,6 +314,21 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     assert "uninterrupted process: True" in output
 
 
+# --- segmentation -----------------------------------------------------------------------------------------------------
+
+
+def test_segmentation_learns_the_masks() -> None:
+    """The loss falls, objects are found, and the boxes are on their objects."""
+    output = run("segmentation.py", "--steps", "60", "--samples", "96")
+    lines = re.findall(
+        r"^step +\d+, .*: loss ([0-9.]+), mean IoU ([0-9.]+), ([0-9.]+) of the boxes", output, re.MULTILINE
+    )
+    losses, ious, fits = zip(*[map(float, line) for line in lines], strict=True)
+    assert losses[1] < losses[0] / 1.5
+    assert ious[1] > ious[0] + 0.1
+    assert min(fits) > 0.7
+
+
 # --- nanogpt ----------------------------------------------------------------------------------------------------------
 
 

@@ -130,6 +130,24 @@ def test_worker_processes_have_lanes(files: aiofeed.Files, tmp_path: Path, engin
         assert decoded[event["args"]["batch"]] < event["ts"]
 
 
+def test_an_attached_process_has_its_own_steps(files: aiofeed.Files, tmp_path: Path) -> None:
+    """The timelines of the server and of the consumer name the same batches, and merge into one trace."""
+    with new_feeder(files) as feeder, aiofeed.serve(feeder, tmp_path / "feed.sock"):
+        attached = aiofeed.attach(tmp_path / "feed.sock")
+        for _ in attached:
+            pass
+        server = trace_of(feeder, tmp_path / "server.json")
+        attached.timeline(tmp_path / "both.json", merge=tmp_path / "server.json")
+        attached.close()
+    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    added = both[len(server) :]
+    assert both[: len(server)] == server
+    assert batches_of(added, "step") == sorted({*batches_of(server, "decode")}) == list(range(SAMPLES // BATCH))
+    # The earliest: the server has begun the next epoch.
+    decoded = {event["args"]["batch"]: event["ts"] for event in reversed(slices(server, "decode"))}
+    assert all(decoded[event["args"]["batch"]] < event["ts"] for event in slices(added, "step"))
+
+
 def test_copies_to_a_device(files: aiofeed.Files, tmp_path: Path) -> None:
     """The copy thread has a lane."""
     with new_feeder(files, device=SimulatedDevice()) as feeder:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import json
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,14 +18,9 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits
 from aiofeed.core.validation import check_positive_int
+from aiofeed.diagnostics.commands.data_set import DataSet, open_data_set, quoted
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import machine
-from aiofeed.sources.files import Files
-from aiofeed.sources.image_folder import EXTENSIONS, ImageFolder
-from aiofeed.sources.objects.manifest import Manifest
-from aiofeed.sources.objects.urls import scheme_of
-from aiofeed.sources.shards.tar import TarShards
-from aiofeed.sources.shards.zip import ZipShards
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
 WARM_UP_S = 1.0
@@ -42,9 +34,6 @@ DECODE_BYTES = 128 << 20
 CLEARLY_FASTER = 1.05
 # No step meets the end of a small data set: batches of a feeder, and samples of an epoch of a ``DataLoader``.
 _ENDLESS = 1 << 20
-_IMAGES = ";".join(["jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff"])
-_MANIFEST = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|pq)(\.\w+)?$", re.IGNORECASE)
-_SHARDS = re.compile(r"\.(tar|zip)$", re.IGNORECASE)
 
 
 def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) -> int:
@@ -58,7 +47,7 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
     """
     try:
         check_positive_int("--size", size)
-        data = _open(paths)
+        data = open_data_set(paths)
         report = _measure(data, size, min(check_positive_int("--batch-size", batch_size), len(data.source)))
     except KeyboardInterrupt:
         return 130
@@ -69,49 +58,10 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
     return 0
 
 
-@dataclass(frozen=True)
-class BenchData:
-    """A data set: its source, the Python expression for it, and the order for a training."""
-
-    source: Any
-    code: str
-    shuffle: bool | str = True
-
-
-def _open(paths: Sequence[str]) -> BenchData:
-    path = paths[0]
-    if all(_SHARDS.search(each.partition("?")[0]) for each in paths):
-        kind = ZipShards if path.lower().endswith(".zip") else TarShards
-        urls = path if len(paths) == 1 else list(paths)
-        code = f"aiofeed.{kind.__name__}({_quoted(urls)}, {_quoted(_IMAGES)})"
-        return BenchData(kind(urls, _IMAGES), code, "window")
-    if len(paths) > 1:
-        raise ValueError(f"several paths are shards, which end in .tar or .zip, got {list(paths)}")
-    if _MANIFEST.search(path):
-        return BenchData(Manifest(path), f"aiofeed.Manifest({_quoted(path)})")
-    if scheme_of(path) is None and not os.path.isdir(path):
-        raise FileNotFoundError(f"{path!r} is no folder of images, no .csv, .jsonl or .parquet, and no .tar or .zip")
-    try:
-        return BenchData(ImageFolder(path), f"aiofeed.ImageFolder({_quoted(path)})")
-    except FileNotFoundError:
-        pattern = os.path.join(glob.escape(path), "**")
-        files = sorted(each for each in glob.iglob(pattern, recursive=True) if each.lower().endswith(EXTENSIONS))
-        if not files:
-            raise
-    suffix = os.path.splitext(files[0])[1]
-    code = f"aiofeed.Files(sorted(glob.glob({_quoted(pattern + '/*' + suffix)}, recursive=True)))"
-    return BenchData(Files(files), code)
-
-
-def _quoted(value: str | list[str]) -> str:
-    """A Python literal with double quotes."""
-    return json.dumps(value, ensure_ascii=False)
-
-
 # --- steps
 
 
-def _measure(data: BenchData, size: int, batch_size: int) -> dict[str, Any]:
+def _measure(data: DataSet, size: int, batch_size: int) -> dict[str, Any]:
     started, cores = time.monotonic(), machine.cpus()
     from aiofeed.decoders.image import DecodeImage  # needs Pillow
 
@@ -265,7 +215,7 @@ class _TorchDataset:
         return asyncio.new_event_loop()
 
 
-def _torch_rate(data: BenchData, decode: Any, batch_size: int, workers: int) -> float:
+def _torch_rate(data: DataSet, decode: Any, batch_size: int, workers: int) -> float:
     from torch.utils.data import DataLoader
 
     local = os.path.isfile(data.source.key(0)) or not getattr(data.source, "looks_ahead", True)
@@ -292,17 +242,17 @@ def _torch_rate(data: BenchData, decode: Any, batch_size: int, workers: int) -> 
 # --- report
 
 
-def _code(data: BenchData, size: int, batch_size: int, options: dict[str, Any]) -> str:
+def _code(data: DataSet, size: int, batch_size: int, options: dict[str, Any]) -> str:
     lines = [
         "import glob\n\nimport aiofeed\n" if "glob." in data.code else "import aiofeed\n",
         "feeder = aiofeed.Feeder(",
         f"    {data.code},",
         f"    decode=aiofeed.DecodeImage(size={size}),",
         f"    batch_size={batch_size},",
-        f"    shuffle={_quoted(data.shuffle) if isinstance(data.shuffle, str) else data.shuffle},",
+        f"    shuffle={quoted(data.shuffle) if isinstance(data.shuffle, str) else data.shuffle},",
     ]
     if "engine" in options:
-        lines.append(f"    engine={_quoted(options['engine'])},")
+        lines.append(f"    engine={quoted(options['engine'])},")
     if "limits" in options:
         lines.append(f"    limits=aiofeed.Limits(read_concurrency={options['limits'].read_concurrency}),")
     return "\n".join([*lines, ")"])

@@ -20,6 +20,7 @@ from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.tensors import is_tensor, tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.schedule import BatchRange
+from aiofeed.sources.arrays.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +105,10 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
     return max(min(bounds) // max(batch_bytes, 1), 1)
 
 
-def row_bytes(source: Rows) -> int:
-    """Return the bytes of one sample."""
+def row_bytes(source: Rows | Tokens) -> int:
+    """Return the bytes of one sample in a batch."""
+    if isinstance(source, Tokens):
+        return source.sample_bytes
     return sum(map(tensor_row_bytes, source.tensors))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
 from aiofeed.devices.backend import poll, poll_pauses
+from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
 from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.host_windows import GatheredWindows, HostWindows, Rows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
@@ -57,12 +58,16 @@ class ResidentData:
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
-            if isinstance(self.source, Tokens | MemoryTable):
-                self.windows = GatheredWindows(self.source, self._batch_size, self._memory_bytes)
-            elif self._backend is None:
-                self.windows = HostWindows(self.source, self._batch_size, self._memory_bytes)
+            source, backend, sizes = self.source, self._backend, (self._batch_size, self._memory_bytes)
+            if isinstance(source, MemoryTable) or (isinstance(source, Tokens) and backend is None):
+                self.windows = GatheredWindows(source, *sizes)
+            elif isinstance(source, Tokens):
+                assert backend is not None
+                self.windows = DeviceTokenWindows(backend, source, *sizes)
+            elif backend is None:
+                self.windows = HostWindows(source, *sizes)
             else:
-                self.windows = DeviceWindows(self._backend, self.source, self._batch_size, self._memory_bytes)
+                self.windows = DeviceWindows(backend, source, *sizes)
         return self.windows
 
     def clear(self, timeout_s: float) -> None:

@@ -1,0 +1,104 @@
+"""Public names, signatures and defaults: `tests/public_api.txt` records them, so that a change is deliberate.
+
+`AIOFEED_RECORD_API=1 python -m pytest tests/test_public_api.py` writes the file again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = Path(__file__).with_name("public_api.txt")
+OPERATORS = ("__len__", "__iter__", "__aiter__", "__enter__", "__aenter__", "__call__", "__getitem__")
+
+
+def parameters(function: Any) -> str:
+    """The parameters of a callable with their defaults, without annotations."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "(...)"
+    plain = [
+        each.replace(annotation=each.empty, default=each.empty if each.default is each.empty else Default(each.default))
+        for each in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+class Default:
+    """A default value, shown without what differs between interpreters."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        value = self._value
+        if callable(value) or type(value) is object:
+            return f"<{getattr(value, '__name__', type(value).__name__)}>"
+        return repr(value)
+
+
+def members(name: str, found: type) -> Iterator[str]:
+    """Lines of the constructor, methods, properties and fields of a class."""
+    bases = [base.__name__ for base in found.__mro__[1:] if base.__module__.startswith("aiofeed")]
+    yield f"class {name}{f' of {bases[0]}' if bases else ''}"
+    if not issubclass(found, Exception):
+        yield f"{name}{parameters(found)}"
+    if dataclasses.is_dataclass(found):
+        yield from (f"{name}.{field.name}" for field in dataclasses.fields(found) if not field.name.startswith("_"))
+    for member in dir(found):
+        value = inspect.getattr_static(found, member)
+        ours = any(member in vars(each) for each in found.__mro__ if each.__module__.startswith("aiofeed"))
+        if not ours or (member.startswith("_") and member not in OPERATORS):
+            continue
+        if isinstance(value, property):
+            yield f"{name}.{member}"
+        elif isinstance(value, staticmethod | classmethod) or inspect.isfunction(value):
+            yield f"{name}.{member}{parameters(getattr(found, member))}"
+
+
+def public_api() -> list[str]:
+    """A sorted line for each public name, parameter list, method and field."""
+    lines: set[str] = set()
+    for module_name in ("aiofeed", "aiofeed.testing", "aiofeed.lightning"):
+        module = importlib.import_module(module_name)
+        for each in module.__all__:
+            name, found = f"{module_name}.{each}", getattr(module, each)
+            if inspect.isclass(found):
+                lines.update(members(name, found))
+            elif inspect.isfunction(found):
+                lines.add(f"{name}{parameters(found)}")
+            else:
+                lines.add(name)
+    return sorted(lines)
+
+
+def test_the_public_api_is_the_recorded_one() -> None:
+    """A name, a parameter or a default that differs is a change for users: see "Versions" in docs/compatibility.md."""
+    pytest.importorskip("lightning")
+    found = "\n".join(public_api()) + "\n"
+    if os.environ.get("AIOFEED_RECORD_API") == "1":
+        RECORD.write_text(found)
+    assert found.splitlines() == RECORD.read_text().splitlines()
+
+
+def test_the_record_notices_changes() -> None:
+    """Another default, parameter or method gives other lines."""
+
+    class First:
+        def read(self, path: str, *, size: int = 3) -> None: ...
+
+    class Second:
+        def read(self, path: str, *, size: int = 4) -> None: ...
+
+    for found in (First, Second):
+        found.__module__ = "aiofeed.example"
+    assert "Name.read(self, path, *, size=3)" in list(members("Name", First))
+    assert "Name.read(self, path, *, size=4)" in list(members("Name", Second))
