@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.shards.tfrecord import TFRecordShards
     from aiofeed.sources.shards.zip import ZipShards
     from aiofeed.sources.stream import Stream
+    from aiofeed.sources.tables.table import Table
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -83,6 +84,7 @@ _HOMES = {
     "Manifest": "aiofeed.sources.objects.manifest",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
+    "Table": "aiofeed.sources.tables.table",
     "Tokens": "aiofeed.sources.arrays.tokens",
     "Mixture": "aiofeed.sources.mixture",
     "Stream": "aiofeed.sources.stream",
@@ -149,6 +151,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Manifest",
     "FromDataset",
     "Tensors",
+    "Table",
     "Tokens",
     "Mixture",
     "Stream",

@@ -32,6 +32,8 @@ from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.tables.columns import collate_rows
+from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -130,6 +132,8 @@ def complete_config(
         config, cache = replace(config, tokens_resident=True), None
     elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
+    if isinstance(config.source, Table):
+        config = _with_table(config, cache)
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
     if cache is not None:
@@ -148,6 +152,22 @@ def complete_config(
         _check_static(config, drop_last=drop_last and not listed, sampled=sampled)
         config = with_static_outputs(config)
     return config
+
+
+def _with_table(config: FeederConfig, cache: object) -> FeederConfig:
+    """Return a configuration that gathers batches of a ``Table`` whose rows are not decoded or collated one by one.
+
+    Raises:
+        TypeError: A column has no tensors, or there is a cache.
+    """
+    assert isinstance(config.source, Table)
+    if config.decode is not None:
+        return config
+    if cache is not None:
+        raise TypeError("cache= keeps decoded samples, and a Table without decode= is decoded already: leave it out")
+    if config.collate_fn is not None or config.source.data is not None:
+        return config
+    return replace(config, source=config.source.in_batches(), collate_fn=collate_rows)
 
 
 def with_resident_tensors(config: FeederConfig) -> FeederConfig:
@@ -199,10 +219,12 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
             f"list if each tensor is a sample"
         )
+    if type(source).__module__.partition(".")[0] in ("pyarrow", "polars"):
+        raise TypeError(f"an item of a {type(source).__name__} is a column, not a row: pass aiofeed.Table(table)")
     if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
         raise TypeError(
             f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
-            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+            f'aiofeed.Table(frame), or aiofeed.Files(frame["path"], frame["label"])'
         )
     if is_map_dataset(source):
         check_parts(source)
@@ -248,6 +270,8 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         if decode is not None:
             raise TypeError("Tokens are decoded already, so decode= makes no sense; transform= gets each batch")
         return source.decoder
+    if isinstance(source, Table) and decode is None:
+        return None
     if isinstance(source, FromDataset):
         if decode is None:
             return None

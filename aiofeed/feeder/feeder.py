@@ -53,6 +53,7 @@ from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -123,10 +124,10 @@ class Feeder(Generic[BatchT]):
 
     Args:
         source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``,
-            ``Tokens``, a ``Mixture`` of several sources, a ``Stream``, or an ``IterableDataset``, which becomes a
-            ``Stream``.
+            ``Tokens``, a ``Table``, a ``Mixture`` of several sources, a ``Stream``, or an ``IterableDataset``, which
+            becomes a ``Stream``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
-            items, for ``Tokens``, and for a ``Stream`` of decoded items.
+            items, for ``Tokens``, for a ``Table`` of numbers, and for a ``Stream`` of decoded items.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
             ``TokenBudget`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
@@ -229,7 +230,7 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any] | FromDataset | Tensors | Tokens | Stream | IterableDataset[Any] | Mixture,
+            source: MapDataset[Any] | FromDataset | Tensors | Tokens | Table | Stream | IterableDataset[Any] | Mixture,
             *,
             decode: None = None,
             batch_size: int | LengthPlan | None = None,
@@ -241,7 +242,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any] | Mixture,
+        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Table | Stream | IterableDataset[Any] | Mixture,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | LengthPlan | None = None,

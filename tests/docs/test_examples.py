@@ -341,6 +341,20 @@ def test_nanogpt_is_resumed_with_its_next_batches() -> None:
     assert "uninterrupted training: True" in output
 
 
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_tables_is_resumed_with_its_next_batches() -> None:
+    """Both trainings on the dataset learn, and the resumed one gets the batches of an uninterrupted one."""
+    pytest.importorskip("datasets")
+    output = run("tables.py")
+    for name in ("columns", "images"):
+        [(first, last)] = re.findall(rf"^{name}: loss ([0-9.]+) to ([0-9.]+)$", output, re.MULTILINE)
+        assert float(last) < 0.5 < float(first)
+    assert "the same batches: True" in output
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sources.arrays.token_files import DTYPES, open_tokens
 
@@ -149,6 +150,17 @@ class Tokens:
     def decoder(self) -> TokenDecoder:
         """The decoder that a feeder uses."""
         return TokenDecoder(self)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a window, with targets."""
+        return (1 + self.targets) * self.block * 8
+
+    def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
+        """Return windows as ``[x]`` or ``[x, y]``."""
+        parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
+        self.gather(indices, *parts)
+        return parts
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64], *parts: NDArray[Any]) -> None:
         """Write windows into ``x``, and with targets ``y``, each [N, block]."""
