@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.media.audio import DecodeAudio
+    from aiofeed.decoders.media.clips import Clips
     from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
     from aiofeed.devices.scatter import scatter
     from aiofeed.diagnostics import DeviceReport, device_report
@@ -82,6 +84,7 @@ _HOMES = {
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
     "Tokens": "aiofeed.sources.arrays.tokens",
+    "Clips": "aiofeed.decoders.media.clips",
     "Mixture": "aiofeed.sources.mixture",
     "Stream": "aiofeed.sources.stream",
     "TarShards": "aiofeed.sources.shards.tar",
@@ -90,6 +93,7 @@ _HOMES = {
     "TFRecordShards": "aiofeed.sources.shards.tfrecord",
     "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
+    "DecodeAudio": "aiofeed.decoders.media.audio",
     "DecodeNumpy": "aiofeed.decoders.records",
     "DecodeTensor": "aiofeed.decoders.records",
     "DecodeJSON": "aiofeed.decoders.records",
@@ -146,6 +150,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "FromDataset",
     "Tensors",
     "Tokens",
+    "Clips",
     "Mixture",
     "Stream",
     "TarShards",
@@ -154,6 +159,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "TFRecordShards",
     "ParquetRows",
     "DecodeImage",
+    "DecodeAudio",
     "DecodeNumpy",
     "DecodeTensor",
     "DecodeJSON",
