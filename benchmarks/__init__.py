@@ -25,6 +25,7 @@ MODULES = (
     "shared_feed",
     "resident",
     "tokens",
+    "media",
     "datasets",
     "objects",
     "shards",

@@ -110,8 +110,7 @@ class ClipDecoder:
         height, width = (check_positive_int("Clips(size=...)", side) for side in pair)
         self._crops = pair is not size
         clips = () if self.takes_seed else (self._clips,)
-        axes = (0, 3, 1, 2) if self.takes_seed else (0, 1, 4, 2, 3)
-        self.row = Row((*clips, count, height, width, 3), "uint8", axes)
+        self.row = Row((*clips, count, 3, height, width), "uint8")
         self._indexes: dict[object, VideoIndex] = {}
         self._room = MOST_INDEXED
 
@@ -133,8 +132,7 @@ class ClipDecoder:
             seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
-        assert self.row.axes is not None
-        return torch.from_numpy(out).permute(self.row.axes)
+        return torch.from_numpy(out)
 
     def decode_into(self, data: Media, out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Decode the clips of a video into ``out``, uint8 of ``row.shape``."""
@@ -174,7 +172,7 @@ class ClipDecoder:
         for seek, timestamps in index.runs(np.unique(wanted)):
             missing = set(timestamps)
             # A second time from the start: formats without an index of their own may seek too far.
-            for start in (seek, index.seeks[0]):
+            for start in (seek, int(index.timestamps[index.keys[0]])):
                 for timestamp, frame in _frames(container, stream, start, missing):
                     first, *copies = places[timestamp]
                     self._render(frame, out[first])
@@ -186,8 +184,8 @@ class ClipDecoder:
                 raise ValueError(f"frame {number} of {len(index.timestamps)} cannot be decoded: the video is damaged")
 
     def _render(self, frame: Any, out: NDArray[np.uint8]) -> None:
-        """Write a frame into ``out``, [H, W, 3]."""
-        height, width, _ = out.shape
+        """Write a frame into ``out``, [3, H, W]."""
+        _, height, width = out.shape
         turns = round(frame.rotation / 90) % 4
         shape = [height, width]
         if self._crops:
@@ -197,12 +195,11 @@ class ClipDecoder:
         stored = shape if turns % 2 == 0 else shape[::-1]
         if (scaler := getattr(_local, "scaler", None)) is None:
             scaler = _local.scaler = import_av().video.reformatter.VideoReformatter()
-        rgb = scaler.reformat(frame, *stored[::-1], "rgb24", interpolation="BILINEAR", threads=1)
-        [plane] = rgb.planes
-        pixels: NDArray[np.uint8] = np.ndarray((*stored, 3), np.uint8, plane, strides=(plane.line_size, 3, 1))
-        if turns:
-            pixels = np.rot90(pixels, turns)
-        out[...] = pixels[top : top + height, left : left + width]
+        # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms.
+        scaled = scaler.reformat(frame, *stored[::-1], "gbrp", interpolation="BILINEAR", threads=1)
+        for channel, plane in zip((1, 2, 0), scaled.planes, strict=True):
+            pixels: NDArray[np.uint8] = np.ndarray(stored, np.uint8, plane, strides=(plane.line_size, 1))
+            out[channel] = np.rot90(pixels, turns)[top : top + height, left : left + width]
 
 
 class VideoIndex(NamedTuple):
@@ -211,32 +208,28 @@ class VideoIndex(NamedTuple):
     Args:
         timestamps: The timestamp of each frame, ascending.
         keys: The numbers of key frames, ascending.
-        seeks: For each key frame the timestamp with which to seek to it.
     """
 
     timestamps: NDArray[np.int64]
     keys: NDArray[np.int64]
-    seeks: list[int]
 
     def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, list[int]]]:
-        """Split ascending frames into runs that are decoded without a seek: where to seek, and their timestamps."""
+        """Split ascending frames into runs: the timestamp of the key frame before each, to seek to, and theirs."""
         keys = np.maximum(np.searchsorted(self.keys, wanted, side="right") - 1, 0)
         cuts = np.flatnonzero(self.keys[keys[1:]] - wanted[:-1] > SEEK_FRAMES) + 1
         for run in np.split(np.arange(len(wanted)), cuts):
-            yield self.seeks[keys[run[0]]], self.timestamps[wanted[run]].tolist()
+            yield int(self.timestamps[self.keys[keys[run[0]]]]), self.timestamps[wanted[run]].tolist()
 
 
 def _new_index(container: Any, stream: Any) -> VideoIndex:
     packets = packets_of(container, stream)
     if any(packet.pts is None for packet in packets):
         raise ValueError("the frames of the video have no timestamps: put it into a container, such as MP4")
-    shown = sorted((packet.pts, packet.dts, packet.is_keyframe) for packet in packets if not packet.is_discard)
+    shown = sorted((packet.pts, packet.is_keyframe) for packet in packets if not packet.is_discard)
     if not shown:
         raise ValueError("the video has no frames")
-    keys = [number for number, (*_, is_key) in enumerate(shown) if is_key] or [0]
-    # The time at which a key frame is decoded is at or before the one at which it is shown, so a seek is not too far.
-    seeks = [shown[key][0] if shown[key][1] is None else shown[key][1] for key in keys]
-    return VideoIndex(np.array([timestamp for timestamp, *_ in shown], np.int64), np.array(keys, np.int64), seeks)
+    keys = [number for number, (_, is_key) in enumerate(shown) if is_key] or [0]
+    return VideoIndex(np.array([timestamp for timestamp, _ in shown], np.int64), np.array(keys, np.int64))
 
 
 def _frames(container: Any, stream: Any, start: int, missing: set[int]) -> Iterator[tuple[int, Any]]:
