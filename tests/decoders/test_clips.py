@@ -249,6 +249,16 @@ def test_runs_seek_where_that_decodes_fewer_frames() -> None:
     assert list(late.runs(np.array([1]))) == [(3, [1])]
 
 
+def test_a_seek_that_leads_too_far_is_made_good(mp4: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no frame is found after a seek, the video is decoded from its start."""
+
+    def too_far(index: VideoIndex, wanted: Any) -> Any:
+        yield int(index.timestamps[48]), index.timestamps[wanted].tolist()
+
+    monkeypatch.setattr(VideoIndex, "runs", too_far)
+    assert numbers_in(decode(mp4, 3, 10, 1, SIZE)[0]) == [20, 30, 40]
+
+
 def test_a_decoder_is_pickled_without_its_indexes(mp4: bytes) -> None:
     """A copy of a decoder decodes the same, and makes its own indexes."""
     decoder = ClipDecoder(4, 1, 1, 24)
