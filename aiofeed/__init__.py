@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.media.audio import DecodeAudio
+    from aiofeed.decoders.media.clips import Clips
     from aiofeed.decoders.pairs import DecodePair
     from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
     from aiofeed.devices.scatter import scatter
@@ -86,6 +88,7 @@ _HOMES = {
     "Tensors": "aiofeed.sources.tensors",
     "Table": "aiofeed.sources.tables.table",
     "Tokens": "aiofeed.sources.arrays.tokens",
+    "Clips": "aiofeed.decoders.media.clips",
     "Mixture": "aiofeed.sources.mixture",
     "Stream": "aiofeed.sources.stream",
     "TarShards": "aiofeed.sources.shards.tar",
@@ -95,6 +98,7 @@ _HOMES = {
     "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
     "DecodePair": "aiofeed.decoders.pairs",
+    "DecodeAudio": "aiofeed.decoders.media.audio",
     "DecodeNumpy": "aiofeed.decoders.records",
     "DecodeTensor": "aiofeed.decoders.records",
     "DecodeJSON": "aiofeed.decoders.records",
@@ -153,6 +157,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "Tensors",
     "Table",
     "Tokens",
+    "Clips",
     "Mixture",
     "Stream",
     "TarShards",
@@ -162,6 +167,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "ParquetRows",
     "DecodeImage",
     "DecodePair",
+    "DecodeAudio",
     "DecodeNumpy",
     "DecodeTensor",
     "DecodeJSON",

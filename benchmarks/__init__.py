@@ -27,6 +27,7 @@ MODULES = (
     "tokens",
     "tables",
     "pairs",
+    "media",
     "datasets",
     "objects",
     "shards",

@@ -183,8 +183,13 @@ def decoder_codec(decoder: Any) -> SampleCodec:
         return ValueCodec(decoder.decode_cached, decoder.augment)
     elif not takes_rng(decoder):
         return ValueCodec(decoder)
+    advice = getattr(
+        decoder,
+        "cache_advice",
+        "Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape without random "
+        "numbers, and augment(cached, *, rng), which returns the sample",
+    )
     raise TypeError(
         f"cache= with decode={decoder!r}: the decoder is random, so every epoch would show the same cached samples. "
-        "Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape without random "
-        "numbers, and augment(cached, *, rng), which returns the sample"
+        f"{advice}"
     )

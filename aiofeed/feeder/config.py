@@ -20,6 +20,7 @@ from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, is_async_function
+from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
@@ -258,6 +259,20 @@ def _are_columns(values: tuple[Any, ...]) -> bool:
 def _has_names(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
     return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
+
+
+def unpack_clips(source: Any, decode: Any) -> tuple[Any, Any]:
+    """Return the source of ``Clips``, and their decoder; anything else as it is."""
+    if not isinstance(source, Clips):
+        return source, decode
+    if decode is not None:
+        raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
+    if isinstance(adopt_source(source.source), FromDataset | Tensors | Tokens):
+        raise TypeError(
+            f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {source.source!r}, whose items "
+            f"are decoded already"
+        )
+    return source.source, source.decoder
 
 
 def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:

@@ -30,6 +30,7 @@ DOCUMENTS = [
 ]
 NEEDS = {
     "docs/table.md": ("pyarrow",),
+    "docs/media.md": ("av",),
     "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),
     "docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers"),
 }

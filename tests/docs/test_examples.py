@@ -355,6 +355,19 @@ def test_tables_is_resumed_with_its_next_batches() -> None:
     assert "the same batches: True" in output
 
 
+# --- video_clips ------------------------------------------------------------------------------------------------------
+
+
+def test_video_clips_learns_and_is_resumed_with_its_next_clips() -> None:
+    """The network tells the directions of other videos apart, and the resumed training sees the same clips."""
+    pytest.importorskip("av")
+    output = run("video_clips.py")
+    assert "the clips are those of one uninterrupted training: True" in output
+    accuracy = re.search(r"^accuracy on other videos: (\d+)%$", output, re.MULTILINE)
+    assert accuracy is not None
+    assert int(accuracy[1]) > 60
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 
