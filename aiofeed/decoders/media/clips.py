@@ -7,6 +7,7 @@ only those are decoded that others refer to.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -112,6 +113,7 @@ class ClipDecoder:
         clips = () if self.takes_seed else (self._clips,)
         self.row = Row((*clips, count, 3, height, width), "uint8")
         self._indexes: dict[object, VideoIndex] = {}
+        self._known: set[object] = set()  # MP4 files with an index: their headers say all about their streams
         self._room = MOST_INDEXED
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,7 +138,13 @@ class ClipDecoder:
 
     def decode_into(self, data: Media, out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Decode the clips of a video into ``out``, uint8 of ``row.shape``."""
-        with open_media(data, "video") as (container, stream):
+        if isinstance(data, bytes | str | os.PathLike) and _identity(data) in self._known:
+            with contextlib.suppress(ValueError):  # frames have timestamps: a wrong one is no clip, but an error
+                return self._decode_file(data, out, seed, known=True)
+        self._decode_file(data, out, seed, known=False)
+
+    def _decode_file(self, data: Media, out: NDArray[np.uint8], seed: int | None, *, known: bool) -> None:
+        with open_media(data, "video", known) as (container, stream):
             index = self._index_of(data, container, stream)
             last = len(index.timestamps) - 1
             wanted = np.minimum(self._starts(last, seed)[:, None] + self._offsets, last).reshape(-1)
@@ -160,6 +168,8 @@ class ClipDecoder:
             if len(index.timestamps) <= self._room:
                 self._room -= len(index.timestamps)
                 self._indexes[identity] = index
+                if "mp4" in container.format.name:
+                    self._known.add(identity)
         return index
 
     def _decode(
@@ -172,7 +182,7 @@ class ClipDecoder:
         for seek, timestamps in index.runs(np.unique(wanted)):
             missing = set(timestamps)
             # A second time from the start: formats without an index of their own may seek too far.
-            for start in (seek, int(index.timestamps[index.keys[0]])):
+            for start in (seek, int(index.timestamps[0]) - round(1 / stream.time_base)):
                 for timestamp, frame in _frames(container, stream, start, missing):
                     first, *copies = places[timestamp]
                     self._render(frame, out[first])

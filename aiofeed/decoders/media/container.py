@@ -14,6 +14,8 @@ Media: TypeAlias = "bytes | str | os.PathLike[str]"
 
 # A playlist can name other files and URLs. FFmpeg may open none of them.
 _OPTIONS = {"protocol_whitelist": "none"}
+# Opens without decoding a first frame, which takes 3.4 of 4.1 ms for 320 x 240 of high quality.
+_KNOWN_OPTIONS = _OPTIONS | {"skip_frame": "all", "probesize": "20000"}
 # The last packet may end this much before the end that a header states.
 TOLERANCE_S = 1.0
 
@@ -29,8 +31,10 @@ def import_av() -> Any:
 
 
 @contextlib.contextmanager
-def open_media(data: Media, kind: Literal["video", "audio"]) -> Iterator[tuple[Any, Any]]:
+def open_media(data: Media, kind: Literal["video", "audio"], known: bool = False) -> Iterator[tuple[Any, Any]]:
     """Open a file; gives its container and its best stream of a kind, which decodes in the calling thread.
+
+    If ``known``, FFmpeg does not examine the streams. A video can then fail, or lack frames, that has both otherwise.
 
     Raises:
         TypeError: The data is neither bytes nor a path.
@@ -38,7 +42,7 @@ def open_media(data: Media, kind: Literal["video", "audio"]) -> Iterator[tuple[A
     """
     av = import_av()
     try:
-        with _as_file(data) as file, av.open(file, options=_OPTIONS) as container:
+        with _as_file(data) as file, av.open(file, options=_KNOWN_OPTIONS if known else _OPTIONS) as container:
             stream = container.streams.best(kind)
             if stream is None:
                 others = ", ".join(sorted({f"{other.type}" for other in container.streams})) or "no streams at all"
