@@ -184,6 +184,7 @@ class Videos:
         with av.open(path) as container:
             stream = container.streams.video[0]
             assert stream.time_base is not None
+            stream.thread_count = 1  # as torchcodec: the workers are the threads
             ticks = round(1 / (RATE * stream.time_base))
             for start in self.starts(stream.frames):
                 wanted = {(start + STRIDE * at) * ticks for at in range(FRAMES)}
