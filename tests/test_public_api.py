@@ -50,7 +50,8 @@ def members(name: str, found: type) -> Iterator[str]:
     bases = [base.__name__ for base in found.__mro__[1:] if base.__module__.startswith("aiofeed")]
     yield f"class {name}{f' of {bases[0]}' if bases else ''}"
     if not issubclass(found, Exception):
-        yield f"{name}{parameters(found)}"
+        # Without `__new__`, which may choose a subclass.
+        yield f"{name}{parameters(found.__init__).replace('(self, ', '(').replace('(self)', '()')}"
     if dataclasses.is_dataclass(found):
         yield from (f"{name}.{field.name}" for field in dataclasses.fields(found) if not field.name.startswith("_"))
     for member in dir(found):
