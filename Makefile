@@ -94,8 +94,8 @@ bench-peers: $(PEERS_STAMP)  ## aiofeed beside other loaders, which go into .ven
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 clean:  ## remove the environment and all that was built
-	rm -rf $(VENV) $(PEERS_VENV) build dist licenses site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so
+	rm -rf $(VENV) $(PEERS_VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so LICENSE.libjpeg-turbo.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

@@ -1,8 +1,8 @@
 """Builds the static libjpeg-turbo that wheels are linked to: ``python .ci/build_libjpeg_turbo.py PREFIX [SOURCES]``.
 
-``AIOFEED_LIBJPEG_TURBO=PREFIX`` makes ``hatch_build.py`` link it. The licences go into licenses/libjpeg-turbo of this
-tree, from which the wheel takes them (``license-files`` in pyproject.toml). Without SOURCES, a folder with the sources
-of libjpeg-turbo, the pinned release is downloaded. Needs CMake, a C compiler (``CC``) and, for x86-64, NASM.
+``AIOFEED_LIBJPEG_TURBO=PREFIX`` makes ``hatch_build.py`` link it. Its licences are copied beside that of
+aiofeed, as ``LICENSE.libjpeg-turbo.*``, and so go into the wheel. Without SOURCES, a folder with the sources of
+libjpeg-turbo, the pinned release is downloaded. Needs CMake, a C compiler (``CC``) and, for x86-64, NASM.
 ``CMAKE_ARGS`` adds options.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-LICENSES = Path(__file__).resolve().parents[1] / "licenses" / "libjpeg-turbo"
+LICENSE = Path(__file__).resolve().parents[1] / "LICENSE.libjpeg-turbo"
 VERSION = "3.2.0"
 SHA256 = "6f30092cef9fb839779646608f4ee14ae3cbac989c47fa05e841b0841f09878e"
 URL = f"https://github.com/libjpeg-turbo/libjpeg-turbo/releases/download/{VERSION}/libjpeg-turbo-{VERSION}.tar.gz"
@@ -75,10 +75,9 @@ def main() -> None:
         make = ["cmake", "--build", str(build), "--target", "jpeg-static", "--parallel"]
         for command in (configure, make, ["cmake", "--install", str(build)]):
             subprocess.run(command, check=True)
-        LICENSES.mkdir(parents=True, exist_ok=True)
-        for name in ("LICENSE.md", "README.ijg"):
-            shutil.copyfile(sources / name, LICENSES / name)
-        (LICENSES / "LICENSE.zlib").write_text(zlib_license(sources), "utf-8")
+        shutil.copyfile(sources / "LICENSE.md", f"{LICENSE}.md")
+        shutil.copyfile(sources / "README.ijg", f"{LICENSE}.ijg.txt")
+        Path(f"{LICENSE}.zlib.txt").write_text(zlib_license(sources), "utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 MOST_BYTES = 2_000_000
-LICENSES = {"LICENSE", "LICENSE.md", "LICENSE.zlib", "README.ijg"}
+LICENSES = {"LICENSE", *(f"LICENSE.libjpeg-turbo.{kind}" for kind in ("ijg.txt", "md", "zlib.txt"))}
 FOREIGN = ("jpeg_CreateDecompress", "jpeg_read_raw_data", "jsimd_idct_islow")
 
 

@@ -71,13 +71,14 @@ def main() -> None:
             print(f"{step:<30} {seconds:7.1f} s", flush=True)
             return seconds, done.stdout
 
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{package}[pillow]"]
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if arguments.constraint:
             pip += ["--constraint", str(Path(arguments.constraint).resolve())]
         backend = "native" if arguments.without_compiler else "auto"
         steps = [
             run("make an environment", sys.executable, "-m", "venv", str(scripts.parent)),
-            run("pip install", *pip),
+            run("pip install torch", *pip, "torch"),
+            run("pip install aiofeed[pillow]", *pip, f"{package}[pillow]"),
             run("write 128 images", python, "-c", IMAGES),
             run("import and first batch", python, "-c", FIRST_BATCH, backend),
         ]

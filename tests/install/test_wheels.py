@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import platform
 import subprocess
@@ -17,7 +18,8 @@ from tests.support.paths import ROOT
 
 LIBRARIES = ("aiofeed/decoders/_native_jpeg.so", "aiofeed/sources/_native_files.so")
 needs_headers = pytest.mark.skipif(native_decoder() is None, reason="needs a C compiler and libjpeg-turbo's headers")
-LICENSES = tuple(f"a.dist-info/licenses/{name}" for name in ("LICENSE", "LICENSE.md", "LICENSE.zlib", "README.ijg"))
+KINDS = ("", ".libjpeg-turbo.ijg.txt", ".libjpeg-turbo.md", ".libjpeg-turbo.zlib.txt")
+LICENSES = tuple(f"a.dist-info/licenses/LICENSE{kind}" for kind in KINDS)
 
 
 def load(path: str) -> ModuleType:
@@ -74,6 +76,16 @@ class TestBuildHook:
         assert b"from the prefix" in built
         assert b"libjpeg.so" not in built
 
+    def test_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On Windows there is one library, and it is built with the static libjpeg-turbo only."""
+        monkeypatch.setattr(sys, "platform", "win32")
+        monkeypatch.delenv("AIOFEED_LIBJPEG_TURBO", raising=False)
+        hook = load("hatch_build.py")
+        assert [library.path for library in hook.LIBRARIES] == ["aiofeed/decoders/_native_jpeg.dll"]
+        built, [warning] = hook.build()
+        assert built == []
+        assert "on Windows the library is built for wheels only" in warning
+
     @pytest.mark.parametrize(("target", "tag"), [("11.0", "11_0"), ("12", "12_0"), (None, "14_0")])
     def test_the_tag_for_macos(self, monkeypatch: pytest.MonkeyPatch, target: str | None, tag: str) -> None:
         """The wheel is for the oldest macOS that the compiler was asked for, else for this one."""
@@ -94,7 +106,12 @@ class TestCheck:
             ("cp311-cp311-manylinux_2_28_x86_64", (), 0, "tag must be py3-none"),
             ("py3-none-linux_x86_64", (), 0, "tag must be py3-none"),
             ("py3-none-any", LIBRARIES, 0, r"expected \[\]"),
-            ("py3-none-manylinux_2_28_x86_64", LIBRARIES, 0, "licences are missing: LICENSE, LICENSE.md"),
+            (
+                "py3-none-manylinux_2_28_x86_64",
+                LIBRARIES + LICENSES[:2],
+                0,
+                "missing: LICENSE.libjpeg-turbo.md, LICENSE.libjpeg-turbo.zlib.txt",
+            ),
             ("py3-none-manylinux_2_28_x86_64", LICENSES + LIBRARIES[:1], 0, "expected .*_native_files.so"),
             ("py3-none-win_amd64", LICENSES, 0, "expected .*_native_jpeg.dll"),
             ("py3-none-any", ("a.py",), 2_000_001, "more than 2,000,000 bytes"),
@@ -116,3 +133,14 @@ class TestCheck:
     def test_a_pure_wheel(self, tmp_path: Path) -> None:
         """A pure wheel has no libraries and needs no licences of others."""
         load(".ci/check_wheel.py").check(wheel(tmp_path, "py3-none-any", ("aiofeed/__init__.py",)))
+
+
+def test_another_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive of libjpeg-turbo with another SHA-256 than the pinned one is not unpacked."""
+    recipe = load(".ci/build_libjpeg_turbo.py")
+    archive = tmp_path / "other.tar.gz"
+    archive.write_bytes(b"another release")
+    monkeypatch.setattr(recipe, "URL", archive.as_uri())
+    digest = hashlib.sha256(b"another release").hexdigest()
+    with pytest.raises(SystemExit, match=f"the SHA-256 is {digest}, expected {recipe.SHA256}"):
+        recipe.download(tmp_path)
