@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.media.audio import DecodeAudio
+    from aiofeed.decoders.media.clips import Clips
+    from aiofeed.decoders.pairs import DecodePair
     from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
     from aiofeed.devices.scatter import scatter
     from aiofeed.diagnostics import DeviceReport, device_report
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.arrays.tokens import Tokens
     from aiofeed.sources.dataset import FromDataset
     from aiofeed.sources.files import Files
-    from aiofeed.sources.image_folder import ImageFolder
+    from aiofeed.sources.image_folder import FolderPairs, ImageFolder
     from aiofeed.sources.mixture import Mixture
     from aiofeed.sources.objects.manifest import Manifest
     from aiofeed.sources.shards.mds import MDSShards
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from aiofeed.sources.shards.tfrecord import TFRecordShards
     from aiofeed.sources.shards.zip import ZipShards
     from aiofeed.sources.stream import Stream
+    from aiofeed.sources.tables.table import Table
     from aiofeed.sources.tensors import Tensors
 
 # Imported when first asked for: a process that only decodes never pays for torch, nor one that only lists files.
@@ -78,10 +82,13 @@ _HOMES = {
     # sources, decoders, and what keeps what they give
     "ImageFolder": "aiofeed.sources.image_folder",
     "Files": "aiofeed.sources.files",
+    "FolderPairs": "aiofeed.sources.image_folder",
     "Manifest": "aiofeed.sources.objects.manifest",
     "FromDataset": "aiofeed.sources.dataset",
     "Tensors": "aiofeed.sources.tensors",
+    "Table": "aiofeed.sources.tables.table",
     "Tokens": "aiofeed.sources.arrays.tokens",
+    "Clips": "aiofeed.decoders.media.clips",
     "Mixture": "aiofeed.sources.mixture",
     "Stream": "aiofeed.sources.stream",
     "TarShards": "aiofeed.sources.shards.tar",
@@ -90,6 +97,8 @@ _HOMES = {
     "TFRecordShards": "aiofeed.sources.shards.tfrecord",
     "ParquetRows": "aiofeed.sources.shards.parquet",
     "DecodeImage": "aiofeed.decoders.image",
+    "DecodePair": "aiofeed.decoders.pairs",
+    "DecodeAudio": "aiofeed.decoders.media.audio",
     "DecodeNumpy": "aiofeed.decoders.records",
     "DecodeTensor": "aiofeed.decoders.records",
     "DecodeJSON": "aiofeed.decoders.records",
@@ -142,10 +151,13 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach",
     "ImageFolder",
     "Files",
+    "FolderPairs",
     "Manifest",
     "FromDataset",
     "Tensors",
+    "Table",
     "Tokens",
+    "Clips",
     "Mixture",
     "Stream",
     "TarShards",
@@ -154,6 +166,8 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "TFRecordShards",
     "ParquetRows",
     "DecodeImage",
+    "DecodePair",
+    "DecodeAudio",
     "DecodeNumpy",
     "DecodeTensor",
     "DecodeJSON",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import Layout, Parts
-from aiofeed.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng
+from aiofeed.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng, takes_target
 from aiofeed.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class SampleCodec(ABC):
     @abstractmethod
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
         """The sample of cached arrays, in memory of its own; ``rng`` returns its ``torch.Generator``."""
+
+    def sample_with_target(self, parts: Parts, layout: Layout, rng: Callable[[], Any], target: Any) -> Any:
+        """The sample with its target."""
+        return self.sample(parts, layout, rng), target
 
     def fill(self, parts: Parts, out: Parts, seed: int | None) -> None:
         """Write the sample into its memory in a batch."""
@@ -109,11 +113,15 @@ class ValueCodec(SampleCodec):
     Args:
         decode: Returns what is cached, without random numbers.
         augment: Turns a cached array or tensor into the sample; ``None`` if it is the sample.
+        takes_target: Whether ``augment`` has a keyword ``target``, and returns the sample with it.
     """
 
-    def __init__(self, decode: Callable[[Any], Any], augment: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, decode: Callable[[Any], Any], augment: Callable[..., Any] | None = None, *, takes_target: bool = False
+    ) -> None:
         self._decode = decode
         self._augment = augment
+        self._takes_target = takes_target
         self.random = augment is not None
 
     def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
@@ -140,6 +148,13 @@ class ValueCodec(SampleCodec):
             array = array.copy()
         return array if self._augment is None else self._augment(array, rng=rng())
 
+    def sample_with_target(self, parts: Parts, layout: Layout, rng: Callable[[], Any], target: Any) -> Any:
+        """The sample with its target, by ``augment`` if it takes that."""
+        if not self._takes_target:
+            return super().sample_with_target(parts, layout, rng, target)
+        assert self._augment is not None
+        return self._augment(parts[0], rng=rng(), target=target)
+
     def row(self, layout: Layout) -> Row | None:
         """A row of the layout's shape and dtype, unless ``augment`` makes the sample."""
         return None if self.random else Row(layout.shape, layout.dtype)
@@ -162,12 +177,19 @@ def decoder_codec(decoder: Any) -> SampleCodec:
         row_decoder: RowDecoder = decoder
         if not row_decoder.takes_seed or hasattr(decoder, "augment_into"):
             return RowCodec(decoder)
+    elif callable(getattr(decoder, "augment_cached", None)):  # augment= of DecodePair is an argument
+        return ValueCodec(decoder.decode_cached, decoder.augment_cached, takes_target=takes_target(decoder))
     elif callable(getattr(decoder, "decode_cached", None)) and callable(getattr(decoder, "augment", None)):
         return ValueCodec(decoder.decode_cached, decoder.augment)
     elif not takes_rng(decoder):
         return ValueCodec(decoder)
+    advice = getattr(
+        decoder,
+        "cache_advice",
+        "Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape without random "
+        "numbers, and augment(cached, *, rng), which returns the sample",
+    )
     raise TypeError(
         f"cache= with decode={decoder!r}: the decoder is random, so every epoch would show the same cached samples. "
-        "Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape without random "
-        "numbers, and augment(cached, *, rng), which returns the sample"
+        f"{advice}"
     )

@@ -88,7 +88,8 @@ class Decoder(Protocol[EncodedT_contra, SampleT_co]):
 
     Several decode threads call it at the same time, so it must not keep state between calls. If it has a keyword
     ``rng``, it gets the sample's own ``torch.Generator``, derived from (seed, epoch, position) and valid during the
-    call.
+    call. If its attribute ``takes_target`` is true and the source has targets, it gets the sample's as the keyword
+    ``target``, and returns the sample with it.
     """
 
     def __call__(self, data: EncodedT_contra, /) -> SampleT_co:
@@ -150,8 +151,16 @@ class RowDecoder(Protocol):
 
 
 def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Whether a decoder has a keyword ``rng``; False if its signature cannot be read."""
-    return takes_keyword(decoder, "rng")
+    """Whether a decoder has a keyword ``rng``, and no ``takes_seed`` that is false.
+
+    False if its signature cannot be read.
+    """
+    return takes_keyword(decoder, "rng") and bool(getattr(decoder, "takes_seed", True))
+
+
+def takes_target(decoder: object) -> bool:
+    """Whether a decoder gets the target, as the keyword ``target``."""
+    return getattr(decoder, "takes_target", False) is True
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:

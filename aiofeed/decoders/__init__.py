@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.pairs import DecodePair
     from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
 
-__all__ = ["DecodeImage", "DecodeJSON", "DecodeNumpy", "DecodeTensor"]
+__all__ = ["DecodeImage", "DecodeJSON", "DecodeNumpy", "DecodePair", "DecodeTensor"]
+_HOMES = {"DecodeImage": "image", "DecodePair": "pairs"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module("aiofeed.decoders.image" if name == "DecodeImage" else "aiofeed.decoders.records")
+    module = import_module(f"aiofeed.decoders.{_HOMES.get(name, 'records')}")
     value: object = getattr(module, name)
     return value

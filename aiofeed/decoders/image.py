@@ -24,6 +24,8 @@ from PIL import Image
 from aiofeed.core.random_numbers import SplitMix64
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.decoders.formats.kept import decode_kept
+from aiofeed.decoders.formats.png import SIGNATURE, decode_png_into
 from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.pillow import FORMATS, known_formats, load_picture, render
@@ -49,7 +51,7 @@ _WAYS = {
     "dtype": _NORMALISE,
     "interpolation": "the filter is bilinear with antialiasing",
     "antialias": "the filter is bilinear with antialiasing",
-    "transform": "pass it to Feeder, which calls it with each batch",
+    "transform": "pass it to Feeder, which calls it with each batch; or pass augment=, which changes single images",
 }
 
 
@@ -69,7 +71,13 @@ class DecodeImage:
     raises, unless the program sets Pillow's ``ImageFile.LOAD_TRUNCATED_IMAGES``, which is obeyed and logged once.
 
     Args:
-        size: (height, width), aspect ratio not preserved; an int gives size x size.
+        size: (height, width), aspect ratio not preserved; an int gives size x size. ``None``, with ``mode="keep"``: the
+            size of the file.
+        mode: "rgb", or "keep": all channels in the dtype of the file, [C, H, W], for depth maps, medical and satellite
+            images: uint16, int32 and float32 as well as uint8; bool of bilevel pictures, indices of palettes. Resized
+            with the same filter in that precision (palettes and bilevel: nearest). Samples are collated, so the files
+            of a batch need one shape and dtype. Decoded by Pillow at full scale; files with values that Pillow does not
+            read are refused: 16-bit colour, float64, AVIF, JPEG 2000. Not read in place, and not cached if random.
         resize: length of the shorter side before the centre crop, in pixels, at least ``size``. ``None``: ``size``.
         crop: "center" (torchvision's ``Resize`` and ``CenterCrop``; a pair as ``size`` is not cropped) or "random"
             (its ``RandomResizedCrop``).
@@ -92,20 +100,25 @@ class DecodeImage:
             shown, and on photographs differs from Pillow's pixels by at least 45 dB PSNR. Without the library, or with
             ``scaled=False``: simplejpeg for at most 2**17 pixels if it is installed (the extra ``turbo``), else Pillow.
             "native": the native library. "turbo": simplejpeg for any size. "pillow": Pillow. The pixels of the last
-            two are identical if Pillow uses libjpeg-turbo too, as its wheels do.
+            two are identical if Pillow uses libjpeg-turbo too, as its wheels do. With imagecodecs (the extra ``png``),
+            plain PNGs are decoded by libpng, unless it is "pillow"; the pixels are Pillow's.
         cached_size: with ``crop="random"`` and a feeder's ``cache=``: (height, width) of the cached picture, or an int
             for both; the whole picture, aspect ratio not preserved. Crops are taken from it in the proportions that
             they have in the file. ``None``: five quarters of ``size``. Without a random crop the cache stores the
             result itself, not mirrored.
+        augment: changes each image after crop and flip, with the sample's random numbers: a transform of torchvision's
+            v2 or of albumentations 2, or a callable that gets a uint8 tensor [3, H, W], and the sample's generator if
+            it has a keyword ``rng``. It returns the same shape and dtype.
 
     Raises:
-        TypeError: the data is not bytes.
+        TypeError: the data is not bytes; ``augment`` cannot have the sample's random numbers.
         ValueError, OSError: the data is not an image, or of another format, damaged, truncated, without pixels or of
             more than ``max_pixels``.
         ImportError: ``backend="turbo"`` without simplejpeg, ``backend="native"`` without the native library.
     """
 
-    size: int | tuple[int, int]
+    size: int | tuple[int, int] | None
+    mode: Literal["rgb", "keep"] = field(default="rgb", kw_only=True)
     resize: int | None = field(default=None, kw_only=True)
     crop: Literal["center", "random"] = field(default="center", kw_only=True)
     scale: tuple[float, float] = field(default=(0.08, 1.0), kw_only=True)
@@ -116,10 +129,12 @@ class DecodeImage:
     formats: tuple[str, ...] = field(default=FORMATS, kw_only=True)
     backend: Literal["auto", "native", "pillow", "turbo"] = field(default="auto", kw_only=True)
     cached_size: int | tuple[int, int] | None = field(default=None, kw_only=True)
+    augment: Callable[..., Any] | None = field(default=None, kw_only=True)
 
     row: Row = field(init=False, repr=False, compare=False)
     takes_seed: bool = field(init=False, repr=False, compare=False)
     cached_row: Row = field(init=False, repr=False, compare=False)
+    _augment_row: Callable[[NDArray[np.uint8], int], None] | None = field(init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         changed = [field for field in fields(self) if field.repr and getattr(self, field.name) != field.default]
@@ -127,14 +142,18 @@ class DecodeImage:
 
     def __post_init__(self) -> None:
         assign = object.__setattr__
-        assign(self, "size", _parse_size("size", self.size))
-        height, width = self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        if self.mode not in ("rgb", "keep"):
+            raise ValueError(f'mode must be "rgb" or "keep", got {self.mode!r}')
+        if self.mode == "keep":
+            self._check_kept()
+        if self.size is not None or self.mode == "rgb":
+            assign(self, "size", _parse_size("size", self.size))
         if self.crop not in ("center", "random"):
             raise ValueError(f'crop must be "center" or "random", got {self.crop!r}')
         if self.resize is not None:
             assign(self, "resize", check_positive_int("resize", self.resize))
-            if isinstance(self.size, tuple) or self.crop == "random":
-                given = f"size={self.size!r}" if isinstance(self.size, tuple) else 'crop="random"'
+            if not isinstance(self.size, int) or self.crop == "random":
+                given = 'crop="random"' if isinstance(self.size, int) else f"size={self.size!r}"
                 raise ValueError(f'resize={self.resize} needs an int size and crop="center", got {given}')
             if self.resize < self.size:
                 raise ValueError(f"resize must be at least size={self.size}, got {self.resize}")
@@ -152,8 +171,15 @@ class DecodeImage:
             required_simplejpeg_decoder()
         elif self.backend == "native":
             required_native_decoder()
-        assign(self, "row", Row((height, width, 3), "uint8", (2, 0, 1)))
-        assign(self, "takes_seed", self.crop == "random" or self.flip)
+        assign(self, "takes_seed", self.crop == "random" or self.flip or self.augment is not None)
+        assign(self, "_augment_row", None)
+        if self.mode == "keep":
+            return  # without a row it is a decoder that returns its samples
+        if self.augment is not None:
+            from aiofeed.decoders.augment import Augmentation  # imports torch
+
+            assign(self, "_augment_row", Augmentation(self.augment, alone=True).augment_row)
+        assign(self, "row", Row((*self._shape, 3), "uint8", (2, 0, 1)))
         assign(self, "cached_row", self.row)
         if self.cached_size is not None:
             assign(self, "cached_size", _parse_size("cached_size", self.cached_size))
@@ -172,9 +198,31 @@ class DecodeImage:
             if rng is None:
                 raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
             seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
+        if self.mode == "keep":
+            size = None if self.size is None else self._shape[::-1]
+            choose_view = functools.partial(self.view, seed=seed)
+            limits: Any = {"max_pixels": self.max_pixels, "formats": self.formats}
+            return torch.from_numpy(decode_kept(_as_bytes(data), choose_view, size=size, **limits))
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
         return torch.from_numpy(out).permute(2, 0, 1)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """(height, width) of a sample."""
+        assert self.size is not None
+        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+
+    def _check_kept(self) -> None:
+        """Raise ``ValueError`` if another setting excludes ``mode="keep"``."""
+        if self.backend in ("native", "turbo"):
+            raise ValueError(f'mode="keep" decodes with Pillow, so leave out backend={self.backend!r}')
+        if self.cached_size is not None:
+            raise ValueError(f'mode="keep" caches its results, so leave out cached_size={self.cached_size!r}')
+        if self.augment is not None:
+            raise ValueError('augment= changes RGB images: pass a decoder of your own in place of mode="keep"')
+        if self.size is None and self.crop == "random":
+            raise ValueError('size=None keeps the size of each file: pass a size for crop="random"')
 
     def decode_into(self, data: bytes, out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Decode into ``out``, C-contiguous uint8 [H, W, 3]; leaves ``out`` unchanged if decoding fails.
@@ -185,6 +233,8 @@ class DecodeImage:
         """
         _check_output(out, self.row)
         self._decode(_as_bytes(data), out, lambda width, height: self.view(width, height, seed))
+        if self._augment_row is not None:
+            self._augment_row(out, seed or 0)
 
     def decode_many_into(
         self, data: Sequence[bytes], out: NDArray[np.uint8], seeds: Sequence[int] | None = None
@@ -231,6 +281,13 @@ class DecodeImage:
                     self._decode_alone(files[i], out[i], functools.partial(choose_view, i))
                 except Exception as error:  # noqa: BLE001 - one file's error must not affect the other files
                     errors[i] = error
+        augment_row = self._augment_row
+        for i, seed in enumerate(seeds or ()):
+            if errors[i] is None and augment_row is not None:
+                try:
+                    augment_row(out[i], seed)
+                except Exception as error:  # noqa: BLE001 - of the user's code, for one file
+                    errors[i] = error
         return errors
 
     def _native(self) -> NativeDecoder | None:
@@ -252,7 +309,7 @@ class DecodeImage:
             self._decode_alone(data, out, choose_view)
 
     def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
-        """Like ``_decode``, with simplejpeg or Pillow."""
+        """Like ``_decode``, with simplejpeg, imagecodecs or Pillow."""
         if self.backend in ("auto", "turbo") and self._allows_jpeg():
             any_size = self.backend == "turbo"
             simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
@@ -260,6 +317,9 @@ class DecodeImage:
                 out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
             ):
                 return
+        is_png = data.startswith(SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
+        if is_png and decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
+            return
         picture, view = self._load(data, choose_view, (out.shape[1], out.shape[0]))
         render(picture, view, out)
 
@@ -303,15 +363,16 @@ class DecodeImage:
 
     def augment_into(self, cached: NDArray[np.uint8], out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Write into ``out``, of ``row``, the view that ``seed`` selects of a cached picture."""
+        height, width, _ = self.row.shape
         if self.crop == "random":
             render(*self._crop_cached_picture(cached, seed), out)
-            return
-        height, width, _ = self.row.shape
-        if self.takes_seed and self.view(width, height, seed).flip:
+        elif self.takes_seed and self.view(width, height, seed).flip:
             for channel in range(3):  # numpy reverses single bytes faster than groups of three
                 out[:, :, channel] = cached[:, ::-1, channel]
         else:
             out[...] = cached
+        if self._augment_row is not None:
+            self._augment_row(out, seed or 0)
 
     def _crop_cached_picture(self, cached: NDArray[np.uint8], seed: int | None) -> tuple[Image.Image, View]:
         """The rows of a cached picture that the view of a seed needs, and that view in their pixels."""
@@ -339,6 +400,8 @@ class DecodeImage:
         native = None if self.crop == "random" else self._native()
         if native is not None:
             versions += f", libjpeg-turbo {native.version} by itself"
+        if self.mode == "keep":
+            form += ", mode=keep"
         rules = f"scaled={self.scaled}, max_pixels={self.max_pixels}, formats={','.join(self.formats)}"
         return f"{type(self).__name__}: {form}, {rules}, {versions}"
 
@@ -358,7 +421,7 @@ class DecodeImage:
         return View(box, self.flip and mirrored)
 
     def _fixed_box(self, width: int, height: int) -> Box:
-        if isinstance(self.size, tuple):
+        if not isinstance(self.size, int):
             return 0, 0, width, height
         return center_box(width, height, self.size, self.resize or self.size)
 

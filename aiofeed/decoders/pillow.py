@@ -223,6 +223,7 @@ def load_picture(
     target: tuple[int, int] | None,
     max_pixels: int,
     formats: Collection[str] = FORMATS,
+    convert: Callable[[Image.Image], Image.Image] | None = None,
 ) -> tuple[Image.Image, View]:
     """Decode ``data`` to an upright RGB picture; returns it and the chosen view in its pixels.
 
@@ -230,6 +231,7 @@ def load_picture(
         choose_view: called with the upright picture's width and height at full scale.
         target: (width, height) to which the view is going to be resized; a JPEG is decoded at the smallest scale that
             keeps the view at least twice as large on both axes. ``None``: full scale.
+        convert: called with the loaded picture; ``None``: ``to_rgb``.
 
     Raises:
         OSError, ValueError: the picture cannot be decoded. Other errors of Pillow's plugins over broken files
@@ -253,7 +255,7 @@ def load_picture(
                 # Without a mode only the size changes: greyscale and CMYK keep their colours.
                 image.draft(None, draft_size(*image.size, factor))
         image.load()
-        picture = to_rgb(image)
+        picture = (convert or to_rgb)(image)
     except (OSError, ValueError, MemoryError):
         raise
     except Exception as error:  # plugins raise errors of many kinds over broken files

@@ -18,6 +18,7 @@ from aiofeed.sources.native_files import group_reader
 # Modules that decode images, and the packages that install them.
 _DECODERS = {
     "simplejpeg": ("simplejpeg",),
+    "imagecodecs": ("imagecodecs",),
     "cv2": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
     "torchvision": ("torchvision",),
 }

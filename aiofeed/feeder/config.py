@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, is_async_function
+from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
@@ -30,6 +33,8 @@ from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.tables.columns import collate_rows
+from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -82,6 +87,7 @@ class FeederConfig:
     Args:
         engines: Number of worker processes; 0: threads of this process.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
     """
 
     source: Source[Any] | FromDataset | Tensors
@@ -98,6 +104,7 @@ class FeederConfig:
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
+    tokens_resident: bool = False
 
 
 def complete_config(
@@ -122,9 +129,12 @@ def complete_config(
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.source, Tokens) and cache is not None:
-        raise TypeError("cache= keeps decoded samples, and files of tokens are decoded already: leave it out")
+        _check_tokens_on_device(config, config.source, cache, static_batches, listed=listed)
+        config, cache = replace(config, tokens_resident=True), None
     elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
+    if isinstance(config.source, Table):
+        config = _with_table(config, cache)
     if isinstance(config.collate_fn, PackCollate):
         _check_packed(config, cache, static_batches)
     if cache is not None:
@@ -143,6 +153,22 @@ def complete_config(
         _check_static(config, drop_last=drop_last and not listed, sampled=sampled)
         config = with_static_outputs(config)
     return config
+
+
+def _with_table(config: FeederConfig, cache: object) -> FeederConfig:
+    """Return a configuration that gathers batches of a ``Table`` whose rows are not decoded or collated one by one.
+
+    Raises:
+        TypeError: A column has no tensors, or there is a cache.
+    """
+    assert isinstance(config.source, Table)
+    if config.decode is not None:
+        return config
+    if cache is not None:
+        raise TypeError("cache= keeps decoded samples, and a Table without decode= is decoded already: leave it out")
+    if config.collate_fn is not None or config.source.data is not None:
+        return config
+    return replace(config, source=config.source.in_batches(), collate_fn=collate_rows)
 
 
 def with_resident_tensors(config: FeederConfig) -> FeederConfig:
@@ -194,10 +220,12 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
             f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
             f"list if each tensor is a sample"
         )
+    if type(source).__module__.partition(".")[0] in ("pyarrow", "polars"):
+        raise TypeError(f"an item of a {type(source).__name__} is a column, not a row: pass aiofeed.Table(table)")
     if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
         raise TypeError(
             f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
-            f'aiofeed.Files(frame["path"], frame["label"]), aiofeed.Tensors(frame.to_numpy()), or a Dataset of its rows'
+            f'aiofeed.Table(frame), or aiofeed.Files(frame["path"], frame["label"])'
         )
     if is_map_dataset(source):
         check_parts(source)
@@ -233,6 +261,20 @@ def _has_names(mapping: Mapping[Any, Any]) -> bool:
     return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
 
 
+def unpack_clips(source: Any, decode: Any) -> tuple[Any, Any]:
+    """Return the source of ``Clips``, and their decoder; anything else as it is."""
+    if not isinstance(source, Clips):
+        return source, decode
+    if decode is not None:
+        raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
+    if isinstance(adopt_source(source.source), FromDataset | Tensors | Tokens):
+        raise TypeError(
+            f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {source.source!r}, whose items "
+            f"are decoded already"
+        )
+    return source.source, source.decoder
+
+
 def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
     """Return the decoder, or ``None`` if the source returns decoded samples."""
     if isinstance(source, Tensors):
@@ -243,6 +285,8 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         if decode is not None:
             raise TypeError("Tokens are decoded already, so decode= makes no sense; transform= gets each batch")
         return source.decoder
+    if isinstance(source, Table) and decode is None:
+        return None
     if isinstance(source, FromDataset):
         if decode is None:
             return None
@@ -403,6 +447,35 @@ def _check_tensors(config: FeederConfig, cache: object, static_batches: bool, *,
         )
     if config.engines:
         raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
+
+
+def _check_tokens_on_device(
+    config: FeederConfig, source: Tokens, cache: object, static_batches: bool, *, listed: bool
+) -> None:
+    """Raise an error unless ``cache="device"`` can keep ``Tokens`` where batches are wanted."""
+    if cache != "device":
+        raise TypeError(
+            f"cache={cache!r} keeps decoded samples, and files of tokens are decoded already: leave it out, or pass "
+            f'cache="device", which keeps the tokens on the device'
+        )
+    for name, given in {
+        "batch_sampler= or a plan": listed,
+        "collate_fn=": config.collate_fn is not None,
+        'engine="process"': config.engines,
+        "static_batches=True": static_batches,
+        "a list of devices": isinstance(config.backend, DeviceGroup),
+    }.items():
+        if given:
+            raise ValueError(
+                f'cache="device" gathers batches of Tokens on one device, in its own memory and in one size, which '
+                f"excludes {name}: leave out one of the two"
+            )
+    if config.backend is None and not source.in_memory:
+        raise CacheError(
+            f'cache="device" with device=None keeps {source!r} in host memory, and its '
+            f"{format_bytes(sum(tokens.nbytes for tokens in source.arrays))} are more than half of the free "
+            f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
+        )
 
 
 def _check_packed(config: FeederConfig, cache: object, static_batches: bool) -> None:

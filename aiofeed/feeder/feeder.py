@@ -36,6 +36,7 @@ from aiofeed.feeder.config import (
     complete_config,
     length_of,
     limits_for,
+    unpack_clips,
     with_resident_tensors,
     with_static_outputs,
 )
@@ -53,6 +54,7 @@ from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.host import HostCache
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.decoders.image import DecodeImage
+    from aiofeed.decoders.media.clips import Clips
     from aiofeed.devices.resolve import Device
     from aiofeed.diagnostics.progress import BarKind, ProgressFeed
     from aiofeed.reports.explanation import Explanation
@@ -123,10 +126,10 @@ class Feeder(Generic[BatchT]):
 
     Args:
         source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``,
-            ``Tokens``, a ``Mixture`` of several sources, a ``Stream``, or an ``IterableDataset``, which becomes a
-            ``Stream``.
+            ``Tokens``, a ``Table``, ``Clips`` of videos, a ``Mixture`` of several sources, a ``Stream``, or an
+            ``IterableDataset``, which becomes a ``Stream``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
-            items, for ``Tokens``, and for a ``Stream`` of decoded items.
+            items, for ``Tokens``, ``Clips`` and a ``Table`` of numbers, and for a ``Stream`` of decoded items.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
             ``TokenBudget`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
@@ -154,9 +157,10 @@ class Feeder(Generic[BatchT]):
         cache: Cache decoded samples: "host" in memory, ``HostCache(max_bytes)`` in limited memory, ``DiskCache(path)``
             in a file, "device" where batches are wanted, on the device or on the host. With "device", once all samples
             of an epoch are cached, batches are views of a permuted buffer, as with ``Tensors``. Samples are cached as
-            they are first used. Random augmentation runs after the cache, in the first epoch too; with "device" only
-            ``transform`` can augment. For a ``Dataset`` its items are cached, including their random augmentation.
-            ``EncodedCache(path, max_bytes)`` caches encoded samples of slow sources of bytes on a local disk.
+            they are first used; ``Tokens`` are copied there before the first batch. Random augmentation runs after the
+            cache, in the first epoch too; with "device" only ``transform`` can augment. For a ``Dataset`` its items are
+            cached, including their random augmentation. ``EncodedCache(path, max_bytes)`` caches encoded samples of
+            slow sources of bytes on a local disk.
         limits: Upper limits for resources. By default they are chosen at run time.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
             answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
@@ -228,7 +232,15 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any] | FromDataset | Tensors | Tokens | Stream | IterableDataset[Any] | Mixture,
+            source: MapDataset[Any]
+            | FromDataset
+            | Tensors
+            | Tokens
+            | Table
+            | Clips
+            | Stream
+            | IterableDataset[Any]
+            | Mixture,
             *,
             decode: None = None,
             batch_size: int | LengthPlan | None = None,
@@ -240,7 +252,15 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any] | MapDataset[Any] | FromDataset | Tensors | Stream | IterableDataset[Any] | Mixture,
+        source: Source[Any]
+        | MapDataset[Any]
+        | FromDataset
+        | Tensors
+        | Table
+        | Clips
+        | Stream
+        | IterableDataset[Any]
+        | Mixture,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | LengthPlan | None = None,
@@ -263,6 +283,7 @@ class Feeder(Generic[BatchT]):
         static_batches: bool = False,
         timeline: bool = True,
     ) -> None:
+        source, decode = unpack_clips(source, decode)
         self._source = adopt_source(source)
         check_stream(
             self._source,

@@ -35,6 +35,7 @@ from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.sampling.epochs import EpochStream
+from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
@@ -238,7 +239,7 @@ def measurements(
         may_use_processes=not isinstance(source, Stream),
         may_mix=not (planned or config.engines or isinstance(source, Stream)),
         may_cache=config.cache is None
-        and not isinstance(source, Tensors | Stream | Mixture)
+        and not isinstance(source, Tensors | Stream | Mixture | Tokens)
         and not isinstance(config.collate_fn, PackCollate),
         cold_cache=config.cache is not None and first_epoch and 2 * stats.samples_cached < stats.samples_decoded,
         collate_fn=config.collate_fn is not None,

@@ -29,6 +29,8 @@ from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import enter_iteration
+from aiofeed.sources.tables.columns import collate_rows
+from aiofeed.sources.tables.memory import MemoryTable
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -489,8 +491,8 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
     if isinstance(stream.first.sampled, BatchLists):
         return None  # windows have room for batches of one size
     source, cache = config.source, _resident_cache(config)
-    tokens = _gathered_tokens(config)
-    if not isinstance(source, Tensors) and tokens is None and (cache is None or not _has_all(cache, stream)):
+    gathered = _gathered(config)
+    if not isinstance(source, Tensors) and gathered is None and (cache is None or not _has_all(cache, stream)):
         return None
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
@@ -499,12 +501,14 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
         cached = old.data.source
         if not isinstance(cached, CachedData) or (cache is not None and cached.samples == cache.cached_samples):
             return old.successor()
-    data: Tensors | Tokens | CachedData
+    data: Tensors | Tokens | MemoryTable | CachedData
     form_batch: Callable[[list[torch.Tensor]], Any] | None = None
     if isinstance(source, Tensors):
         data = source
-    elif tokens is not None:
-        data, form_batch = tokens, None if tokens.targets else operator.itemgetter(0)
+    elif isinstance(gathered, MemoryTable):
+        data, form_batch = gathered, gathered.form_batch
+    elif gathered is not None:
+        data, form_batch = gathered, None if gathered.targets else operator.itemgetter(0)
     else:
         assert cache is not None
         row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
@@ -518,15 +522,16 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
     return ResidentPipeline(resident, form_batch)
 
 
-def _gathered_tokens(config: FeederConfig) -> Tokens | None:
-    """Return the tokens that the consumer's thread gathers: they are in memory, and no option needs other threads.
+def _gathered(config: FeederConfig) -> Tokens | MemoryTable | None:
+    """Return the source that the consumer's thread gathers: it is in memory, and no option needs other threads.
 
-    For a device, threads gather into pinned memory.
+    For a device, threads gather into pinned memory, unless the tokens are kept on the device.
     """
     source = config.source
-    if not isinstance(source, Tokens) or not source.in_memory:
+    if not isinstance(source, Tokens | MemoryTable):
         return None
-    return None if config.backend or config.collate_fn or config.engines else source
+    elsewhere = config.backend or config.collate_fn not in (None, collate_rows) or config.engines
+    return source if config.tokens_resident or (source.in_memory and not elsewhere) else None
 
 
 def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:

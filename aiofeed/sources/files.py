@@ -43,11 +43,12 @@ AT_ONCE_S = 0.0005
 @public
 @explain_arguments()
 class Files:
-    """One sample per regular file, or per object at a URL.
+    """One sample per regular file, or per object at a URL; or one per tuple of them.
 
     Args:
         paths: The files in order, as ``str`` or ``os.PathLike``; or URLs of s3://, gs://, az://, http(s):// or file://.
-        targets: One label per file, in the same order; a sample is then ``(decoded, target)``. May be columns of a
+            Or tuples of these, all of one length: a sample is then a tuple of bytes, and its key names all its files.
+        targets: One label per sample, in the same order; a sample is then ``(decoded, target)``. May be columns of a
             pandas ``DataFrame``, as in ``Files(frame["path"], frame["label"])``; their index is ignored.
         root: The folder that ``paths`` are relative to, for lists from untrusted origins: absolute paths and paths with
             ``..`` are refused.
@@ -60,18 +61,24 @@ class Files:
 
     URLs need ``pip install "aiofeed[objects]"``. ``root`` may be a URL, too.
 
+    Attributes:
+        paths: The path of each file; with tuples, of all files of sample 0, then of sample 1, ...
+
     Raises:
         TypeError: ``paths`` is a single path, an entry is not a path, or ``targets`` is a dict.
-        ValueError: ``targets`` has another length, a path leads out of ``root``, or a URL cannot be read.
+        ValueError: ``targets`` has another length, tuples have different lengths, a path leads out of ``root``, or a
+            URL cannot be read.
     """
 
     target: Callable[[int], Any]
     paths: Sequence[str]
     root: str | None
+    # The number of files of a sample that is a tuple.
+    _width: int | None = None
 
     def __init__(
         self,
-        paths: Iterable[str | os.PathLike[str]],
+        paths: Iterable[str | os.PathLike[str] | Sequence[str | os.PathLike[str]]],
         targets: Sequence[Any] | MapDataset[Any] | None = None,
         *,
         root: str | os.PathLike[str] | None = None,
@@ -89,6 +96,8 @@ class Files:
         if self.root is not None and scheme_of(self.root) == "file":
             self.root = split_url(self.root)[1]
         paths = paths if isinstance(paths, Sequence) else list(paths)
+        if len(paths) and isinstance(paths[0], tuple | list):
+            self._width, paths = len(paths[0]), _flattened(paths)
         first = scheme_of(paths[0]) if len(paths) else None
         located: Any = paths
         if hasattr(located, "is_local"):  # an ObjectList, as the paths of other sources may be
@@ -101,8 +110,10 @@ class Files:
             self.paths = self._local_paths(paths, follow_symlinks, options)
         self.targets = targets = None if targets is None else _as_sequence(targets)
         if targets is not None:
-            if len(targets) != len(self.paths):
-                raise ValueError(f"{len(self.paths)} paths, but {len(targets)} targets")
+            if len(targets) != len(self):
+                raise ValueError(
+                    f"{len(self)} {'paths' if self._width is None else 'samples'}, but {len(targets)} targets"
+                )
             if not hasattr(type(self), "target"):  # a subclass may define its own
                 self.target = targets.__getitem__
         self._seconds_per_file = 0.0
@@ -121,45 +132,65 @@ class Files:
         return found
 
     def __len__(self) -> int:
-        """The number of files."""
-        return len(self.paths)
+        """The number of samples."""
+        return len(self.paths) // (self._width or 1)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} files)"
+        return f"{type(self).__name__}({len(self)} {'files' if self._width is None else 'samples'})"
 
     def key(self, index: int, /) -> str:
-        """The path of the file, joined to ``root`` if that was given; or the URL, without credentials."""
-        return self.paths[index]
+        """The path of the file, joined to ``root`` if that was given; or the URL, without credentials.
+
+        For a tuple of files: their paths, joined by ``" + "``.
+        """
+        return self.paths[index] if self._width is None else " + ".join([self.paths[at] for at in self._files([index])])
 
     def version(self, index: int, /) -> str:
-        """Absolute path, size and times of the file; the store of an object, whose contents are not checked."""
+        """Absolute path, size and times of each file; the store of an object, whose contents are not checked."""
+        return " ".join([self._version(file) for file in self._files([index])])
+
+    def _version(self, file: int) -> str:
         if self._objects is not None:
-            return self._objects.store_of(index)
-        path = os.path.abspath(self.paths[index])
+            return self._objects.store_of(file)
+        path = os.path.abspath(self.paths[file])
         status = os.stat(path)
         return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
 
-    async def read(self, index: int, /) -> bytes:
-        """Read a whole file."""
+    def _files(self, indices: Sequence[int]) -> Sequence[int]:
+        """The positions in ``paths`` of the files of samples."""
+        if (width := self._width) is None:
+            return indices
+        return [index * width + at for index in indices for at in range(width)]
+
+    def _samples(self, contents: list[bytes | OSError]) -> list[Any]:
+        """The samples of the contents of their files; the first error of each that cannot be read."""
+        if (width := self._width) is None:
+            return contents
+        parts = [contents[start : start + width] for start in range(0, len(contents), width)]
+        return [next((part for part in each if isinstance(part, BaseException)), tuple(each)) for each in parts]
+
+    async def read(self, index: int, /) -> Any:
+        """Read a whole file, or a tuple of them."""
         [data] = await self.read_many([index])
-        if not isinstance(data, bytes):
+        if isinstance(data, BaseException):
             raise data
         return data
 
-    async def read_many(self, indices: Sequence[int], /) -> list[bytes | OSError]:
-        """The contents of files, or the error of each file that cannot be read.
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """The contents of files, or the error of each that cannot be read; for tuples of files, tuples.
 
         Files are read in groups with one executor job each. The faster the storage is, the larger the groups are; slow
         storage is read with one job per file. Objects at URLs are all read at the same time.
         """
+        files = self._files(indices)
         if self._objects is not None:
-            return await self._objects.read_many(indices, self._rules.max_bytes)
-        size = self._group_size(len(indices))
-        if size >= len(indices):
-            return await _in_executor(self._read_group, indices)
-        groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+            return self._samples(await self._objects.read_many(files, self._rules.max_bytes))
+        size = self._group_size(len(files))
+        if size >= len(files):
+            return self._samples(await _in_executor(self._read_group, files))
+        groups = [files[start : start + size] for start in range(0, len(files), size)]
         parts = await asyncio.gather(*[_in_executor(self._read_group, group) for group in groups])
-        return [data for part in parts for data in part]
+        return self._samples([data for part in parts for data in part])
 
     def _group_size(self, most: int) -> int:
         if self._seconds_per_file == 0.0:
@@ -184,9 +215,9 @@ class Files:
         """Whether files are read as fast as from the page cache, so that decode threads may read them."""
         return 0.0 < self._seconds_per_file < AT_ONCE_S
 
-    def read_now(self, indices: Sequence[int], /) -> list[bytes | OSError]:
+    def read_now(self, indices: Sequence[int], /) -> list[Any]:
         """``read_many`` in the calling thread."""
-        return self._read_group(indices)
+        return self._samples(self._read_group(self._files(indices)))
 
     def _read_group(self, indices: Sequence[int]) -> list[bytes | OSError]:
         started = time.perf_counter()
@@ -201,6 +232,20 @@ class Files:
     def storage_statistics(self) -> StorageStatistics | None:
         """The requests for objects at URLs in this process; ``None`` for files."""
         return None if self._objects is None else self._objects.statistics()
+
+
+def _flattened(samples: Sequence[Any]) -> list[Any]:
+    """The paths of tuples of one length, one after another."""
+    width = len(samples[0])
+    for position, sample in enumerate(samples):
+        if not isinstance(sample, tuple | list):
+            raise TypeError(f"Files needs tuples of paths, as number 0 is; number {position} is {sample!r}")
+        if len(sample) != width or not width:
+            raise ValueError(
+                f"Files needs tuples of one length: number 0 has {width} paths, number {position} has {len(sample)}: "
+                f"{sample!r}"
+            )
+    return [path for sample in samples for path in sample]
 
 
 def _as_sequence(targets: Any) -> Sequence[Any]:

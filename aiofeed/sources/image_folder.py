@@ -1,21 +1,24 @@
-"""A folder of images with one sub-folder per class, like torchvision's ``ImageFolder``."""
+"""Folders of images: ``ImageFolder`` has one sub-folder per class, ``FolderPairs`` a folder of masks beside it."""
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
-from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+from aiofeed.sources.objects.urls import join_url, redacted, scheme_of, split_url
 
 # The list of torchvision, so that samples have the same indices.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+MASK_EXTENSIONS = (*EXTENSIONS, ".gif")
+# The number of files that an error message lists.
+_LISTED = 5
 
 
 _WAYS = {
@@ -60,6 +63,11 @@ class ImageFolder(Files):
 
     root: str
     targets: Sequence[int]
+
+    if TYPE_CHECKING:
+
+        async def read(self, index: int, /) -> bytes:
+            """Read a whole file."""
 
     def __init__(
         self,
@@ -123,7 +131,120 @@ class ImageFolder(Files):
         return f"ImageFolder({self.root!r}: {len(self)} files, {len(self.classes)} classes)"
 
 
-def _images(folder: str, follow_symlinks: bool) -> list[str]:
+@public
+@explain_arguments({"targets": "pass boxes=, or Files([(image, mask), ...], targets)"})
+class FolderPairs(Files):
+    """One sample per image in a folder and its mask in another; boxes may be its target. For ``DecodePair``.
+
+    An image and its mask have the same path below their folders, apart from the extension: ``images/street/01.jpg`` and
+    ``masks/street/01.png``. Samples are sorted by that path. Images have the extensions of ``ImageFolder``; masks may
+    also be .gif. For masks with other names pass ``Files([(image, mask), ...])``.
+
+    Args:
+        images: The folder of images, or its URL.
+        masks: The folder of masks, or its URL.
+        boxes: For each image its boxes, float [N, 4] as left, upper, right, lower in pixels of the upright picture, or
+            a dict with these as ``"boxes"`` (see ``DecodePair``). A dict by the path below ``images``, with the
+            extension and with ``/``.
+        follow_symlinks: Whether to include linked files and folders.
+        max_bytes: The maximum size of a file.
+        options: For URLs: arguments of ``obstore.store.from_url``.
+        refresh: Whether to list a URL again, in place of using the cached listing.
+
+    Attributes:
+        names: The path of each sample below its folder, without the extension.
+
+    Raises:
+        FileNotFoundError: A folder does not exist, or has no images.
+        OSError: A folder or a URL cannot be listed.
+        ValueError: An image has no mask, a mask has no image, an image is not in ``boxes``, or two files differ in
+            their extension only. The message lists them.
+    """
+
+    def __init__(
+        self,
+        images: str | os.PathLike[str],
+        masks: str | os.PathLike[str],
+        boxes: Mapping[str, Any] | None = None,
+        *,
+        follow_symlinks: bool = True,
+        max_bytes: int = MAX_BYTES,
+        options: Mapping[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        if boxes is not None and not isinstance(boxes, Mapping):
+            raise TypeError(f"FolderPairs(boxes=) must be a dict of boxes by the path of the image, got {boxes!r}")
+        check_bool("follow_symlinks", follow_symlinks)
+        root = os.fspath(images)
+        found, beside = (
+            _by_name(os.fspath(folder), endings, follow_symlinks, options, refresh)
+            for folder, endings in ((images, EXTENSIONS), (masks, MASK_EXTENSIONS))
+        )
+        for names, problem in (
+            (found.keys() - beside.keys(), "images without a mask"),
+            (beside.keys() - found.keys(), "masks without an image"),
+        ):
+            if names:
+                raise ValueError(
+                    f"FolderPairs: {redacted(root)!r} and {redacted(os.fspath(masks))!r} have "
+                    f"{_listed(problem, names)}; a pair has the same name in both folders. For other names pass "
+                    f"Files([(image, mask), ...])"
+                )
+        self.names = sorted(found)
+        targets: list[Any] | None = None
+        if boxes is not None:
+            paths = {name: name + os.path.splitext(found[name])[1] for name in self.names}
+            if missing := [path for path in paths.values() if path not in boxes]:
+                raise ValueError(f"FolderPairs(boxes=) has no boxes of {_listed('images', missing)}; pass [] for none")
+            each = [boxes[paths[name]] for name in self.names]
+            targets = [target if isinstance(target, Mapping) else {"boxes": target} for target in each]
+        super().__init__(
+            [(found[name], beside[name]) for name in self.names],
+            targets,
+            follow_symlinks=follow_symlinks,
+            max_bytes=max_bytes,
+            options=options,
+        )
+
+
+def _by_name(
+    root: str, endings: Sequence[str], follow_symlinks: bool, options: Mapping[str, Any] | None, refresh: bool
+) -> dict[str, str]:
+    """The path of each image of a folder by its path below the folder, with ``/`` and without the extension."""
+    if scheme_of(root) not in (None, "file"):
+        from aiofeed.sources.objects.listing import list_objects
+        from aiofeed.sources.objects.reader import ObjectReader
+
+        keys = list(list_objects(ObjectReader(root, options=options), refresh=refresh).keys)
+        found = {key: join_url(root.rstrip("/"), key) for key in keys if key.lower().endswith(tuple(endings))}
+    else:
+        root = split_url(root)[1]
+        if not os.path.isdir(root):
+            raise FileNotFoundError(f"FolderPairs: the folder {root!r} does not exist{_missing_part(root)}")
+        paths = _images(root, follow_symlinks, tuple(endings))
+        found = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
+    if not found:
+        raise FileNotFoundError(f"FolderPairs: {redacted(root)!r} has no images ({', '.join(endings)})")
+    by_name: dict[str, str] = {}
+    for path in found:
+        name = os.path.splitext(path)[0]
+        if name in by_name:
+            raise ValueError(
+                f"FolderPairs: {redacted(found[path])!r} and {redacted(by_name[name])!r} differ in their extension "
+                f"only, so that their pairs are ambiguous: pass Files([(image, mask), ...])"
+            )
+        by_name[name] = found[path]
+    return by_name
+
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    """The number of files and the first names."""
+    first = sorted(names)
+    more = ", ..." if len(first) > _LISTED else ""
+    return f"{len(first)} {what}: {', '.join(map(repr, first[:_LISTED]))}{more}"
+
+
+def _images(folder: str, follow_symlinks: bool, endings: tuple[str, ...] = EXTENSIONS) -> list[str]:
     found: list[tuple[str, list[str]]] = []
     # The real paths above each folder: following a link to one of them would not end.
     above: dict[str, frozenset[str]] = {folder: frozenset((os.path.realpath(folder),))}
@@ -135,7 +256,7 @@ def _images(folder: str, follow_symlinks: bool) -> list[str]:
                 folders.remove(name)
             else:
                 above[path] = parents | {os.path.realpath(path)}
-        images = [os.path.join(parent, name) for name in sorted(names) if name.lower().endswith(EXTENSIONS)]
+        images = [os.path.join(parent, name) for name in sorted(names) if name.lower().endswith(endings)]
         found.append((parent, [path for path in images if follow_symlinks or not os.path.islink(path)]))
     return [path for _, images in sorted(found) for path in images]
 

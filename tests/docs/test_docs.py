@@ -29,6 +29,8 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NEEDS = {
+    "docs/table.md": ("pyarrow",),
+    "docs/media.md": ("av",),
     "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),
     "docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers"),
 }

@@ -314,6 +314,21 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     assert "uninterrupted process: True" in output
 
 
+# --- segmentation -----------------------------------------------------------------------------------------------------
+
+
+def test_segmentation_learns_the_masks() -> None:
+    """The loss falls, objects are found, and the boxes are on their objects."""
+    output = run("segmentation.py", "--steps", "60", "--samples", "96")
+    lines = re.findall(
+        r"^step +\d+, .*: loss ([0-9.]+), mean IoU ([0-9.]+), ([0-9.]+) of the boxes", output, re.MULTILINE
+    )
+    losses, ious, fits = zip(*[map(float, line) for line in lines], strict=True)
+    assert losses[1] < losses[0] / 1.5
+    assert ious[1] > ious[0] + 0.1
+    assert min(fits) > 0.7
+
+
 # --- nanogpt ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +339,33 @@ def test_nanogpt_is_resumed_with_its_next_batches() -> None:
     assert [line[:2] for line in lines] == [("0", "30"), ("30", "60")]
     assert float(lines[1][2]) < float(lines[0][2]) < 4
     assert "uninterrupted training: True" in output
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_tables_is_resumed_with_its_next_batches() -> None:
+    """Both trainings on the dataset learn, and the resumed one gets the batches of an uninterrupted one."""
+    pytest.importorskip("datasets")
+    output = run("tables.py")
+    for name in ("columns", "images"):
+        [(first, last)] = re.findall(rf"^{name}: loss ([0-9.]+) to ([0-9.]+)$", output, re.MULTILINE)
+        assert float(last) < 0.5 < float(first)
+    assert "the same batches: True" in output
+
+
+# --- video_clips ------------------------------------------------------------------------------------------------------
+
+
+def test_video_clips_learns_and_is_resumed_with_its_next_clips() -> None:
+    """The network tells the directions of other videos apart, and the resumed training sees the same clips."""
+    pytest.importorskip("av")
+    output = run("video_clips.py")
+    assert "the clips are those of one uninterrupted training: True" in output
+    accuracy = re.search(r"^accuracy on other videos: (\d+)%$", output, re.MULTILINE)
+    assert accuracy is not None
+    assert int(accuracy[1]) > 60
 
 
 # --- several_devices --------------------------------------------------------------------------------------------------

@@ -238,7 +238,6 @@ def test_async_for(way: str, path: Path) -> None:
     ("options", "message"),
     [
         ({"cache": "host"}, "decoded already: leave it out"),
-        ({"cache": "device"}, "decoded already: leave it out"),
         ({"decode": lambda data: data}, "transform= gets each batch"),
     ],
 )

@@ -130,6 +130,8 @@ async def train() -> None:
     mine = aiofeed.Feeder(folder, decode=Decoder(3), batch_size=2, engine="process")
     files = aiofeed.Feeder(aiofeed.Files(["a"]), decode=len, batch_size=2, engine="process:16")
     print(random, plain, resident, listed, iterated, decoded, streamed, texts, pairs, mine, files)
+    aiofeed.Feeder(aiofeed.Clips(aiofeed.Files(["a.mp4"]), frames=8), batch_size=3)
+    aiofeed.Feeder(aiofeed.Files(["a.wav"]), decode=aiofeed.DecodeAudio(16_000, 1.0), batch_size=3)
     one = aiofeed.Feeder(aiofeed.Tensors(torch.zeros(3)), batch_size=3, shuffle=True)
     assert_type(next(iter(one)), list[torch.Tensor])
     changed = aiofeed.Feeder(folder, decode=aiofeed.DecodeImage(224), batch_size=4, transform=lambda batch: batch[0])

@@ -333,9 +333,11 @@ class CachedFetcher(Fetcher):
         index, cached = chunk.plan.indices[position], value is CACHED
         parts, layout = (self._store.parts(index), self._store.layout) if cached else self._encode(value)
         assert layout is not None
-        sample = self._codec.sample(parts, layout, partial(generator_of, chunk.plan, position))
-        if self.target is not None:
-            sample = sample, self._target(index, cached)
+        rng = partial(generator_of, chunk.plan, position)
+        if self.target is None:
+            sample = self._codec.sample(parts, layout, rng)
+        else:
+            sample = self._codec.sample_with_target(parts, layout, rng, self._target(index, cached))
         chunk.put(position, sample)
         if not cached:
             self._store.put(index, parts)

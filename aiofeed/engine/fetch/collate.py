@@ -462,6 +462,10 @@ def _default_collate(values: list[Any]) -> Any:
                 if shape is None or shapes[0] is None:
                     problem = f"one is a {type(values[0]).__name__}, another a {type(values[position]).__name__}"
                 raise MisfitError(problem, (0, position)) from error
+        dtypes = [getattr(value, "dtype", None) for value in values]
+        for position, dtype in enumerate(dtypes):
+            if dtype != dtypes[0]:
+                raise MisfitError(f"dtypes {dtypes[0]} and {dtype}: {error}", (0, position)) from error
         raise MisfitError(str(error), ()) from error
 
 

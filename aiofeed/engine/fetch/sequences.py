@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,11 @@ class PadCollate:
         return batch, self._padded(ones, 0, total)
 
     def _padded(self, parts: list[torch.Tensor], value: float, total: int) -> torch.Tensor:
-        padded = parts[0].new_full((len(parts), total, *parts[0].shape[1:]), value)
+        import torch
+
+        # A sample without items may have another dtype: torch makes float32 of an empty list.
+        dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts if len(part)] or [parts[0].dtype])
+        padded = parts[0].new_full((len(parts), total, *parts[0].shape[1:]), value, dtype=dtype)
         for row, part in zip(padded, parts, strict=True):
             start = total - len(part) if self.left else 0
             row[start : start + len(part)] = part

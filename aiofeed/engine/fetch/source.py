@@ -16,7 +16,7 @@ from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng
+from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng, takes_target
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
@@ -240,6 +240,14 @@ class SourceFetcher(Fetcher):
             return decode_into_row
         put = chunk.put
         takes_rng = self._takes_rng
+
+        if target is not None and takes_target(decoder):
+
+            def decode_with_target(position: int, value: Any) -> None:
+                options = {"rng": generator_of(plan, position)} if takes_rng else {}
+                put(position, decoder(value, target=target(indices[position]), **options))
+
+            return decode_with_target
 
         def decode(position: int, value: Any) -> None:
             sample = decoder(value, rng=generator_of(plan, position)) if takes_rng else decoder(value)

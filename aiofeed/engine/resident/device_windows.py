@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_t
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
 from aiofeed.sampling.schedule import BatchRange
+from aiofeed.sources.arrays.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
     from aiofeed.devices.copier import Copier, PendingCopy
@@ -37,7 +39,7 @@ FREE_SHARE = 4
 _INDEX_BYTES = 8
 
 
-class _Data(NamedTuple):
+class DeviceData(NamedTuple):
     """A tensor of the data on the device: its rows as words, and the shape and dtype of a row."""
 
     words: torch.Tensor
@@ -86,15 +88,15 @@ class DeviceWindows:
     ahead = 1
     statistic = "copy_s"
 
-    def __init__(self, backend: DeviceBackend, source: Rows, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: DeviceBackend, source: Rows | Tokens, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.devices.copier import Copier
 
         self._backend = backend
-        self._source = source
+        self._source: Any = source
         self._batch_bytes = batch_size * row_bytes(source)
         # The data on the device; filled below.
-        data: list[_Data] = []
-        self._copier = Copier(backend, partial(_gather, data, source.alias))
+        data: list[DeviceData] = []
+        self._copier = Copier(backend, partial(self._gather(), data, source))
         # Data that are used where the user has them, in memory that torch did not allocate.
         self._foreign: list[torch.Tensor] = []
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
@@ -175,57 +177,71 @@ class DeviceWindows:
     def _issue(self, batch_range: BatchRange) -> Window:
         self._give_back_copied()
         start, count = int(batch_range.indices[0]), len(batch_range.indices)
-        if batch_range.run:
+        rows = self._rows(batch_range)
+        if rows is None:
             pending = self._copier.issue((None, start, count))
         else:
             lease = self._indices.lease()
             indices = array(lease, (count,), np.dtype(np.int64))
-            np.copyto(indices, batch_range.indices)
+            np.copyto(indices, rows)
             pending = self._copier.issue((HostTensor(indices, pinned=lease.pinned), start, count))
             self._copying.append((pending.copied, lease.give_back))
         if self._foreign:
             self._copier.keep_until(pending.ready, self._foreign)
         return partial(_device_batch, self._copier, pending, [], self._in_use)
 
+    def _gather(self) -> Callable[..., list[torch.Tensor]]:
+        """Return the function that makes a window."""
+        return _gather
+
+    def _rows(self, batch_range: BatchRange) -> NDArray[np.int64] | None:
+        """Return the rows to gather; ``None`` for consecutive ones."""
+        return None if batch_range.run else batch_range.indices
+
     def _give_back_copied(self) -> None:
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1]()
 
-    def _upload(self) -> list[_Data]:
+    def _upload(self) -> list[DeviceData]:
         import torch
 
-        backend, side = self._backend, self._backend.side_stream()
+        backend = self._backend
         memory = free_and_total(backend)
         if memory is not None and self._data_bytes(only_to_copy=True) + 2 * self._batch_bytes > memory[0]:
             raise self._does_not_fit("all")
-        uploaded = []
         try:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
                 allocating(backend.device),
-                backend.use_stream(side),
+                backend.use_stream(backend.side_stream()),
             ):
-                for data in self._source.tensors:
-                    tensor = user_tensor(data)
-                    # Keep this reference until the copy has run.
-                    host = view_as_integers(tensor.contiguous())
-                    copy = backend.copy(host)
-                    # It may be the user's tensor: allocated on another stream, dropped while the side stream reads it.
-                    backend.record_stream(copy, side)
-                    if copy is host and not _is_torchs(copy):
-                        # `record_stream` does nothing for it.
-                        self._foreign.append(copy)
-                    # The copy reads host memory until this event is complete.
-                    backend.record(side).synchronize()
-                    uploaded.append(_Data(rows_as_words(copy), tensor.shape[1:], tensor.dtype))
+                return self._copy_data()
         except Exception as error:
             if is_out_of_memory(error):
                 raise self._does_not_fit("all") from error.with_traceback(None)
             raise DeviceCopyError(
                 f"uploading {self._source!r} to {backend.name} failed: {type(error).__name__}: {error}"
             ) from error
-        return uploaded
+
+    def _copy_data(self) -> list[DeviceData]:
+        """Copy the data to the device; called with the side stream current."""
+        backend, side = self._backend, self._backend.side_stream()
+        copied = []
+        for data in self._source.tensors:
+            tensor = user_tensor(data)
+            # Keep this reference until the copy has run.
+            host = view_as_integers(tensor.contiguous())
+            copy = backend.copy(host)
+            # It may be the user's tensor: allocated on another stream, dropped while the side stream reads it.
+            backend.record_stream(copy, side)
+            if copy is host and not _is_torchs(copy):
+                # `record_stream` does nothing for it.
+                self._foreign.append(copy)
+            # The copy reads host memory until this event is complete.
+            backend.record(side).synchronize()
+            copied.append(DeviceData(rows_as_words(copy), tensor.shape[1:], tensor.dtype))
+        return copied
 
     def _data_bytes(self, *, only_to_copy: bool) -> int:
         """Return the bytes of the data, or with ``only_to_copy`` of those that are not on the device yet."""
@@ -255,7 +271,7 @@ class DeviceWindows:
         )
 
 
-def _gather(data: list[_Data], alias: bool, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
+def _gather(data: list[DeviceData], source: Rows, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
     """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``.
 
     The copier calls it on the side stream.
@@ -271,7 +287,7 @@ def _gather(data: list[_Data], alias: bool, wanted: tuple[torch.Tensor | None, i
                 rows = words.index_select(0, indices)
             else:
                 rows = words.narrow(0, start, count)
-                rows = rows if alias else rows.clone()
+                rows = rows if source.alias else rows.clone()
             found.append(words_as_rows(rows, shape, dtype))
     return found
 

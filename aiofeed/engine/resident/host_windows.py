@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 # Two windows of this size fit into the cache of one or two cores, and making one takes a fraction of a millisecond.
 HOST_WINDOW_BYTES = 1 << 20
-# Windows of tokens: 64 windows of 1,024 tokens with targets take 73 us of CPU time per batch in windows of 2 or 3 MiB,
-# 84 in windows of 1 or 4.
-TOKEN_WINDOW_BYTES = 2 << 20
+# Windows of gathered samples: 64 windows of 1,024 tokens with targets take 73 us of CPU time per batch in windows of 2
+# or 3 MiB, 84 in windows of 1 or 4.
+GATHERED_WINDOW_BYTES = 2 << 20
 # The window in use, and the previous one, of which the consumer still holds a batch.
 HOST_WINDOWS = 2
 # From this size on, torch's threads gather faster than numpy's single one.
@@ -53,6 +53,19 @@ class Rows(Protocol):
     @property
     def rows(self) -> NDArray[np.int64] | None:
         """The row of each sample; ``None``: sample ``i`` is row ``i``. Data on a device have no such list."""
+        ...
+
+
+class Gathers(Protocol):
+    """A source that gathers samples by itself, in the consumer's thread."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        ...
+
+    def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
+        """Return the samples as arrays [N, ...], whose memory may be of the pool."""
         ...
 
 
@@ -92,8 +105,10 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
     return max(min(bounds) // max(batch_bytes, 1), 1)
 
 
-def row_bytes(source: Rows) -> int:
-    """Return the bytes of one sample."""
+def row_bytes(source: Rows | Tokens) -> int:
+    """Return the bytes of one sample in a batch."""
+    if isinstance(source, Tokens):
+        return source.sample_bytes
     return sum(map(tensor_row_bytes, source.tensors))
 
 
@@ -169,25 +184,22 @@ class HostWindows:
         return target
 
 
-class TokenWindows(HostWindows):
-    """Makes windows of tokens in mapped files. Arguments as for ``ResidentData``."""
+class GatheredWindows(HostWindows):
+    """Makes windows of samples that the source gathers. Arguments as for ``ResidentData``."""
 
-    def __init__(self, source: Tokens, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, source: Gathers, batch_size: int, memory_bytes: int) -> None:
         import torch
 
         self._torch = torch
         self._dtypes = None
-        self._tokens = source
-        self._parts = 1 + source.targets
+        self._source = source
         self._memory = HostBufferPool(keep=HOST_WINDOWS)
-        batch_bytes = batch_size * self._parts * source.block * 8
-        self.max_batches = window_batches(batch_bytes, TOKEN_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+        batch_bytes = batch_size * source.sample_bytes
+        self.max_batches = window_batches(batch_bytes, GATHERED_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range."""
-        shape = (self._parts, len(batch_range.indices), self._tokens.block)
-        rows = list(array(self._memory, shape, np.dtype(np.int64)))
-        self._tokens.gather(batch_range.indices, *rows)
+        rows = self._source.gathered(batch_range.indices, self._memory)
         return batch_range, partial(_host_batch, self._torch, rows, None)
 
 

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
 from aiofeed.devices.backend import poll, poll_pauses
+from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
 from aiofeed.engine.resident.device_windows import DeviceWindows
-from aiofeed.engine.resident.host_windows import HostWindows, Rows, TokenWindows, Windows
+from aiofeed.engine.resident.host_windows import GatheredWindows, HostWindows, Rows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
 from aiofeed.sources.arrays.tokens import Tokens
+from aiofeed.sources.tables.memory import MemoryTable
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +47,7 @@ class ResidentData:
     """
 
     def __init__(
-        self, source: Rows | Tokens, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
+        self, source: Rows | Tokens | MemoryTable, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
     ) -> None:
         self.source = source
         self.windows: Windows | None = None
@@ -56,12 +58,16 @@ class ResidentData:
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
-            if isinstance(self.source, Tokens):
-                self.windows = TokenWindows(self.source, self._batch_size, self._memory_bytes)
-            elif self._backend is None:
-                self.windows = HostWindows(self.source, self._batch_size, self._memory_bytes)
+            source, backend, sizes = self.source, self._backend, (self._batch_size, self._memory_bytes)
+            if isinstance(source, MemoryTable) or (isinstance(source, Tokens) and backend is None):
+                self.windows = GatheredWindows(source, *sizes)
+            elif isinstance(source, Tokens):
+                assert backend is not None
+                self.windows = DeviceTokenWindows(backend, source, *sizes)
+            elif backend is None:
+                self.windows = HostWindows(source, *sizes)
             else:
-                self.windows = DeviceWindows(self._backend, self.source, self._batch_size, self._memory_bytes)
+                self.windows = DeviceWindows(backend, source, *sizes)
         return self.windows
 
     def clear(self, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sources.arrays.token_files import DTYPES, open_tokens
 
@@ -32,6 +33,7 @@ class Tokens:
     With ``targets=True`` a batch is ``x, y``, and ``y`` has the token after each token of ``x``. Pass no ``decode=``.
     Files are mapped, so that they may be larger than memory. A batch is one gather. It is made ahead in a thread; for a
     feeder without ``device=``, if the files take less than half of the free memory, in your thread, which costs less.
+    With ``cache="device"`` the tokens are copied to the device once, and batches are gathered there.
 
     Args:
         paths: A file, or several: windows do not cross files. Raw tokens, as nanoGPT writes them; with the header of
@@ -67,9 +69,11 @@ class Tokens:
 
     def _open(self, files: list[tuple[Path, str, int]]) -> None:
         """Map files, each with the dtype of raw tokens and the stride."""
-        needed, nbytes = self.block + self.targets, 0
+        needed = self.block + self.targets
         self._files = files
         self._windows = []
+        self.arrays: list[NDArray[Any]] = []
+        """The mapped tokens of each file."""
         for path, dtype, stride in files:
             tokens = open_tokens(path, dtype)
             if len(tokens) < needed:
@@ -77,9 +81,9 @@ class Tokens:
                 raise ValueError(f"{path} has {len(tokens)} tokens, and a window needs {needed}{of_targets}")
             # A view, in which windows may overlap.
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
-            nbytes += tokens.nbytes
+            self.arrays.append(tokens)
         self._starts = np.cumsum([0, *map(len, self._windows)])
-        self.in_memory = nbytes * MEMORY_SHARE <= free_memory()
+        self.in_memory = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
 
     def joined(self, others: Sequence[Tokens]) -> Tokens:
@@ -147,6 +151,17 @@ class Tokens:
         """The decoder that a feeder uses."""
         return TokenDecoder(self)
 
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a window, with targets."""
+        return (1 + self.targets) * self.block * 8
+
+    def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
+        """Return windows as ``[x]`` or ``[x, y]``."""
+        parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
+        self.gather(indices, *parts)
+        return parts
+
     def gather(self, indices: Sequence[int] | NDArray[np.int64], *parts: NDArray[Any]) -> None:
         """Write windows into ``x``, and with targets ``y``, each [N, block]."""
         rows = np.asarray(indices, np.int64)
@@ -157,6 +172,14 @@ class Tokens:
         for number in np.unique(numbers):
             chosen = np.flatnonzero(numbers == number)
             self._write(self._windows[number][rows[chosen] - self._starts[number]], parts, chosen)
+
+    def first_tokens(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each window's first token among the tokens of all files, one file after the other."""
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
+        files = np.cumsum([0, *map(len, self.arrays)])
+        strides = np.array([stride for _, _, stride in self._files])
+        first: NDArray[np.int64] = files[numbers] + (indices - self._starts[numbers]) * strides[numbers]
+        return first
 
     def _write(self, tokens: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Any) -> None:
         for at, part in enumerate(parts):

@@ -8,7 +8,7 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,12 +35,12 @@ class RowGroups:
     Args:
         metadata: pyarrow's description of the file.
         first: The first row of each group, and the number of rows.
-        targets: The column of targets.
+        targets: The columns of targets, by name.
     """
 
     metadata: Any
     first: Any
-    targets: Any = None
+    targets: Mapping[str, Any] = field(default_factory=dict)
 
 
 @public
@@ -56,9 +56,9 @@ class ParquetRows(Shards):
         columns: The columns of the dict. Default: all.
         data: The column whose value ``decode=`` gets in place of a dict; that of a struct with its field, as in
             ``"image.bytes"``.
-        target: The column of the target; a sample is then ``(decoded, target)``. The column is read once, when the
-            source is made, and stays in memory.
-        to_target: Makes a target of the value of its column.
+        target: The column of the target, or several for a dict of their values; a sample is then ``(decoded, target)``.
+            These columns are read once, when the source is made, and stay in memory.
+        to_target: Makes a target of the value of its column, or of the dict.
         store: An obstore store that reads the URLs. Default: made of the URLs.
         options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
 
@@ -78,7 +78,7 @@ class ParquetRows(Shards):
         columns: Sequence[str] | None = None,
         *,
         data: str | None = None,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
         to_target: Callable[[Any], Any] | None = None,
         store: Any = None,
         options: Mapping[str, Any] | None = None,
@@ -87,12 +87,13 @@ class ParquetRows(Shards):
             raise TypeError(f"ParquetRows(columns=) must be a list of names, got {columns!r}")
         if columns is not None and data is not None:
             raise ValueError("ParquetRows: data= is one column and columns= are those of a dict: pass one of them")
-        for argument, value in (("data", data), ("target", target)):
+        targets = [target] if target is None or isinstance(target, str) else list(target)
+        for argument, value in (("data", data), *[("target", each) for each in targets]):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"ParquetRows({argument}=) must be the name of a column, got {value!r}")
         self._columns = None if columns is None else list(columns)
         self._data = data.split(".") if data is not None else None
-        self._target_column = target
+        self._target_columns = target
         self._to_target = check_callable("ParquetRows(to_target=)", to_target)
         self._reset()
         _parquet()
@@ -113,7 +114,7 @@ class ParquetRows(Shards):
         self._reset()
 
     def _selection(self) -> Any:
-        return self._columns, self._data, self._target_column
+        return self._columns, self._data, self._target_columns
 
     def _samples(self, shard: Shard) -> int:
         return int(shard.extra.first[-1])
@@ -140,14 +141,16 @@ class ParquetRows(Shards):
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         shard.extra = RowGroups(metadata, np.cumsum([0, *rows]))
         wanted = [*(self._columns or ()), *([".".join(self._data)] if self._data else ())]
-        for name in [*wanted, *([self._target_column] if self._target_column else ())]:
+        targets = self._target_columns or []
+        targets = [targets] if isinstance(targets, str) else list(targets)
+        for name in [*wanted, *targets]:
             if not _leaves(metadata, [name]):
                 raise ValueError(f"there is no column {name!r}; there are {metadata.schema.to_arrow_schema().names}")
-        if self._target_column is not None:
+        if targets:
             async with self._scanning:
                 groups = range(metadata.num_row_groups)
-                tables = [await self._read_rows(shard, group, [self._target_column]) for group in groups]
-            shard.extra.targets = _column(tables, self._target_column)
+                tables = [await self._read_rows(shard, group, targets) for group in groups]
+            shard.extra.targets = {name: _column(tables, name) for name in targets}
 
     async def _tail(self, shard: Shard, nbytes: int) -> bytes:
         [tail] = await shard.read([(max(shard.size - nbytes, 0), shard.size)])
@@ -155,8 +158,9 @@ class ParquetRows(Shards):
 
     def _target(self, index: int) -> Any:
         shard, row = self._find(index)
-        value = shard.extra.targets[row]
-        value = value.as_py() if hasattr(value, "as_py") else value.item()
+        values = {name: column[row] for name, column in shard.extra.targets.items()}
+        values = {name: value.as_py() if hasattr(value, "as_py") else value.item() for name, value in values.items()}
+        value = values[self._target_columns] if isinstance(self._target_columns, str) else values
         return value if self._to_target is None else self._to_target(value)
 
     async def _read_group(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
@@ -171,9 +175,7 @@ class ParquetRows(Shards):
             try:
                 table = await self._table(shard, group)
                 rows = [samples[place] for place in places]
-                values = await asyncio.to_thread(_take, table, [row - int(first[group]) for row in rows])
-                if self._data is not None:
-                    values = [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]
+                values = await asyncio.to_thread(self._take, shard, table, int(first[group]), rows)
             except Exception as error:  # noqa: BLE001 - the error of each of these samples
                 values = [error.with_traceback(None)] * len(places)
             for place, value in zip(places, values, strict=True):
@@ -181,6 +183,13 @@ class ParquetRows(Shards):
 
         await run_all([read_one(group, places) for group, places in groups.items()])
         return found
+
+    def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
+        """Samples of a row group, of which row ``first`` of the file is the first one."""
+        values: list[Any] = table.take([row - first for row in rows]).to_pylist()
+        if self._data is None:
+            return values
+        return [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]
 
     def _chosen(self, value: Any, row: int, shard: Shard) -> Any:
         """The value of the column for the decoder; a ``ValueError`` if it is null."""
@@ -242,11 +251,6 @@ def _parquet() -> Any:
 def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, columns: Sequence[str] | None) -> Any:
     opened = _parquet().ParquetFile(file, metadata=metadata, pre_buffer=False)
     return opened.read_row_group(group, columns=columns, use_threads=False)
-
-
-def _take(table: Any, rows: Sequence[int]) -> list[Any]:
-    found: list[Any] = table.take(rows).to_pylist()
-    return found
 
 
 def _leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:

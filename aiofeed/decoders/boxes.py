@@ -1,0 +1,120 @@
+"""Boxes and keypoints of a picture: checked, moved with its view, and clipped. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.decoders.geometry import View
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Annotations are rounded: a box may exceed its picture by so many pixels, and is clipped.
+_OVERHANG = 1.0
+
+
+class Objects:
+    """The objects of a picture, in its pixels.
+
+    Args:
+        target: May have "boxes", [N, 4] as left, upper, right, lower; and "keypoints", [N, K, 2], or [N, K, 3] with
+            COCO's visibility.
+        width: The width of the upright picture.
+        height: Its height.
+
+    Attributes:
+        boxes: float32 [N, 4], or ``None``.
+        keypoints: float32 [N, K, 2 or 3], or ``None``.
+        kept: The numbers of the objects that have not been dropped.
+
+    Raises:
+        ValueError: The target has other shapes, or a box outside the picture.
+    """
+
+    def __init__(self, target: Mapping[str, Any], width: int, height: int) -> None:
+        self.boxes = _boxes(target["boxes"], width, height) if "boxes" in target else None
+        self.keypoints = _keypoints(target["keypoints"]) if "keypoints" in target else None
+        self.kept = np.arange(0 if self.boxes is None else len(self.boxes))
+        if self.boxes is not None and self.keypoints is not None and len(self.boxes) != len(self.keypoints):
+            raise ValueError(
+                f'"keypoints" of the target has {len(self.keypoints)} items, and "boxes" has {len(self.boxes)}'
+            )
+
+    def move(self, view: View, width: int, height: int, flip_pairs: Sequence[tuple[int, int]]) -> None:
+        """Convert to pixels of a view of the picture, which is resized to width x height.
+
+        ``flip_pairs``: numbers of left and right keypoints, which a mirrored picture exchanges.
+        """
+        left, upper, right, lower = view.box
+        for points in (self.boxes, self.keypoints):
+            if points is not None:
+                xy = points.reshape(-1, 2, 2) if points is self.boxes else points[..., :2]
+                xy -= np.array([left, upper], np.float32)
+                xy *= np.array([width / (right - left), height / (lower - upper)], np.float32)
+                if view.flip:
+                    xy[..., 0] = width - xy[..., 0]
+        if view.flip and self.boxes is not None:
+            self.boxes[:, [0, 2]] = self.boxes[:, [2, 0]]
+        if view.flip and self.keypoints is not None:
+            for one, other in flip_pairs:
+                self.keypoints[:, [one, other]] = self.keypoints[:, [other, one]]
+
+    def clip(self, width: int, height: int, least: float) -> None:
+        """Clip boxes to width x height; drop those with a side of less than ``least``, and their keypoints."""
+        if self.boxes is not None:
+            np.clip(self.boxes, 0, np.array([width, height, width, height], np.float32), out=self.boxes)
+            self._take(np.flatnonzero((self.boxes[:, 2:] - self.boxes[:, :2] >= least).all(axis=1)))
+
+    def hide(self, width: int, height: int) -> None:
+        """Set keypoints with a visibility that are outside of width x height to 0, as COCO has unlabelled ones."""
+        if self.keypoints is not None and self.keypoints.shape[2] == 3:
+            x, y, visible = np.moveaxis(self.keypoints, 2, 0)
+            self.keypoints[~((x >= 0) & (x < width) & (y >= 0) & (y < height) & (visible > 0))] = 0
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The boxes, and the places of the keypoints, by name."""
+        found = {"boxes": self.boxes, "keypoints": None if self.keypoints is None else self.keypoints[..., :2].copy()}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def update(self, found: Mapping[str, Any]) -> None:
+        """Take over changed ``arrays``, of which ``found["kept"]`` are the numbers of the boxes."""
+        if self.keypoints is not None:
+            self.keypoints[..., :2] = found["keypoints"]
+        if self.boxes is not None:
+            self._take(found["kept"])
+            self.boxes = np.array(found["boxes"], np.float32)
+
+    def _take(self, numbers: NDArray[np.int64]) -> None:
+        assert self.boxes is not None
+        self.boxes, self.kept = self.boxes[numbers], self.kept[numbers]
+        if self.keypoints is not None:
+            self.keypoints = self.keypoints[numbers]
+
+
+def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
+    boxes = np.array(np.asarray(value), np.float32)
+    if not boxes.size:
+        return boxes.reshape(0, 4)
+    if boxes.ndim != 2 or boxes.shape[1] != 4:
+        raise ValueError(f'"boxes" of the target must be [N, 4], got {list(boxes.shape)}')
+    least, most = -_OVERHANG, np.array([width, height], np.float32) + _OVERHANG
+    upper_left, lower_right = boxes[:, :2], boxes[:, 2:]
+    # Also false for NaN.
+    inside = ((upper_left <= lower_right) & (upper_left >= least) & (lower_right <= most)).all(axis=1)
+    if not inside.all():
+        number = int(inside.argmin())
+        raise ValueError(
+            f"box {number} of the target, {boxes[number].tolist()}, is not in the picture of {width} x {height} "
+            f"(width x height): boxes are left, upper, right, lower in pixels, with the EXIF orientation applied"
+        )
+    return boxes
+
+
+def _keypoints(value: Any) -> NDArray[np.float32]:
+    keypoints = np.array(np.asarray(value), np.float32)
+    if keypoints.ndim != 3 or keypoints.shape[2] not in (2, 3):
+        raise ValueError(f'"keypoints" of the target must be [N, K, 2] or [N, K, 3], got {list(keypoints.shape)}')
+    return keypoints

@@ -1,0 +1,1 @@
+"""Decoders of video and audio over PyAV, whose wheels have the libraries of FFmpeg."""

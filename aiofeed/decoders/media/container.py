@@ -1,0 +1,90 @@
+"""Files of video and audio, opened with PyAV."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+Media: TypeAlias = "bytes | str | os.PathLike[str]"
+"""The bytes of a file, or the path of a local one, which is opened in place."""
+
+# A playlist can name other files and URLs. FFmpeg may open none of them.
+_OPTIONS = {"protocol_whitelist": "none"}
+# The last packet may end this much before the end that a header states.
+TOLERANCE_S = 1.0
+
+
+@functools.cache
+def import_av() -> Any:
+    """PyAV."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("aiofeed.Clips and aiofeed.DecodeAudio need PyAV: pip install 'aiofeed[media]'") from error
+    return av
+
+
+@contextlib.contextmanager
+def open_media(data: Media, kind: Literal["video", "audio"]) -> Iterator[tuple[Any, Any]]:
+    """Open a file; gives its container and its best stream of a kind, which decodes in the calling thread.
+
+    Raises:
+        TypeError: The data is neither bytes nor a path.
+        ValueError: The file is of no known format, has no such stream, or is damaged where it is used.
+    """
+    av = import_av()
+    try:
+        with _as_file(data) as file, av.open(file, options=_OPTIONS) as container:
+            stream = container.streams.best(kind)
+            if stream is None:
+                others = ", ".join(sorted({f"{other.type}" for other in container.streams})) or "no streams at all"
+                raise ValueError(f"the file has no {kind} stream; it has {others}")
+            if stream.codec_context is None:
+                raise ValueError(f"FFmpeg has no decoder for the {kind} stream of the file")
+            stream.codec_context.thread_count = 1
+            yield container, stream
+    except av.FFmpegError as error:
+        raise ValueError(f"the file is no {kind}, truncated or damaged: {error.strerror}") from error
+
+
+def _as_file(data: Any) -> Any:
+    if isinstance(data, str | os.PathLike):
+        return open(data, "rb")
+    try:
+        return io.BytesIO(data)
+    except TypeError:
+        raise TypeError(f"a video or audio file is bytes or a path, got {type(data).__name__}") from None
+
+
+def packets_of(container: Any, stream: Any) -> list[Any]:
+    """All packets of a stream, in the order in which they are decoded.
+
+    Raises:
+        ValueError: The header of the file states more. That of MP3, Ogg, MPEG-TS and fragmented MP4 does not state it:
+            such a file is as long as what is left of it.
+    """
+    packets = [packet for packet in container.demux(stream) if packet.size]
+    if len(packets) < stream.frames and "mp4" in container.format.name:
+        raise ValueError(f"the file is truncated: its header counts {stream.frames} packets, and it has {len(packets)}")
+    stated = _stated_seconds(container, stream)
+    ends = [(packet.pts + (packet.duration or 0)) * packet.time_base for packet in packets if packet.pts is not None]
+    found = float(max(ends, default=0))
+    if found < stated - TOLERANCE_S or (packets and packets[-1].is_corrupt):
+        of_stated = f": its header states {stated:g} seconds, and it has {found:g}" if stated else ""
+        raise ValueError(f"the file is truncated{of_stated}")
+    return packets
+
+
+def _stated_seconds(container: Any, stream: Any) -> float:
+    """The end of a stream by the header of the file; 0 if it is not stated, or estimated from the size of the file."""
+    if container.format.name in ("wav", "flac"):
+        return float((stream.duration or 0) * stream.time_base)
+    if container.format.name == "matroska,webm":
+        parts = stream.metadata.get("DURATION", "").split(":")
+        with contextlib.suppress(ValueError):
+            return float(sum(float(part) * 60**at for at, part in enumerate(reversed(parts))))
+    return 0.0

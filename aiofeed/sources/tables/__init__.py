@@ -1,0 +1,1 @@
+"""Tables: columns of numbers gathered as tensors, rows of other columns."""

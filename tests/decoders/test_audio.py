@@ -1,0 +1,249 @@
+"""``DecodeAudio``: crops, rates, channels, and bad files."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import sys
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aiofeed import DecodeAudio, DecodeError, EncodedCache, Feeder, Files
+from aiofeed.decoders.media.container import import_av
+from aiofeed.testing import SimulatedDevice
+from tests.support.media_files import chirp, sound, video
+
+pytest.importorskip("av")
+
+RATE = 16_000
+KINDS: dict[str, dict[str, str]] = {
+    "wav": {},
+    "flac": {"container": "flac", "codec": "flac", "form": "s16"},
+    "mp3": {"container": "mp3", "codec": "libmp3lame", "form": "fltp"},
+    "m4a": {"container": "mp4", "codec": "aac", "form": "fltp"},
+    "webm": {"container": "webm", "codec": "libopus", "form": "flt"},
+}
+
+
+def decode(decoder: DecodeAudio, data: Any, seed: int | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
+    out = np.full(decoder.row.shape, 77, np.float32)
+    decoder.decode_into(data, out, seed)
+    return out
+
+
+def place_of(crop: Any, whole: Any) -> int:
+    """The place at which a crop of a rising tone is found in the whole."""
+    windows = np.lib.stride_tricks.sliding_window_view(whole[0], crop.shape[1])[:, :40]
+    return int(np.abs(windows - crop[0, :40]).max(axis=1).argmin())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four recordings of 1 to 4 seconds."""
+    for seconds in (1, 2, 3, 4):
+        (tmp_path / f"{seconds}.wav").write_bytes(sound(chirp(seconds, RATE), RATE))
+    return tmp_path
+
+
+def batches_of(folder: Path, decoder: DecodeAudio | None = None, **options: Any) -> list[torch.Tensor]:
+    source = Files(sorted(folder.glob("*.wav")) * 2)
+    decoder = decoder or DecodeAudio(RATE, 0.5)
+    with Feeder(source, decode=decoder, **{"batch_size": 4, "shuffle": True, "seed": 3, **options}) as feeder:
+        return [torch.as_tensor(batch).cpu() for _ in range(2) for batch in feeder]
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_those_of_the_file() -> None:
+    """Samples of the file's own rate are exact, from the start; a shorter recording is followed by zeros."""
+    samples = chirp(1.5, RATE)
+    assert np.array_equal(decode(DecodeAudio(RATE, 1, crop="first"), sound(samples, RATE)), samples[:, :RATE])
+    padded = decode(DecodeAudio(RATE, 2.0), sound(samples, RATE), seed=3)
+    assert np.array_equal(padded[:, : len(samples[0])], samples)
+    assert not padded[:, len(samples[0]) :].any()
+
+
+@pytest.mark.parametrize("rate", [48_000, 16_000, 22_050])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_random_crop_is_a_part_of_the_whole(kind: str, rate: int) -> None:
+    """A crop equals its part of the whole recording, whatever the codec and the rate; the seed chooses its place."""
+    data = sound(chirp(4, 48_000), 48_000, **KINDS[kind])
+    whole = decode(DecodeAudio(rate, 4, crop="first"), data)
+    decoder = DecodeAudio(rate, 0.25)
+    places = []
+    for seed in range(6):
+        crop = decode(decoder, data, seed)
+        place = place_of(crop, whole)
+        tolerance = 0.02 if kind == "webm" else 1e-3  # its timestamps are milliseconds
+        assert np.abs(whole[:, place : place + crop.shape[1]] - crop).max() < tolerance
+        places.append(place)
+    assert len(set(places)) == 6
+    assert max(places) - min(places) > rate
+    assert np.array_equal(decode(decoder, data, 2), decode(decoder, data, 2))
+
+
+def test_resampled_sound_is_the_same_sound() -> None:
+    """A resampled tone is the tone at the new rate, without a shift."""
+    found = decode(DecodeAudio(16_000, 2, crop="first"), sound(chirp(2, 44_100), 44_100))
+    assert np.abs(found - chirp(2, 16_000))[:, 50:-50].max() < 2e-3
+
+
+def test_channels_are_mixed_kept_or_repeated() -> None:
+    """One channel is the mean; two are those of the file, or one that is repeated; others are refused."""
+    stereo = chirp(1, RATE, channels=2)
+    data = sound(stereo, RATE)
+    assert np.allclose(decode(DecodeAudio(RATE, 1, crop="first"), data), stereo.mean(axis=0), atol=1e-6)
+    assert np.array_equal(decode(DecodeAudio(RATE, 1, crop="first", channels=2), data), stereo)
+    mono = decode(DecodeAudio(RATE, 1, crop="first", channels=3), sound(chirp(1, RATE), RATE))
+    assert np.array_equal(mono, np.repeat(chirp(1, RATE), 3, axis=0))
+    with pytest.raises(ValueError, match=r"has 2 channels, not 3: pass channels=1"):
+        decode(DecodeAudio(RATE, 1, crop="first", channels=3), data)
+
+
+def test_the_first_and_the_last_place_are_drawn() -> None:
+    """A random crop may be any part of a recording, the first and the last included."""
+    samples = chirp(1, 1000)
+    data, decoder = sound(samples, 1000), DecodeAudio(1000, 0.997)
+    found = {place_of(decode(decoder, data, seed), samples) for seed in range(40)}
+    assert found == {0, 1, 2, 3}
+
+
+def test_the_sound_of_a_video_and_a_path(tmp_path: Path) -> None:
+    """The sound of a video is decoded, and a local file by its path."""
+    assert decode(DecodeAudio(RATE, 1, crop="first"), video(sound=True)).shape == (1, RATE)
+    (tmp_path / "a.wav").write_bytes(sound(chirp(1, RATE), RATE))
+    assert np.array_equal(decode(DecodeAudio(RATE, 1), str(tmp_path / "a.wav"), 1), chirp(1, RATE))
+
+
+# --- feeders ----------------------------------------------------------------------------------------------------------
+
+
+def test_resume_is_exact_at_every_position(folder: Path) -> None:
+    """A feeder that continues from a saved state hands out the crops of an uninterrupted one."""
+    expected = batches_of(folder)
+    source = Files(sorted(folder.glob("*.wav")) * 2)
+    for position in range(2):
+        options: dict[str, Any] = {"decode": DecodeAudio(RATE, 0.5), "batch_size": 4, "shuffle": True, "seed": 3}
+        with Feeder(source, **options) as feeder:
+            list(itertools.islice(feeder, position))
+            state = feeder.state_dict()
+        with Feeder(source, **options) as feeder:
+            feeder.load_state_dict(state)
+            rest = list(feeder)
+        assert all(torch.equal(found, other) for found, other in zip(rest, expected[position:2], strict=True))
+
+
+@pytest.mark.parametrize("way", ["process", "device", "encoded cache"])
+def test_every_kind_of_feeder_gives_the_same_samples(folder: Path, tmp_path: Path, way: str) -> None:
+    """Engine, device and a cache of encoded samples do not change random crops."""
+    options: dict[str, Any] = {
+        "process": {"engine": "process"},
+        "device": {"device": SimulatedDevice()},
+        "encoded cache": {"cache": EncodedCache(tmp_path / "cache", 1 << 24)},
+    }[way]
+    found, expected = batches_of(folder, **options), batches_of(folder)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert found[0].shape == (4, 1, RATE // 2)
+    assert found[0].dtype == torch.float32
+
+
+def test_first_crops_can_be_cached(folder: Path) -> None:
+    """The beginning of each recording is cached; random crops are refused, with what to do instead."""
+    first = DecodeAudio(RATE, 0.5, crop="first")
+    found, expected = batches_of(folder, first, cache="host"), batches_of(folder, first)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(TypeError, match=r'another one in each epoch: leave out cache=.*crop="first"'):
+        batches_of(folder, cache="host")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def bad_file(kind: str) -> bytes:
+    whole = sound(chirp(4, RATE), RATE)
+    match kind:
+        case "empty":
+            return b""
+        case "text":
+            return b"not a sound " * 100
+        case "truncated":
+            return whole[: len(whole) // 2]
+        case "truncated flac":
+            data = sound(chirp(4, RATE), RATE, **KINDS["flac"])
+            return data[: len(data) // 2]
+        case "truncated m4a":
+            data = sound(chirp(4, RATE), RATE, **KINDS["m4a"])
+            return data[: len(data) // 2]
+        case "no samples":
+            with io.BytesIO() as file, wave.open(file, "wb") as writer:
+                writer.setparams((1, 2, RATE, 0, "NONE", ""))
+                writer.writeframes(b"")
+                return file.getvalue()
+        case "no audio":
+            return video(3)
+        case _:
+            return sound(chirp(1, 8_000), 8_000)
+
+
+BAD = {
+    "empty": "no audio, truncated or damaged",
+    "text": "no audio, truncated or damaged",
+    "truncated": r"truncated: its header states 4 seconds, and it has [0-9.]+",
+    "truncated flac": r"truncated: its header states 4 seconds, and it has [0-9.]+",
+    "truncated m4a": "no audio, truncated or damaged",
+    "no samples": "the audio has no samples",
+    "no audio": "no audio stream; it has video",
+    "another rate": r"has 8000 samples per second, not 16000: pass resample=True",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_is_named(kind: str, tmp_path: Path) -> None:
+    """A file that cannot be decoded, or has another rate with `resample=False`, is a `DecodeError` with its path."""
+    path = tmp_path / "bad.wav"
+    path.write_bytes(bad_file(kind))
+    decoder = DecodeAudio(RATE, 1.0, resample=False)
+    with (
+        Feeder(Files([path]), decode=decoder, batch_size=1) as feeder,
+        pytest.raises(DecodeError, match=BAD[kind]) as raised,
+    ):
+        list(feeder)
+    assert raised.value.key == str(path)
+
+
+def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong argument is an error with its name and value; without PyAV the extra is named."""
+    with pytest.raises(TypeError, match=r"DecodeAudio\(rate=\.\.\.\) must be an int, got None"):
+        DecodeAudio(None, 1.0)  # type: ignore[arg-type]
+    for seconds in (0, -1, float("nan"), float("inf"), "1", 1e-9):
+        with pytest.raises(ValueError, match=r"DecodeAudio\(seconds=\.\.\.\) must be at least one sample"):
+            DecodeAudio(RATE, seconds)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'must be "random" or "first", got "last"|got \'last\''):
+        DecodeAudio(RATE, 1, crop="last")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"DecodeAudio\(channels=\.\.\.\) must be at least 1"):
+        DecodeAudio(RATE, 1, channels=0)
+    with pytest.raises(TypeError, match="it is called rate"):
+        DecodeAudio(sample_rate=RATE, seconds=1)  # type: ignore[call-arg]
+    monkeypatch.setitem(sys.modules, "av", None)
+    import_av.cache_clear()
+    with pytest.raises(ImportError, match=r"aiofeed\[media\]"):
+        DecodeAudio(RATE, 1)
+    import_av.cache_clear()
+
+
+def test_a_random_crop_needs_random_numbers() -> None:
+    """A random decoder without a generator is refused; with one it returns the tensor of the row."""
+    data, decoder = sound(chirp(1, RATE), RATE), pickle.loads(pickle.dumps(DecodeAudio(RATE, 0.5)))
+    with pytest.raises(ValueError, match=r"it needs rng"):
+        decoder(data)
+    with pytest.raises(ValueError, match=r"it needs a seed"):
+        decode(decoder, data)
+    assert decoder(data, rng=torch.Generator()).shape == (1, RATE // 2)
+    assert DecodeAudio(RATE, 0.5, crop="first")(data).dtype == torch.float32

@@ -1,0 +1,278 @@
+"""`DecodePair`: an image with its mask, boxes and keypoints."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aiofeed import DecodeImage, DecodePair, pad_collate
+from tests.support.pairs import number_png, palette_png, ramps
+from tests.support.pictures import encode, exif, jpeg
+
+RANDOM: dict[str, Any] = {"crop": "random", "scale": (0.2, 1.0), "flip": True}
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "JPEG, 1/4"])
+@pytest.mark.parametrize("options", [RANDOM, {"flip": True}, {"resize": 60}], ids=["random", "flip", "center"])
+def test_image_and_mask_show_the_same_part(kind: str, options: dict[str, Any]) -> None:
+    """Image and mask have one crop and one flip, also if the JPEG is decoded at a smaller scale."""
+    width, height = (1203, 901) if kind == "JPEG, 1/4" else (203, 151)
+    picture = ramps(width, height)
+    image = encode(picture, "PNG") if kind == "PNG" else jpeg(picture, quality=98, subsampling=0)
+    decode = DecodePair(DecodeImage(48, **options))
+    for axis in (0, 1):
+        mask = number_png(np.asarray(picture)[..., axis])
+        for seed in range(20):
+            pixels, numbers = decode((image, mask), rng=rng(seed))
+            assert pixels.shape == (3, 48, 48)
+            assert numbers.shape == (48, 48)
+            assert numbers.dtype == torch.uint8
+            # A pixel of the sample is at most 4.2 wide, and a level 0.6: half a pixel is less than 4 levels.
+            difference = (pixels[axis].int() - numbers.int()).abs()
+            assert difference.max() <= 5
+            assert difference.float().mean() < 2.5
+
+
+def test_the_image_is_that_of_decode_image() -> None:
+    """The image of a pair equals that of its `DecodeImage` with the same generator."""
+    image, mask = jpeg(ramps(120, 90)), number_png(np.zeros((90, 120), np.uint8))
+    alone = DecodeImage(32, **RANDOM)
+    pixels, _ = DecodePair(alone)((image, mask), rng=rng(3))
+    assert torch.equal(pixels, alone(image, rng=rng(3)))
+    assert torch.equal(DecodePair(alone)(image, rng=rng(3)), pixels)
+
+
+def test_masks_keep_their_numbers() -> None:
+    """Palettes, single bits and 16 bits keep their numbers; none is between two others."""
+    numbers = np.random.default_rng(0).choice([0, 7, 200], (60, 80)).astype(np.uint8)
+    image = jpeg(ramps(80, 60))
+    decode = DecodePair(DecodeImage((60, 80)))
+    for mask in (number_png(numbers), palette_png(numbers)):
+        assert np.array_equal(decode((image, mask))[1], numbers)
+    bits = encode(Image.fromarray(numbers > 0), "PNG")
+    assert np.array_equal(decode((image, bits))[1], numbers > 0)
+    deep = number_png(numbers.astype(np.uint16) * 300)
+    for dtype in ("int32", "int64"):
+        found = DecodePair(DecodeImage((60, 80)), mask_dtype=dtype)((image, deep))[1]
+        assert found.dtype == getattr(torch, dtype)
+        assert np.array_equal(found, numbers.astype(int) * 300)
+    small = DecodePair(DecodeImage((13, 17)))((image, palette_png(numbers)))[1]
+    assert set(small.unique().tolist()) <= {0, 7, 200}
+
+
+def test_a_mask_fits_the_upright_image() -> None:
+    """The mask has the size of the image after its EXIF orientation is applied."""
+    stored = ramps(80, 60).transpose(Image.Transpose.ROTATE_90)
+    image = encode(stored, "PNG", exif=exif(6))  # 6: rotate by 270 degrees
+    mask = number_png(np.asarray(ramps(80, 60))[..., 0])
+    pixels, numbers = DecodePair(DecodeImage((60, 80)))((image, mask))
+    assert torch.equal(pixels[0], numbers)
+    with pytest.raises(ValueError, match=r"the mask: it is 60 x 80, and the image 80 x 60"):
+        DecodePair(DecodeImage(32))((image, number_png(np.zeros((80, 60), np.uint8))))
+
+
+def test_boxes_and_keypoints_move_with_the_image() -> None:
+    """A box surrounds its object in the mask after crop and flip, and keypoints stay on their object."""
+    mask = np.zeros((90, 120), np.uint8)
+    mask[20:70, 30:80] = 1
+    files = jpeg(ramps(120, 90)), number_png(mask)
+    target = {
+        "boxes": [[30, 20, 80, 70]],
+        "labels": [4],
+        "keypoints": [[[30, 20, 2], [55, 45, 1], [80, 70, 0]]],
+        "image_id": 9,
+    }
+    decode = DecodePair(DecodeImage(64, **RANDOM))
+    for seed in range(30):
+        sample = decode(files, rng=rng(seed), target=target)
+        assert list(sample) == ["boxes", "keypoints", "labels", "image_id", "image", "mask"]
+        assert sample["image_id"] == 9
+        rows, columns = np.nonzero(sample["mask"].numpy())
+        shown = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        assert np.allclose(sample["boxes"][0], shown, atol=1.01)
+        assert sample["labels"].tolist() == [4]
+        middle = sample["keypoints"][0, 1].tolist()
+        if middle[2]:
+            assert sample["mask"][int(middle[1]), int(middle[0])] == 1
+        assert sample["keypoints"][0, 2].tolist() == [0, 0, 0]
+
+
+def test_boxes_outside_the_crop_are_dropped_with_their_labels() -> None:
+    """A box that is cut off is dropped with its labels and keypoints; one that is cut is clipped."""
+    decode = DecodePair(DecodeImage(50))  # of 100 x 50, the middle 50 columns
+    target = {
+        "boxes": torch.tensor([[0.0, 0, 20, 20], [20, 0, 40, 20], [24.5, 0, 25.5, 20]]),
+        "labels": ["cut off", "cut", "thin"],
+        "area": np.array([1.0, 2.0, 3.0]),
+        "keypoints": np.arange(6, dtype=float).reshape(3, 1, 2),
+    }
+    sample = decode(jpeg(ramps(100, 50)), target=target)
+    assert sample["boxes"].tolist() == [[0, 0, 15, 20]]
+    assert sample["boxes"].dtype == torch.float32
+    assert sample["labels"] == ["cut"]
+    assert sample["area"].tolist() == [2.0]
+    assert sample["keypoints"].tolist() == [[[2 - 25, 3]]]
+    assert "mask" not in sample
+    least = DecodePair(DecodeImage(50), min_size=0.25)(jpeg(ramps(100, 50)), target=target)
+    assert least["labels"] == ["cut", "thin"]
+
+
+def test_a_mirrored_image_exchanges_left_and_right_keypoints() -> None:
+    """`flip_pairs` exchanges keypoints in mirrored images only."""
+    target = {"keypoints": [[[10, 5], [30, 5], [20, 8]]]}
+    decode = DecodePair(DecodeImage(40, flip=True), flip_pairs=[(0, 1)])
+    found = {str(decode(jpeg(ramps(40, 40)), rng=rng(seed), target=target)["keypoints"].tolist()) for seed in range(20)}
+    assert found == {"[[[10.0, 5.0], [30.0, 5.0], [20.0, 8.0]]]"}
+    plain = DecodePair(DecodeImage(40, flip=True))
+    found = {str(plain(jpeg(ramps(40, 40)), rng=rng(seed), target=target)["keypoints"].tolist()) for seed in range(20)}
+    assert len(found) == 2
+
+
+def test_a_target_that_is_no_dict_is_returned_beside_the_sample() -> None:
+    """A number or a `None` is the second part of the sample, as for other decoders."""
+    decode = DecodePair(DecodeImage(8))
+    pixels, label = decode(jpeg(ramps(10, 10)), target=3)
+    assert (tuple(pixels.shape), label) == ((3, 8, 8), 3)
+    assert decode(jpeg(ramps(10, 10)), target=None)[1] is None
+
+
+def test_no_boxes_are_an_empty_tensor() -> None:
+    """Images without objects have float32 [0, 4] boxes."""
+    decode = DecodePair(DecodeImage(8), labels=("labels", "area", "names"))
+    none = decode(jpeg(ramps(10, 10)), target={"boxes": [], "labels": [], "area": []})
+    one = decode(jpeg(ramps(10, 10)), target={"boxes": [[0, 0, 9, 9]], "labels": [1 << 30], "area": [80.5]})
+    assert (list(none["boxes"].shape), none["boxes"].dtype, none["labels"].dtype) == (
+        [0, 4],
+        torch.float32,
+        torch.int64,
+    )
+    for samples in ([none, one], [one, none]):
+        batch = pad_collate()(samples)
+        assert (batch["labels"].dtype, batch["labels"].max()) == (torch.int64, 1 << 30)
+        assert batch["area"].max() == 80.5
+    assert pad_collate()([none, none])["boxes"].shape == (2, 0, 4)
+
+
+def test_fields_name_the_files_of_a_dict() -> None:
+    """The sample of a shard is a dict, of which `fields` chooses image and mask."""
+    mask = number_png(np.full((10, 10), 3, np.uint8))
+    data = {"seg.png": mask, "jpg": jpeg(ramps(10, 10)), "txt": b"x"}
+    pixels, numbers = DecodePair(DecodeImage(8), fields=("jpg", "seg.png"))(data)
+    assert (tuple(pixels.shape), numbers.unique().tolist()) == ((3, 8, 8), [3])
+    assert DecodePair(DecodeImage(8), fields=["jpg"])(data).shape == (3, 8, 8)
+    with pytest.raises(TypeError, match=r"dict of \['jpg', 'seg.png', 'txt'\].*fields="):
+        DecodePair(DecodeImage(8))(data)
+    with pytest.raises(ValueError, match=r"no 'png'; it has \['jpg'"):
+        DecodePair(DecodeImage(8), fields=("jpg", "png"))(data)
+
+
+@pytest.mark.parametrize("options", [RANDOM, {"flip": True}, {"resize": 60}], ids=["random", "flip", "center"])
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64"])
+def test_the_cached_form_gives_the_same_sample(options: dict[str, Any], dtype: Any) -> None:
+    """A sample of the cached form has the same part, flip and boxes as a decoded one, and nearly its pixels."""
+    picture = ramps(203, 151)
+    files = encode(picture, "PNG"), number_png(np.asarray(picture)[..., 0])
+    decode = DecodePair(DecodeImage(48, **options), mask_dtype=dtype)
+    cached = decode.decode_cached(files)
+    target = {"boxes": [[20, 10, 150, 140]]}
+    for seed in range(10):
+        fresh = decode(files, rng=rng(seed), target=target)
+        again = decode.augment_cached(cached, rng=rng(seed), target=target)
+        assert torch.equal(fresh["boxes"], again["boxes"])
+        assert fresh["mask"].dtype == again["mask"].dtype == getattr(torch, dtype)
+        for name in ("image", "mask"):
+            assert (fresh[name].int() - again[name].int()).abs().max() <= 6
+    alone = decode.decode_cached(files[0])
+    assert torch.equal(decode.augment_cached(alone, rng=rng(1)), decode.augment_cached(cached, rng=rng(1))[0])
+
+
+BOX = r"box 1 of the target, \[.*\], is not in the picture of 40 x 30 \(width x height\)"
+BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
+    ({"boxes": [[0, 0, 5, 5], [30, 0, 45, 5]]}, BOX),
+    ({"boxes": [[0, 0, 5, 5], [30, 20, 10, 25]]}, BOX),
+    ({"boxes": [[0, 0, 5, 5], [-3, 0, 5, 5]]}, BOX),
+    ({"boxes": [[0, 0, 5, 5], [0, 0, 5, float("nan")]]}, BOX),
+    ({"boxes": [[0, 0, 5]]}, r'"boxes" of the target must be \[N, 4\], got \[1, 3\]'),
+    (
+        {"boxes": [[0, 0, 5, 5]], "labels": [1, 2]},
+        r'"labels" of the target must have one item per box, 1 in all, got \[1, 2\]',
+    ),
+    ({"boxes": [[0, 0, 5, 5]], "area": 25}, r'"area" of the target must have one item per box, 1 in all, got 25'),
+    ({"boxes": [], "keypoints": [[[1, 2]]]}, '"keypoints" of the target has 1 items'),
+    ({"keypoints": [[1, 2]]}, r"must be \[N, K, 2\] or \[N, K, 3\], got \[1, 2\]"),
+    ({"image": 3}, r"the target has \['image'\]"),
+]
+
+
+@pytest.mark.parametrize(("target", "message"), BAD_TARGETS)
+def test_a_wrong_target_is_an_error(target: dict[str, Any], message: str) -> None:
+    """Boxes outside the picture, other shapes and other numbers of labels are errors."""
+    with pytest.raises(ValueError, match=message):
+        DecodePair(DecodeImage(16))(jpeg(ramps(40, 30)), target=target)
+
+
+def test_a_box_may_be_rounded_past_the_edge() -> None:
+    """Boxes that exceed the picture by up to a pixel are clipped."""
+    sample = DecodePair(DecodeImage((30, 40)))(jpeg(ramps(40, 30)), target={"boxes": [[-0.5, 0, 41, 30]]})
+    assert sample["boxes"].tolist() == [[0, 0, 40, 30]]
+
+
+def test_a_wrong_mask_is_an_error_that_names_it() -> None:
+    """Masks of another size, with colours, with large numbers or damaged are errors."""
+    image = jpeg(ramps(40, 30))
+    decode = DecodePair(DecodeImage(16))
+    with pytest.raises(ValueError, match=r"the mask: it is 30 x 40, and the image 40 x 30"):
+        decode((image, number_png(np.zeros((40, 30), np.uint8))))
+    with pytest.raises(ValueError, match="the mask: it has the mode RGB, and a mask has one channel of class numbers"):
+        decode((image, encode(ramps(40, 30), "PNG")))
+    with pytest.raises(ValueError, match="the mask: it has the number 300, and mask_dtype='uint8' has 0 to 255"):
+        decode((image, number_png(np.full((30, 40), 300, np.uint16))))
+    with pytest.raises(ValueError, match="the mask: "):
+        decode((image, number_png(np.asarray(ramps(40, 30))[..., 0])[:60]))
+    with pytest.raises(ValueError, match="the image: "):
+        decode((image[:300], number_png(np.zeros((30, 40), np.uint8))))
+
+
+def test_wrong_arguments_and_data_are_errors() -> None:
+    """Each message says what to pass."""
+    image = jpeg(ramps(40, 30))
+    with pytest.raises(ValueError, match='leave out mode="keep"'):
+        DecodePair(DecodeImage(None, mode="keep"))
+    with pytest.raises(ValueError, match="augment= changes RGB images"):
+        DecodeImage(None, mode="keep", augment=abs)
+    with pytest.raises(TypeError, match=r"needs a DecodeImage, such as DecodeImage\(224\), got 224"):
+        DecodePair(224)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"no argument 'boxes'.*the target has them"):
+        DecodePair(DecodeImage(8), boxes=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="mask_dtype must be"):
+        DecodePair(DecodeImage(8), mask_dtype="int16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fields must be"):
+        DecodePair(DecodeImage(8), fields="jpg")
+    with pytest.raises(ValueError, match="min_size must be at least 0"):
+        DecodePair(DecodeImage(8), min_size=-1)
+    with pytest.raises(TypeError, match="to DecodePair, and not to its DecodeImage"):
+        DecodePair(DecodeImage(8, augment=lambda image: image))
+    with pytest.raises(TypeError, match="takes an image and a mask, got 3 files"):
+        DecodePair(DecodeImage(8))((image, image, image))
+    with pytest.raises(TypeError, match="takes the bytes of an image and of a mask, got bytes, str"):
+        DecodePair(DecodeImage(8))((image, "mask.png"))
+    with pytest.raises(ValueError, match="is random: it needs rng"):
+        DecodePair(DecodeImage(8, flip=True))(image)
+
+
+def test_a_pair_can_be_pickled() -> None:
+    """A decoder that travels to a worker process gives the same samples."""
+    decode = DecodePair(DecodeImage(16, **RANDOM), fields=("jpg", "png"))
+    again = pickle.loads(pickle.dumps(decode))
+    data = {"jpg": jpeg(ramps(40, 30)), "png": number_png(np.zeros((30, 40), np.uint8))}
+    assert again == decode
+    assert torch.equal(decode(data, rng=rng(1))[0], again(data, rng=rng(1))[0])
