@@ -13,7 +13,7 @@ PEERS_STAMP := $(PEERS_VENV)/.stamp
 GPU_PYTHON ?= $(BIN)/python
 GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
-.PHONY: venv test test-long soak kills lint docs demo bench bench-gpu bench-peers sanitize clean help
+.PHONY: venv test test-long first-batch soak kills lint docs demo bench bench-gpu bench-peers sanitize clean help
 .DEFAULT_GOAL := venv
 
 venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
@@ -45,6 +45,9 @@ test: $(STAMP)  ## the tests, without the slow ones, on all cores
 
 test-long: $(STAMP)  ## all tests
 	AIOFEED_EXAMPLES=20000 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --timeout 600 $(ARGS)
+
+first-batch:  ## from `pip install` in a fresh environment to the first batch: `make first-batch ARGS=dist/aiofeed.whl`
+	$(PYTHON) tests/install/first_batch.py $(ARGS)
 
 soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS="--seed 7 --minutes 10"`
 	$(BIN)/python -m tests.soak $(ARGS)
@@ -92,7 +95,7 @@ bench-peers: $(PEERS_STAMP)  ## aiofeed beside other loaders, which go into .ven
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) $(PEERS_VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so
+	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so LICENSE.libjpeg-turbo.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

@@ -4,6 +4,9 @@ Both need a C compiler; ``native_jpeg`` also needs the headers of libjpeg-turbo.
 ``AIOFEED_BUILD_NATIVE_JPEG=0`` or ``AIOFEED_BUILD_NATIVE_FILES=0``, the package works without that library.
 ``python hatch_build.py`` builds both in place. Python's headers are not needed: the libraries are plain C, called
 through ``ctypes``.
+
+``AIOFEED_LIBJPEG_TURBO=PREFIX`` links the static libjpeg-turbo that ``.ci/build_libjpeg_turbo.py`` installed at PREFIX.
+A library that cannot be built is then an error.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
+PREFIX = os.environ.get("AIOFEED_LIBJPEG_TURBO", "")
+SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 
 
 class Dependency(NamedTuple):
@@ -35,7 +41,9 @@ class Dependency(NamedTuple):
     packages: str
 
     def flags(self, option: str) -> list[str]:
-        """The flags that pkg-config prints for ``--cflags`` or ``--libs``."""
+        """The flags that pkg-config prints for ``--cflags`` or ``--libs``, or those of the static library."""
+        if PREFIX:
+            return [f"-I{PREFIX}/include"] if option == "--cflags" else [f"{PREFIX}/lib/{self.name}.a"]
         command = ["pkg-config", option, self.name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -43,6 +51,10 @@ class Dependency(NamedTuple):
         except (OSError, subprocess.TimeoutExpired):
             flags = []
         return flags or (list(self.linker_flags) if option == "--libs" else [])
+
+    def needs(self) -> str:
+        """Text for an error: what must be installed."""
+        return f"AIOFEED_LIBJPEG_TURBO={PREFIX} with include/ and lib/{self.name}.a" if PREFIX else self.packages
 
 
 class Library(NamedTuple):
@@ -66,27 +78,30 @@ class Library(NamedTuple):
         """Build the library; returns ``None``, or why it was not built."""
         if os.environ.get(self.switch) == "0":
             return f"{self.switch}=0"
-        if os.name != "posix":
-            return "the native libraries are for Linux and macOS"
+        if sys.platform == "win32" and not PREFIX:
+            return "on Windows the library is built for wheels only"
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
         cflags, libs = [], []
         if self.dependency is not None:
             cflags, libs = self.dependency.flags("--cflags"), self.dependency.flags("--libs")
-        unfinished = ROOT / f"{self.path}.{os.getpid()}"
+        target = ROOT / self.path
         # No -ffast-math and no -march: the results must not depend on the machine that builds the library.
-        command = [*compiler, "-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"]
-        command += [*shlex.split(os.environ.get("CFLAGS", "")), *cflags, str(ROOT / self.source)]
-        command += ["-o", str(unfinished), *shlex.split(os.environ.get("LDFLAGS", "")), *libs, "-lm"]
+        # A bundle of macOS does not contain its own path, which differs from build to build.
+        command = [*compiler, "-std=c11", "-O3", "-fPIC", "-bundle" if sys.platform == "darwin" else "-shared"]
+        command += ["-fvisibility=hidden", "-fno-strict-aliasing", *shlex.split(os.environ.get("CFLAGS", "")), *cflags]
+        command += [str(ROOT / self.source), *shlex.split(os.environ.get("LDFLAGS", "")), *libs, "-lm", "-o"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-            if done.returncode:
-                needs = f"; it needs {self.dependency.packages}" if self.dependency else ""
-                return f"{shlex.join(command)}: {done.stderr.strip()[-500:]}{needs}"
-            unfinished.replace(ROOT / self.path)
+            # Under its final name, which a DLL contains.
+            with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
+                unfinished = Path(folder, target.name)
+                command.append(str(unfinished))
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+                if done.returncode:
+                    needs = f"; it needs {self.dependency.needs()}" if self.dependency else ""
+                    return f"{shlex.join(command)}: {done.stderr.strip()[-500:]}{needs}"
+                unfinished.replace(target)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler[0]}: {error}"
-        finally:
-            unfinished.unlink(missing_ok=True)
         return None
 
     def remove(self) -> None:
@@ -95,10 +110,10 @@ class Library(NamedTuple):
             (ROOT / self.path).unlink(missing_ok=True)
 
 
-LIBRARIES = (
+LIBRARIES = [
     Library(
         "aiofeed/decoders/native_jpeg.c",
-        "aiofeed/decoders/_native_jpeg.so",
+        f"aiofeed/decoders/_native_jpeg{SUFFIX}",
         "AIOFEED_BUILD_NATIVE_JPEG",
         "native JPEG decoding",
         Dependency(
@@ -114,7 +129,9 @@ LIBRARIES = (
         "AIOFEED_BUILD_NATIVE_FILES",
         "native reading of small files",
     ),
-)
+]
+if sys.platform == "win32":
+    LIBRARIES.pop()  # native_files.c uses POSIX calls
 
 
 def build() -> tuple[list[str], list[str]]:
@@ -125,6 +142,8 @@ def build() -> tuple[list[str], list[str]]:
         if reason := library.build():
             library.remove()
             warnings.append(f"aiofeed is built without {library.purpose}: {reason}")
+            if PREFIX and os.environ.get(library.switch) != "0":
+                sys.exit(warnings[-1])
         else:
             built.append(library.path)
     return built, warnings
@@ -135,7 +154,8 @@ def wheel_platform() -> str:
     if sys.platform == "darwin":
         from packaging.tags import mac_platforms  # a dependency of hatchling
 
-        return next(mac_platforms())
+        oldest = os.environ.get("MACOSX_DEPLOYMENT_TARGET")
+        return next(mac_platforms(tuple(map(int, f"{oldest}.0".split(".")[:2])) if oldest else None))
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 

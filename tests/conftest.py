@@ -268,6 +268,7 @@ def _no_gil_warning(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def obstore_started() -> None:
     """Start obstore's threads, which keep their descriptors."""
+    pytest.importorskip("obstore")
     start_obstore()
 
 

@@ -95,9 +95,9 @@ class DecodeImage:
             Pillow supports them. Add more with ``(*DecodeImage.formats, "TGA")``. For "EPS" Pillow runs Ghostscript, a
             PostScript interpreter, on the file's contents.
         backend: decoder of plain JPEGs (sequential, 8 bits, grey or YCbCr, undamaged); Pillow decodes everything else.
-            "auto": with ``scaled``, aiofeed's native library, which is built at installation if a compiler and
-            libjpeg-turbo's headers are present: it decodes whole chunks without the GIL, no more rows than are shown,
-            and on photographs differs from Pillow's pixels by at least 45 dB PSNR. Without the library, or with
+            "auto": with ``scaled``, aiofeed's native library, which most wheels contain, and which is otherwise built
+            with a compiler and libjpeg-turbo's headers: it decodes whole chunks without the GIL, no more rows than are
+            shown, and on photographs differs from Pillow's pixels by at least 45 dB PSNR. Without the library, or with
             ``scaled=False``: simplejpeg for at most 2**17 pixels if it is installed (the extra ``turbo``), else Pillow.
             "native": the native library. "turbo": simplejpeg for any size. "pillow": Pillow. The pixels of the last
             two are identical if Pillow uses libjpeg-turbo too, as its wheels do. With imagecodecs (the extra ``png``),

@@ -46,7 +46,11 @@
 #define VERSION_TEXT(version) TEXT(version)
 #define INLINE static inline __attribute__((always_inline))
 #define AVX2 __attribute__((target("avx2")))
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
 #define EXPORT __attribute__((visibility("default")))
+#endif
 
 enum { DONE = 0, USE_PILLOW = 1, NO_MEMORY = 2 };
 enum { PLAIN = 0, WITH_METADATA = 1, NOT_PLAIN = 2 };

@@ -1,4 +1,4 @@
-"""Decodes the plain JPEGs of a whole chunk in one call of ``native_jpeg.c``, a library that is built at installation.
+"""Decodes the plain JPEGs of a whole chunk in one call of ``native_jpeg.c``, a library that wheels contain.
 
 The call releases the GIL once for all of them. Its pixels differ slightly from Pillow's: it resizes the colour planes,
 which most files store at half the size, straight to the target, where Pillow first enlarges them to the size of the
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("aiofeed.decoders")
 
-LIBRARY = Path(__file__).with_name("_native_jpeg.so")
+LIBRARY = Path(__file__).with_name("_native_jpeg.dll" if sys.platform == "win32" else "_native_jpeg.so")
 INSTALL = (
-    "install a C compiler and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then build aiofeed "
-    "again: pip install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed, or in a checkout "
-    "python hatch_build.py"
+    "wheels for Linux (x86-64, aarch64), macOS (arm64) and Windows (x86-64) have it; to build it, install a C compiler "
+    "and libjpeg-turbo's headers (libjpeg62-turbo-dev or libjpeg-turbo8-dev), then pip install --force-reinstall "
+    "--no-deps --no-cache-dir --no-binary aiofeed aiofeed, or in a checkout python hatch_build.py"
 )
 
 _PLAIN, _WITH_METADATA = 0, 1

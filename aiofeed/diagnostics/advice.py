@@ -104,9 +104,9 @@ def _on_packages(found: Environment) -> Iterator[str]:
         yield f"the native JPEG library {found.native_problem}"
     if not found.small_files:
         yield (
-            "the native library for small files was not built: install a C compiler, then build aiofeed again: pip "
-            "install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed aiofeed, or in a checkout python "
-            "hatch_build.py"
+            "the native library for small files was not built: wheels for Linux and macOS have it; to build it, "
+            "install a C compiler, then pip install --force-reinstall --no-deps --no-cache-dir --no-binary aiofeed "
+            "aiofeed, or in a checkout python hatch_build.py"
         )
     if found.uvloop is None:
         yield "uvloop is missing, so small reads are slower: pip install uvloop (not available for Windows)"

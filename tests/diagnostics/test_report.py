@@ -132,7 +132,10 @@ class TestAdvice:
                 "reads no WebP, and such files are errors: install the headers.*libwebp-dev",
             ),
             ({"native_problem": "was not built: do x"}, "^the native JPEG library was not built: do x$"),
-            ({"small_files": False}, "small files was not built: install a C compiler.*hatch_build.py"),
+            (
+                {"small_files": False},
+                "small files was not built: wheels.* have it; .*install a C compiler.*hatch_build.py",
+            ),
             ({"uvloop": None}, "pip install uvloop"),
             ({"torch_threads": 16}, "torch uses 16 threads on 8 cores: set OMP_NUM_THREADS=8"),
             ({"open_files": (256, 4096)}, r"only 256 files.*`ulimit -n` \(up to 4096"),
@@ -243,7 +246,10 @@ class TestFacts:
         monkeypatch.setattr(load, lambda: ("was built, but cannot be loaded (libjpeg.so.8)", None))
         found = environment.inspect_environment()
         assert name not in found.decoders
-        assert re.match(r"was built, .*libjpeg.so.8\): install a C compiler .*hatch_build.py$", found.native_problem)
+        assert re.match(
+            r"was built, .*libjpeg.so.8\): wheels .* have it; .*install a C compiler .*hatch_build.py$",
+            found.native_problem,
+        )
 
     def test_formats(self, monkeypatch, tmp_path):
         """Formats that Pillow lacks, and formats that a build here would lack for want of headers, are listed."""
