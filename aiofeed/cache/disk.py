@@ -67,7 +67,9 @@ class DiskCache:
         try:
             import fcntl  # noqa: F401 - to find out whether it exists
         except ImportError:
-            raise ValueError('DiskCache needs POSIX file locks, which this system lacks; use cache="host"') from None
+            raise ValueError(
+                'DiskCache needs POSIX file locks, which Windows lacks: use cache="host" or EncodedCache'
+            ) from None
 
     def verify(self) -> tuple[int, ...]:
         """Verify all checksums. Returns the indices of damaged samples, which will be decoded again.

@@ -6,7 +6,6 @@ Each error says what was given and what to write instead.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -329,8 +328,10 @@ def an_engine(value: object) -> int:
         return 0
     if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
         raise ValueError(f"engine={value!r}: {expected}")
-    if not hasattr(socket, "send_fds"):
-        raise ValueError(f'engine={value!r} needs Unix sockets, which this system does not have; use engine="thread"')
+    if not machine.passes_descriptors():
+        raise ValueError(
+            f'engine={value!r} needs Unix sockets that pass descriptors, which Windows lacks: use engine="thread"'
+        )
     return int(number) if colon else 1
 
 

@@ -29,6 +29,7 @@ from aiofeed.processes.loader_workers.iterators import InProcessIterator, Loader
 from aiofeed.processes.loader_workers.protocol import Answer
 from aiofeed.processes.loader_workers.state import VERSION, LoaderState, OrderState
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
+from aiofeed.runtime import machine
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sources.dataset import FromDataset
@@ -113,6 +114,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if num_workers and threads is None and engine is None and not machine.passes_descriptors():
+            raise ValueError(
+                f"num_workers={num_workers} needs Unix sockets that pass descriptors, which Windows lacks: use "
+                f"num_workers=0, threads={num_workers}, or torch.utils.data.DataLoader"
+            )
         self.device = device
         self.transform = transform
         self.on_error = on_error

@@ -1,8 +1,9 @@
-"""Cores and memory available to this process, by affinity and cgroup instead of hardware."""
+"""Cores and memory available to this process, by affinity and cgroup instead of hardware; what its system can do."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,11 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 # Version 1 reports a number near the largest one if there is no limit.
 _NO_LIMIT = 1 << 60
 _UNKNOWN_MEMORY = 8 << 30
+
+
+def passes_descriptors() -> bool:
+    """Whether processes can pass file descriptors through Unix sockets; not on Windows."""
+    return hasattr(socket, "send_fds") and hasattr(socket, "AF_UNIX")
 
 
 def cpus() -> int:

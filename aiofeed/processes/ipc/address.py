@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.peers import Peer, is_alive, peer_of
+from aiofeed.runtime import machine
 from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
 log = logging.getLogger("aiofeed.processes")
@@ -48,6 +48,8 @@ class AddressKind:
         absent: Text for an address where none listens.
         ended: Text for the socket of a dead one.
         start: How to start one.
+        what: The functions that use such an address.
+        instead: What to do on a system without Unix sockets.
     """
 
     suffix: str
@@ -55,6 +57,8 @@ class AddressKind:
     absent: str
     ended: str
     start: str
+    what: str
+    instead: str
 
 
 SERVER = AddressKind(
@@ -63,6 +67,8 @@ SERVER = AddressKind(
     "no server listens",
     "the server has ended that listened",
     "start one with aiofeed.serve(feeder, address)",
+    "aiofeed.serve and attach",
+    "give each process a Feeder of its own",
 )
 TENSORS = AddressKind(
     ".tensors",
@@ -70,6 +76,8 @@ TENSORS = AddressKind(
     "no process shares tensors",
     "the process has ended that shared tensors",
     "start a process that calls aiofeed.share(tensors, address) and keeps the result",
+    "aiofeed.share and attach_tensors",
+    "map a file in each process, with numpy.load(path, mmap_mode='r') or torch.from_file(path, shared=True)",
 )
 
 
@@ -78,14 +86,14 @@ def resolve(address: str | os.PathLike[str], kind: AddressKind) -> Path:
 
     Raises:
         TypeError, ValueError: The address is neither a path nor a plain name, or is too long for a socket.
-        FeedError: The private folder belongs to another user, or is open to others.
+        FeedError: The private folder belongs to another user, or is open to others; the system has no Unix sockets.
     """
     if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
         raise TypeError(
             f"address={address!r}: expected a name or the path of a Unix socket, not {type(address).__name__}"
         )
-    if not hasattr(socket, "AF_UNIX"):
-        raise ValueError("sharing between processes needs Unix sockets, which this system lacks")
+    if not machine.passes_descriptors():
+        raise FeedError(f"{kind.what} need Unix sockets that pass descriptors, which Windows lacks: {kind.instead}")
     if "\0" in text or (isinstance(address, str) and os.sep not in text and not _NAME.fullmatch(text)):
         raise ValueError(
             f"address={address!r}: a name has letters, digits, '_', '-' and '.', at most 64; a path has a {os.sep!r}"
@@ -155,6 +163,8 @@ class Listener:
         except OSError as error:
             raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}") from error
         try:
+            import fcntl  # here, so that systems without it can import this module
+
             fcntl.flock(folder, fcntl.LOCK_EX)
             if check_free(self.path, kind):
                 self.path.unlink()

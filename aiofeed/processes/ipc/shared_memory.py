@@ -8,7 +8,6 @@ a lock. A segment found under that name while the lock is held was left by a cra
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import tempfile
@@ -91,6 +90,8 @@ def _map(number: int, descriptor: int, nbytes: int) -> Segment:
 
 
 def _memfd(nbytes: int) -> int:
+    import fcntl  # here, so that systems without it can import this module
+
     descriptor = os.memfd_create("aiofeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -102,6 +103,8 @@ def _memfd(nbytes: int) -> int:
 
 
 def _is_sealed(descriptor: int) -> bool:
+    import fcntl
+
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # not a memfd
@@ -109,8 +112,9 @@ def _is_sealed(descriptor: int) -> bool:
 
 
 def _unlinked(nbytes: int) -> int:
-    # multiprocessing.shared_memory uses the same module, and keeps the name.
+    # multiprocessing.shared_memory uses this module, and keeps the name.
     import _posixshmem  # type: ignore[import-not-found]
+    import fcntl
 
     name = segment_name()
     path = os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")

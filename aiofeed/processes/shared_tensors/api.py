@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiofeed.core.errors import FeedError
 from aiofeed.core.types import public
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles
 
@@ -94,7 +92,6 @@ def share(
         TypeError, ValueError: One of the tensors cannot be shared, or the address is not valid.
         FeedError: The address is taken, or there is not enough memory; the message has the figures.
     """
-    _check_platform()
     from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
     from aiofeed.processes.shared_tensors.server import TensorServer
     from aiofeed.processes.shared_tensors.store import TensorStore
@@ -130,7 +127,6 @@ def attach_tensors(
         FeedError: No process of this user shares tensors there, or it cannot hand them out.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
-    _check_platform()
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, not {type(timeout_s).__name__}")
     if not 0 <= timeout_s < float("inf"):
@@ -146,8 +142,3 @@ def attach_tensors(
     backend = resolve_device(device)
     wanted = None if device is None else torch.device("cpu") if backend is None else backend.device
     return attach(path, CudaHandles(), wanted, writable=writable, timeout_s=timeout_s)
-
-
-def _check_platform() -> None:
-    if sys.platform == "win32":
-        raise FeedError("tensors are shared through Unix sockets that pass descriptors, which Windows lacks")
