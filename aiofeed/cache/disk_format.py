@@ -379,8 +379,10 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         return CacheFile(path)
     except OSError as error:
         folder = os.path.dirname(path) or "."
-        hint = "" if os.path.isdir(folder) else f"; there is no folder {folder!r}: create it first"
-        raise CacheError(f"the cache {path!r} cannot be created: {error}{hint}") from error
+        hint = f"there is no folder {folder!r}: create it first"
+        if os.path.isdir(folder):
+            hint = "choose a path in a writable folder, with enough space, of a local disk"
+        raise CacheError(f"the cache {path!r} cannot be created: {error}; {hint}") from error
 
 
 def _described_layout(described: Description) -> Layout:

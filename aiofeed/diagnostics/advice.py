@@ -10,7 +10,7 @@ from aiofeed.diagnostics.report import AcceleratorReport, Environment
 
 # A feeder has up to a few hundred files and sockets open, and so has a training program.
 FEW_FILES = 1024
-# Worker processes and served feeders pass batches through /dev/shm; Docker's default is 64 MiB.
+# Docker's default is 64 MiB.
 SMALL_SHM = 1 << 30
 HEADERS = "Debian and Ubuntu: libwebp-dev libtiff-dev libopenjp2-7-dev"
 LITTLE_MEMORY = 1 << 30
@@ -124,8 +124,8 @@ def _on_limits(found: Environment) -> Iterator[str]:
         yield f"only {soft} files may be open at a time: raise the limit with `ulimit -n`{most}"
     if found.shm_bytes is not None and found.shm_bytes < SMALL_SHM:
         yield (
-            f"/dev/shm has {format_bytes(found.shm_bytes)}, too little for batches that pass between processes: start "
-            f"the container with `--shm-size=8g` or `--ipc=host`"
+            f"/dev/shm has {format_bytes(found.shm_bytes)}; aiofeed does not use it, but worker processes of torch's "
+            f"DataLoader and share_memory_() do: start the container with `--shm-size=8g` or `--ipc=host`"
         )
     if found.free_memory_bytes < LITTLE_MEMORY:
         limit = (

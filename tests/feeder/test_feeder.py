@@ -537,6 +537,19 @@ def test_rows_of_a_dtype_that_torch_lacks_are_refused(dtype: Any) -> None:
         Feeder(Numbers(4), decode=StructuredRows(dtype), batch_size=2)
 
 
+@pytest.mark.parametrize("free_mib", [24, 25])
+def test_batches_larger_than_the_free_memory(
+    free_mib: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning with both figures when the feeder is made, if two batches do not fit."""
+    monkeypatch.setattr("aiofeed.runtime.machine.free_memory", lambda: free_mib << 20)
+    Feeder(Files(["a"] * 16), decode=DecodeImage(512), batch_size=17)  # 12.75 MiB
+    Feeder(Files(["a"] * 16), decode=DecodeImage(512), batch_size=16)
+    [record] = caplog.records
+    assert "two batches of 17 samples, one in use and the next one, take 25.5 MiB" in record.getMessage()
+    assert f"has {free_mib}.0 MiB left" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -34,6 +34,7 @@ _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _BACKLOG = 64
 _POLL_S = 0.02
 MAX_CONNECTIONS = 256
+_WRITABLE = "use the path of a socket in a writable folder as the address, or set TMPDIR to such a folder"
 # After a failed accept (no file descriptors left), before the next one.
 _RETRY_S = 0.5
 
@@ -118,11 +119,14 @@ def private_folder() -> Path:
     if session and _is_private(Path(session)):
         folder = Path(session) / "aiofeed"
     else:
-        folder = Path(tempfile.gettempdir()) / f"aiofeed-{os.getuid()}"
+        try:
+            folder = Path(tempfile.gettempdir()) / f"aiofeed-{os.getuid()}"
+        except OSError as error:
+            raise FeedError(f"no folder for sockets: {error.strerror}; {_WRITABLE}") from error
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise FeedError(f"cannot create the folder {folder} for sockets: {error.strerror}") from error
+        raise FeedError(f"cannot create the folder {folder} for sockets: {error.strerror}; {_WRITABLE}") from error
     if not _is_private(folder):
         raise FeedError(
             f"{folder} must be a folder of yours that is open to nobody else: remove it, `chmod 700` it, "
@@ -161,7 +165,7 @@ class Listener:
         try:
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}") from error
+            raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}; {_WRITABLE}") from error
         try:
             import fcntl  # here, so that systems without it can import this module
 
@@ -171,7 +175,7 @@ class Listener:
             try:
                 self.sock.bind(os.fspath(self.path))
             except OSError as error:
-                raise FeedError(f"no socket can be made at {self.path}: {error.strerror}") from error
+                raise FeedError(f"no socket can be made at {self.path}: {error.strerror}; {_WRITABLE}") from error
             # Nobody can connect before `listen`.
             self.path.chmod(0o600)
             self.sock.listen(_BACKLOG)

@@ -176,7 +176,7 @@ _PROFILE = (
 
 def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
     """What the AWS configuration files say, and neither the options nor the environment, which obstore reads itself."""
-    home = Path.home() / ".aws"
+    home = Path(os.path.expanduser("~/.aws"))  # stays as it is for a user without a home
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(os.environ.get("AWS_CONFIG_FILE", home / "config"), encoding="utf-8")
     parser.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -47,16 +48,34 @@ _VERSION = 1
 _ALIGN = 64
 
 
-def cache_folder() -> Path:
-    """The folder for listings and indexes: ``$AIOFEED_CACHE``, or ``aiofeed`` in the cache folder of the platform."""
+# At the end of a warning that nothing was cached.
+SET_FOLDER = "set AIOFEED_CACHE to a writable folder"
+
+
+def cache_folder() -> Path | None:
+    """The folder for listings and indexes: ``$AIOFEED_CACHE``, or ``aiofeed`` in the cache folder of the platform.
+
+    ``None`` if the user has no home: in a container, ``HOME`` may be unset and the user id may have no account.
+    """
     if given := os.environ.get("AIOFEED_CACHE"):
         return Path(given)
-    home = Path.home()
+    if sys.platform not in ("win32", "darwin") and (given := os.environ.get("XDG_CACHE_HOME")):
+        return Path(given) / "aiofeed"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        _warn_without_home()
+        return None
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "aiofeed" / "Cache"
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "aiofeed"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "aiofeed"
+    return home / ".cache" / "aiofeed"
+
+
+@functools.cache  # once per process
+def _warn_without_home() -> None:
+    log.warning("listings and indexes are not cached, because this user has no home folder: %s", SET_FOLDER)
 
 
 def run_blocking(function: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
@@ -123,7 +142,7 @@ def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
         try:
             save_listing(path, listing, reader.url(""))
         except OSError as error:
-            log.warning("the listing of %s is not cached: %s", reader.url(""), error)
+            log.warning("the listing of %s is not cached: %s; %s", reader.url(""), error, SET_FOLDER)
     return listing
 
 
@@ -132,7 +151,8 @@ def listing_path(reader: ObjectReader) -> Path | None:
     identity = reader.identity
     if identity is None:
         return None
-    return cache_folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
+    folder = cache_folder()
+    return None if folder is None else folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
 
 
 def shows_progress() -> bool:

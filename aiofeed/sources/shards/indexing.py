@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aiofeed.sources.file_io import open_file, read_range
-from aiofeed.sources.objects.listing import cache_folder, write_whole
+from aiofeed.sources.objects.listing import SET_FOLDER, cache_folder, write_whole
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
 from aiofeed.sources.shards.urls import Shard
 
@@ -87,12 +87,12 @@ async def find(
 
 
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
-    """The file of an index in the cache folder; ``None`` for a store that has no name."""
+    """The file of an index in the cache folder; ``None`` for a store that has no name, or without such a folder."""
     place = os.path.abspath(shard.key) if shard.local else shard.reader.identity
-    if place is None:
+    if place is None or (folder := cache_folder()) is None:
         return None
     name = "\n".join([rules.kind, place, shard.key, *target])
-    return cache_folder() / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.index"
+    return folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.index"
 
 
 async def save(
@@ -107,7 +107,7 @@ async def save(
         try:
             await asyncio.to_thread(write_whole, path, [data])
         except OSError as error:
-            log.warning("the index of %s is not saved: %s", shard.url, error)
+            log.warning("the index of %s is not saved: %s; %s", shard.url, error, SET_FOLDER)
 
 
 def _load(path: Path, shard: Shard) -> ShardIndex | None:

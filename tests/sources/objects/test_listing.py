@@ -219,6 +219,24 @@ def test_default_folder_of_the_cache(monkeypatch):
     assert str(cache_folder()) == "/caches/aiofeed"
 
 
+def test_without_a_home_nothing_is_cached(monkeypatch, server, caplog):
+    """A user id without an account and without HOME has no cache folder, which one warning says."""
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("AIOFEED_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(listing.Path, "home", home)
+    listing._warn_without_home.cache_clear()
+    server.objects.update({f"bucket/train/ant/{number}.jpg": b"" for number in range(3)})
+    for _ in range(2):
+        assert len(aiofeed.ImageFolder("s3://bucket/train", options=server.options)) == 3
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "listings and indexes are not cached, because this user has no home folder"
+    ]
+
+
 def test_ctrl_c_while_listing(bucket, server):
     """Ctrl-C ends a listing whose server does not answer, and its request."""
 
