@@ -18,8 +18,10 @@ def check_int(name: str, value: object) -> int:
     """The value as an int. Integers of numpy are allowed; bools and floats are not."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    # __index__ is what Python accepts as an index. Tensors and arrays have it too, but also a __len__.
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(type(value), "__len__"):
+    # __index__ is what Python accepts as an index. Tensors and arrays have it too, but also a __len__; so have bools of
+    # numpy 1.
+    kind = type(value)
+    if kind.__name__ in ("bool", "bool_") or not hasattr(kind, "__index__") or hasattr(kind, "__len__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
     return operator.index(value)  # type: ignore[arg-type]
 
