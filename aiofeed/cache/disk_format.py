@@ -198,7 +198,7 @@ class CacheFile:
             self._set_offsets(described, length)
         # A program that writes a valid checksum may write anything: RecursionError is a deep nesting, a KeyError a
         # missing part of an item's layout, a TypeError a dtype that does not exist.
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError) as error:
             raise CacheError(f"the header of the cache {self.path!r} is damaged ({error}): {_WAY_OUT}") from error
         size = os.fstat(self._fd).st_size
         if size < self._end:

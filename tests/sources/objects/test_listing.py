@@ -126,6 +126,7 @@ def test_progress_is_logged(bucket, monkeypatch, caplog):
 
 def test_progress_on_a_terminal(bucket, monkeypatch, caplog, capsys):
     """On a terminal a listing that takes long shows a bar in place of log lines."""
+    pytest.importorskip("tqdm")
     monkeypatch.setattr(CaptureIO, "isatty", lambda _: True)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(listing, "BAR_AFTER_S", 0.0)

@@ -617,6 +617,7 @@ def test_indexes_of_gnu_tar(shard: Path, read_all: Any) -> None:
 
 def test_indexing_shows_progress(tmp_path, monkeypatch, caplog, capsys):
     """Opening shards that takes long logs how many are open, or shows a bar on a terminal."""
+    pytest.importorskip("tqdm")
     monkeypatch.delenv("RANK", raising=False)
     for name in ("LOG_EVERY_S", "BAR_AFTER_S", "BAR_EVERY_S"):
         monkeypatch.setattr(listing, name, -1.0)

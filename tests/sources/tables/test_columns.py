@@ -69,7 +69,8 @@ def test_values_do_not_depend_on_other_rows() -> None:
 @pytest.mark.parametrize("kind", ["bool_", "float16", "float32", "int8", "uint64"])
 def test_numbers_beside_nulls(kind: str) -> None:
     """A number has the same type with and without a null in its column."""
-    with_null = arrow.chunked_array([arrow.array([1, 0, None], arrow.int64()).cast(getattr(arrow, kind)())])
+    number = np.dtype(kind).type  # before version 21, arrow makes half-precision numbers of numpy's only
+    with_null = arrow.chunked_array([arrow.array([number(1), number(0), None], getattr(arrow, kind)())])
     found = Columns({"a": with_null}).rows(np.arange(3))
     same = Columns({"a": with_null.slice(0, 2)}).rows(np.arange(2))
     assert [(type(row["a"]), row["a"]) for row in found[:2]] == [(type(row["a"]), row["a"]) for row in same]

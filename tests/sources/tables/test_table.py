@@ -105,7 +105,7 @@ def test_shapes_and_types(way: str) -> None:
         {
             "tensor": tensors,
             "nested": arrow.array(flat.reshape(4, 3, 2).tolist()),
-            "large": arrow.array(flat.reshape(4, 6).tolist(), arrow.large_list(arrow.float16())),
+            "large": arrow.array(list(map(list, flat.reshape(4, 6).astype("f2"))), arrow.large_list(arrow.float16())),
             "unsigned": arrow.array([0, 1, 2, 65535], arrow.uint16()),
             "flags": arrow.array([[True, False]] * 4, arrow.list_(arrow.bool_(), 2)),
         }
