@@ -116,7 +116,9 @@ class ValueColumn:
 
 
 def _as_python(column: Any, row: int) -> Any:
-    return column[row].as_py()
+    value = column[row].as_py()
+    # Before version 21, arrow gives half-precision numbers as numpy's.
+    return float(value) if isinstance(value, np.float16) else value
 
 
 def _as_array(column: Any, row: int) -> Any:
