@@ -216,7 +216,7 @@ def reports(folder: Path) -> None:
 
 def process_engine(folder: Path) -> None:
     """Worker processes."""
-    with aiofeed.Feeder(files(folder), decode=decode, batch_size=BATCH, engine="process:1") as feeder:
+    with aiofeed.Feeder(files(folder), decode=len, batch_size=BATCH, engine="process:1") as feeder:
         assert values(feeder) == list(range(40))
 
 
@@ -282,7 +282,11 @@ CASES = [
 def main() -> None:
     """Print the outcome of all cases as JSON: "" or the error; the second argument is a folder."""
     outcomes = {}
+    # What works without POSIX is not run again without Linux.
+    pure = (image_folder, files_without_links, tensors, dataset, shards, encoded_cache, async_for, a_device, loader)
     for case in CASES:
+        if sys.argv[1] == "darwin" and case in pure:
+            continue
         folder = Path(sys.argv[2]) / case.__name__
         folder.mkdir()
         try:
