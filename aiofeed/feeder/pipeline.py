@@ -267,10 +267,10 @@ def _faster_decoders(decode: Any) -> Iterator[tuple[str, float | None]]:
         yield "install Pillow-SIMD in place of Pillow: `python -m aiofeed doctor` shows the command", None
 
 
-def _new_workers(config: FeederConfig) -> WorkerPool | None:
+def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
     if not config.engines:
         return None
-    from aiofeed.processes.workers.pool import WorkerPool
+    from aiofeed.processes.workers.pool import ProcessPool
     from aiofeed.processes.workers.spawn import WorkerConfig, check_not_starting
 
     check_not_starting()
@@ -294,7 +294,7 @@ def _new_workers(config: FeederConfig) -> WorkerPool | None:
     )
     backend = config.backend
     # All devices of one kind can copy from memory that one of them has page-locked.
-    return WorkerPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
+    return ProcessPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
 
 
 def _new_tuner(config: FeederConfig) -> Tuner:
