@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aiofeed.core.failure_policy import FailurePolicy
     from aiofeed.core.failures import Failure
     from aiofeed.core.limits import Limits
+    from aiofeed.core.ray_engine import RayEngine
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
@@ -104,6 +105,7 @@ _HOMES = {
     "SharedTensors": "aiofeed.processes.shared_tensors.api",
     # what may be used, and what was
     "Limits": "aiofeed.core.limits",
+    "RayEngine": "aiofeed.core.ray_engine",
     "FailurePolicy": "aiofeed.core.failure_policy",
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",
@@ -166,6 +168,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach_tensors",
     "SharedTensors",
     "Limits",
+    "RayEngine",
     "FailurePolicy",
     "FeedStatistics",
     "StorageStatistics",

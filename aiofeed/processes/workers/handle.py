@@ -69,7 +69,8 @@ class AssignedBatch:
     Args:
         reply: Set when the batch is finished.
         was_read: Called when a worker reports that all samples have been read.
-        may_decode: Whether it may be decoded.
+        may_decode, permitted_at: Whether it may be decoded, and since when on the clock of ``monotonic``.
+        losses: How many workers have died that had it.
         copies: The workers, each with the serial that identifies the batch in its messages.
         finished_by: The worker that has finished it.
         serial: Its serial there.
@@ -80,6 +81,8 @@ class AssignedBatch:
     reply: asyncio.Future[BatchFinished]
     was_read: Callable[[], None]
     may_decode: bool
+    permitted_at: float
+    losses: int = 0
     copies: list[tuple[Handle, int]] = field(default_factory=list)
     finished_by: Handle | None = None
     serial: int = -1

@@ -13,8 +13,9 @@ import itertools
 import logging
 import math
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -105,11 +106,12 @@ class WorkerPool(ABC, Generic[HandleT]):
 
     def assign(self, plan: BatchPlan, *, may_decode: bool, was_read: Callable[[], None]) -> AssignedBatch:
         """Give a batch to the worker that has the fewest."""
-        batch = AssignedBatch(plan, asyncio.get_running_loop().create_future(), was_read, may_decode)
+        reply: asyncio.Future[BatchFinished] = asyncio.get_running_loop().create_future()
+        batch = AssignedBatch(plan, reply, was_read, may_decode, time.monotonic())
         self._dispatch(batch, self._workers)
         return batch
 
-    def _dispatch(self, batch: AssignedBatch, workers: Iterable[HandleT]) -> None:
+    def _dispatch(self, batch: AssignedBatch, workers: Sequence[HandleT]) -> None:
         """Send the plan of a batch to that of some workers that has the fewest."""
         worker = min(workers, key=lambda each: (len(each.assigned), each.number))
         plan, serial = batch.plan, next(self._serials)
@@ -124,7 +126,7 @@ class WorkerPool(ABC, Generic[HandleT]):
 
     def start_decoding(self, batch: AssignedBatch) -> None:
         """Permit its workers to decode a batch."""
-        batch.may_decode = True
+        batch.may_decode, batch.permitted_at = True, time.monotonic()
         for worker, serial in batch.copies:
             worker.decoding += 1
             worker.send(StartDecoding(serial))
