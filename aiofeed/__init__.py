@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from aiofeed.core.failure_policy import FailurePolicy
     from aiofeed.core.failures import Failure
     from aiofeed.core.limits import Limits
-    from aiofeed.core.ray_engine import RayEngine
     from aiofeed.core.statistics import FeedStatistics, StorageStatistics
     from aiofeed.core.types import Decoder, Source
     from aiofeed.decoders.image import DecodeImage
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from aiofeed.feeder.feeder import Feeder
     from aiofeed.feeder.prefetch import prefetch
     from aiofeed.feeder.serve import serve
+    from aiofeed.processes.actors.options import RayEngine
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.exporters import OpenTelemetryMetrics, PrometheusCollector
@@ -105,7 +105,7 @@ _HOMES = {
     "SharedTensors": "aiofeed.processes.shared_tensors.api",
     # what may be used, and what was
     "Limits": "aiofeed.core.limits",
-    "RayEngine": "aiofeed.core.ray_engine",
+    "RayEngine": "aiofeed.processes.actors.options",
     "FailurePolicy": "aiofeed.core.failure_policy",
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",

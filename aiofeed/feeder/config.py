@@ -17,13 +17,13 @@ import numpy as np
 
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
-from aiofeed.core.ray_engine import RayEngine
 from aiofeed.core.types import Collate, Source, Transform, decodes_in_place
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, is_async_function
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.ordering import a_shuffle
+from aiofeed.processes.actors.options import RayEngine
 from aiofeed.runtime import machine
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
@@ -294,7 +294,7 @@ def an_engine(value: object) -> tuple[int, RayEngine | None]:
         TypeError, ValueError: The value is not "thread", "process", of the form "process:4", "ray" or a ``RayEngine``.
         ImportError: Ray is not installed.
     """
-    expected = 'expected "thread", "process", "process:4" for four processes, "ray", or RayEngine(...)'
+    expected = 'expected "thread", "process", or "process:4" for four processes; for a Ray cluster "ray" or RayEngine()'
     if isinstance(value, str) and (value == "ray" or value.startswith("ray:")):
         number = value.removeprefix("ray").removeprefix(":")
         if value != "ray" and not (number.isascii() and number.isdigit() and int(number) > 0):

@@ -66,11 +66,11 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.host import HostCache
-    from aiofeed.core.ray_engine import RayEngine
     from aiofeed.core.types import Decoder, RandomDecoder
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.devices.resolve import Device
     from aiofeed.diagnostics.progress import BarKind, ProgressFeed
+    from aiofeed.processes.actors.options import RayEngine
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
     from aiofeed.sources.dataset import MapDataset

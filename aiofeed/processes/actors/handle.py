@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _RECEIVING = 2
 # Calls that compare the clocks of two machines; that with the shortest way counts.
 _CLOCK_CALLS = 5
+# Memory that a fork of this process has, too, and that Ray must not use again.
+_inherited: list[Ring] = []
 
 
 class ActorHandle:
@@ -67,8 +69,10 @@ class ActorHandle:
         """Send a message; does nothing if the actor has died."""
         self._actor.send.remote(encode(message))
 
-    def release_slot(self, serial: int, reusable: bool = True) -> None:
-        """Do nothing: Ray frees the memory when nothing refers to it."""
+    def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
+        """Keep memory that a fork of the trainer may read; Ray frees the other when nothing refers to it."""
+        if not reusable:
+            _inherited.append(ring)
 
     def kill(self) -> None:
         """End the actor at once."""

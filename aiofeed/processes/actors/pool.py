@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
-from aiofeed.core.ray_engine import RayEngine
 from aiofeed.processes.actors.handle import ActorHandle
+from aiofeed.processes.actors.options import RayEngine
 from aiofeed.processes.actors.worker import FeedActor
 from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import GRACE_S, WorkerPool
@@ -196,7 +196,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         if ready:
             self._none_ready_since = now
             self._duplicate_late(ready, now)
-        elif now - self._none_ready_since > SLOW_START_S:
+        elif now - self._none_ready_since > min(SLOW_START_S, self._engine.start_timeout_s):
             self._report_none_ready(now - self._none_ready_since)
         asyncio.get_running_loop().call_later(CHECK_S, self._check)
 

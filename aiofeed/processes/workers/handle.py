@@ -53,8 +53,8 @@ class Handle(Protocol):
         """Send a message; does nothing if the worker has ended."""
         ...
 
-    def release_slot(self, serial: int, reusable: bool = True) -> None:
-        """Give the memory of a batch back to the worker."""
+    def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
+        """Give the memory of a batch back to the worker; see ``ReleaseSlot``."""
         ...
 
     def kill(self) -> None:
@@ -143,7 +143,7 @@ class WorkerHandle:
         """Send a message; does nothing if the worker has ended."""
         self._connection.send(encode(message))
 
-    def release_slot(self, serial: int, reusable: bool = True) -> None:
+    def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the slot of a batch back to the worker; see ``ReleaseSlot``."""
         self.send(ReleaseSlot(serial, reusable))
 

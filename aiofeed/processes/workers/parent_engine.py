@@ -142,7 +142,7 @@ class MultiprocessEngine(Engine):
         ring = assigned.ring
         assert ring is not None
         # Not a method of `assigned`, which refers to the batch: the slot would keep itself.
-        free = partial(worker.release_slot, assigned.serial)
+        free = partial(worker.release_slot, assigned.serial, ring)
         free_dropped_slots(self._pool.borrowed)
         try:
             if ring.pinned:
