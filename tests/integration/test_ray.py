@@ -28,6 +28,7 @@ from aiofeed import (
     RayEngine,
     ReadError,
     WorkerDiedError,
+    prefetch,
 )
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
@@ -69,8 +70,9 @@ def cluster() -> Iterator[Any]:
 
 
 def alive() -> list[Any]:
-    """The actors of the cluster that have not ended."""
-    return [each for each in ray._private.state.actors().values() if each["State"] != "DEAD"]
+    """The actors of feeders that have not ended."""
+    found = ray._private.state.actors().values()
+    return [each for each in found if each["ActorClassName"] == "FeedActor" and each["State"] != "DEAD"]
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +230,16 @@ async def test_async_for_of_a_lambda_and_a_dropped_feeder() -> None:
     iterator = aiter(feeder)
     assert (await anext(iterator)).tolist() == [1, 2, 3, 4]
     del feeder, iterator
+
+
+@pytest.mark.slow
+def test_batches_of_ray_data_are_prefetched() -> None:
+    """The batches of ``iter_torch_batches``, in order, on the device, for each of two epochs."""
+    data = ray.data.range(32, override_num_blocks=2).map_batches(lambda batch: {"x": batch["id"] * 2})
+    device = SimulatedDevice(3, latency="late")
+    feed = prefetch(data.iter_torch_batches(batch_size=8, device="cpu"), device=device)
+    for _ in range(2):
+        assert [batch["x"].cpu().tolist() for batch in feed] == [list(range(at, at + 16, 2)) for at in range(0, 64, 16)]
 
 
 # --- refused ---
