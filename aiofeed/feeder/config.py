@@ -23,7 +23,6 @@ from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.ordering import a_shuffle
-from aiofeed.processes.actors.options import RayEngine
 from aiofeed.runtime import machine
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
+    from aiofeed.processes.actors.options import RayEngine
 
 
 def _threads_instead(workers: object) -> str:
@@ -295,22 +295,22 @@ def an_engine(value: object) -> tuple[int, RayEngine | None]:
         ImportError: Ray is not installed.
     """
     expected = 'expected "thread", "process", or "process:4" for four processes; for a Ray cluster "ray" or RayEngine()'
-    if isinstance(value, str) and (value == "ray" or value.startswith("ray:")):
-        number = value.removeprefix("ray").removeprefix(":")
-        if value != "ray" and not (number.isascii() and number.isdigit() and int(number) > 0):
-            raise ValueError(f"engine={value!r}: {expected}")
-        value = RayEngine(int(number)) if number else RayEngine()
-    if isinstance(value, RayEngine):
-        if find_spec("ray") is None:
-            raise ImportError(f"engine={value!r} needs Ray: pip install 'aiofeed[ray]'")
-        return value.actors, value
-    if not isinstance(value, str):
-        raise TypeError(f"engine must be a str, got {value!r}; {expected}")
-    kind, colon, number = value.partition(":")
     if value == "thread":
         return 0, None
-    if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+    kind, colon, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if isinstance(value, str) and (
+        kind not in ("process", "ray") or (colon and not (number.isascii() and number.isdigit() and int(number) > 0))
+    ):
         raise ValueError(f"engine={value!r}: {expected}")
+    if kind != "process":
+        from aiofeed.processes.actors.options import RayEngine
+
+        ray = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
+        if not isinstance(ray, RayEngine):
+            raise TypeError(f"engine must be a str, got {value!r}; {expected}")
+        if find_spec("ray") is None:
+            raise ImportError(f"engine={value!r} needs Ray: pip install 'aiofeed[ray]'")
+        return ray.actors, ray
     if not hasattr(socket, "send_fds"):
         raise ValueError(f'engine={value!r} needs Unix sockets, which this system does not have; use engine="thread"')
     return int(number) if colon else 1, None

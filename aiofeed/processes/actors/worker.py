@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import platform
 import time
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.ring import Slot
 from aiofeed.processes.ipc.schema import dtype_and_nbytes
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker, ReleaseSlot, WorkerEnded, decode_to_worker
-from aiofeed.processes.workers.spawn import WorkerConfig
+from aiofeed.processes.workers.spawn import WorkerConfig, unpickle_config
 from aiofeed.processes.workers.worker import Worker, encode_finished, new_loop_thread
 from aiofeed.runtime.buffers import Bytes, DropTracker
 from aiofeed.runtime.event_loop import EventLoopThread
@@ -72,7 +71,7 @@ class FeedActor:
 
         try:
             check_versions(expected, place)
-            worker_config: WorkerConfig = pickle.loads(config)
+            worker_config = unpickle_config(config)
             self._loop_thread = new_loop_thread(worker_config, self._number)
             self._loop_thread.at_death(lambda error: put(WorkerEnded(describe(error)), {}))
             self._worker = _ActorWorker(self._loop_thread, worker_config, self._number, put)

@@ -206,6 +206,12 @@ def write_config(worker_config: WorkerConfig) -> int:
     return descriptor
 
 
+def unpickle_config(data: bytes) -> WorkerConfig:
+    """Unpickle the configuration that the trainer has pickled."""
+    worker_config: WorkerConfig = pickle.loads(data)
+    return worker_config
+
+
 def read_config(descriptor: int) -> WorkerConfig:
     """Unpickle what ``write_config`` has written; imports the script first if an object is defined in it."""
     global starting
@@ -219,8 +225,7 @@ def read_config(descriptor: int) -> WorkerConfig:
                 from multiprocessing import spawn
 
                 spawn.prepare(preparation)
-            worker_config: WorkerConfig = pickle.loads(data[end:])
-            return worker_config
+            return unpickle_config(data[end:])
     finally:
         starting = False
         os.close(descriptor)
