@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import time
 from typing import Any
 
@@ -100,9 +101,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actors", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--batches", type=int, default=60, help="per actor (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts (%(default)s)")
     options = parser.parse_args()
     ray.init("local", num_cpus=max(options.actors, default=1), object_store_memory=500_000_000, include_dashboard=False)
-    rates = {actors: rate(actors, options.batches) for actors in options.actors}
+    rates = {
+        actors: statistics.median(rate(actors, options.batches) for _ in range(options.rounds))
+        for actors in options.actors
+    }
     for actors, found in rates.items():
         ideal = actors / DECODE_S
         per_actor = found / rates[options.actors[0]] * options.actors[0] / actors
@@ -110,7 +115,11 @@ def main() -> None:
             f"{actors} actors: {found:.0f} samples/s, {found / ideal:.2f} of the ideal, {per_actor:.2f} k", flush=True
         )
     for engine in ("process", RayEngine(1)):
-        milliseconds = {nbytes: 1e3 * seconds_per_batch(engine, nbytes, options.batches) for nbytes in SIZES}
+        milliseconds = {
+            nbytes: 1e3
+            * statistics.median(seconds_per_batch(engine, nbytes, options.batches) for _ in range(options.rounds))
+            for nbytes in SIZES
+        }
         slope, constant = np.polyfit([nbytes / 1e6 for nbytes in SIZES], list(milliseconds.values()), 1)
         name = engine if isinstance(engine, str) else "ray"
         each = ", ".join(f"{nbytes >> 10} KiB {ms:.2f}" for nbytes, ms in milliseconds.items())
