@@ -22,7 +22,7 @@ from aiofeed import Feeder, Limits, RayEngine
 
 READ_S = 0.020
 DECODE_S = 0.010
-BATCH = 16
+BATCH = 32
 SIZES = (1 << 10, 1 << 20, 4 << 20, 16 << 20)
 
 

@@ -1,10 +1,10 @@
 """A discrete-event model of ``engine="ray"``: which rate do k nodes and t trainers reach, and what limits it?
 
 ``python -m benchmarks.ray_model [--picture docs/ray-model.svg]``. Each trainer has a feeder, an event loop and a
-network interface of its own, and an equal share of the actors. An actor decodes its batches one after the other; a finished
-batch passes through the interface of its node, that of the trainer, and the trainer's loop, each of which serves one
-batch at a time. Batches are delivered in order, from a window as large as that of the feeder. Actors die at random;
-their batches are decoded again by others, and a new actor starts after a while.
+network interface of its own, and an equal share of the actors. An actor decodes its batches one after the other; a
+finished batch passes through the interface of its node, that of the trainer, and the trainer's loop, each of which
+serves one batch at a time. Batches are delivered in order, from a window as large as that of the feeder. Actors die
+at random; their batches are decoded again by others, and a new actor starts after a while.
 
 First, the model of the benchmark ``ray_cluster``, to compare with its measurement. Then photographs: 1 to 256 nodes
 and 1 to 64 trainers.
@@ -149,8 +149,8 @@ def main() -> None:
     options = parser.parse_args()
     loop = {"loop_s": options.loop_ms / 1e3, "loop_s_per_mb": options.loop_ms_per_mb / 1e3}
     for actors in (1, 2, 4, 8):
-        rate, _ = simulate(Model(actors, batch_s=0.160, batch_mb=0.001, **loop))
-        print(f"ray_cluster, {actors} actors: {16 * rate:.0f} samples/s")
+        rate, _ = simulate(Model(actors, batch_s=0.320, batch_mb=0.001, **loop))
+        print(f"ray_cluster, {actors} actors: {32 * rate:.0f} samples/s")
     # 64 photographs: 5 ms each on one core, 2 cores per actor, 8 actors per node; uint8 [64, 3, 224, 224].
     photographs = Model(8, batch_s=64 * 0.005 / 2, batch_mb=9.6, mtbf_s=6 * 3600, **loop)
     rates: dict[int, dict[int, float]] = {}

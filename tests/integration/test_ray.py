@@ -20,6 +20,8 @@ import torch
 from aiofeed import (
     DecodeError,
     DecodeImage,
+    DiskCache,
+    EncodedCache,
     FailurePolicy,
     Feeder,
     FeedError,
@@ -390,3 +392,75 @@ def test_equality_with_threads(options: dict[str, Any], error: Any) -> None:
                 batches.sort(key=lambda batch: batch.tolist())
             seen.append([*batches, [str(each.error) for each in feeder.failures]])
     assert_same(*seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [DiskCache, lambda path: EncodedCache(path, 1 << 20)])
+def test_caches_are_filled_and_used_by_actors(cache: Any, tmp_path: Path) -> None:
+    """Two epochs of two actors that share a file."""
+    options = {"decode": parts.number, "batch_size": 4, "engine": RayEngine(2), "cache": cache(tmp_path / "cache")}
+    with Feeder(parts.Numbers(24), **options) as feeder:
+        for _ in range(2):
+            assert numbers(feeder) == [list(range(at, at + 4)) for at in range(0, 24, 4)]
+
+
+@pytest.mark.slow
+def test_a_state_of_every_position_is_resumed_and_epochs_are_read_ahead() -> None:
+    """The rest of the epoch is the same from every position; ``epochs`` gives those of threads."""
+    options: dict[str, Any] = {"decode": parts.number, "batch_size": 4, "shuffle": True}
+    with (
+        Feeder(parts.Numbers(22), **options) as threads,
+        Feeder(parts.Numbers(22), engine="ray:1", **options) as actors,
+    ):
+        assert [numbers(actors) for _ in actors.epochs(3)] == [numbers(threads) for _ in threads.epochs(3)]
+        threads.set_epoch(3)
+        whole = numbers(threads)
+        for position in range(7):
+            actors.set_epoch(3)
+            iterator = iter(actors)
+            taken = [next(iterator).tolist() for _ in range(min(position, 6))]
+            actors.load_state_dict(actors.state_dict())
+            assert taken + (numbers(actors) if position < 6 else []) == whole
+
+
+@pytest.mark.slow
+def test_a_fork_keeps_the_batch_that_its_parent_drops() -> None:
+    """Ray does not use its memory again."""
+    with Feeder(parts.Numbers(80), decode=parts.large, batch_size=4, engine="ray:1") as feeder:
+        iterator = iter(feeder)
+        batch = next(iterator)
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(write)
+            os.read(read, 1)  # until the parent has taken all batches
+            os._exit(0 if batch[:, 0].tolist() == [0, 1, 2, 3] and bool((batch == batch[:, :1]).all()) else 3)
+        os.close(read)
+        del batch
+        assert sum(1 for _ in iterator) == 19
+        os.close(write)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.slow
+def test_the_end_of_rays_connection_is_an_error(cluster: Any) -> None:
+    """The message says what to do, and the feeder ends."""
+    with Feeder(parts.Numbers(8000), decode=parts.number, batch_size=4, engine="ray:1") as feeder:
+        iterator = iter(feeder)
+        next(iterator)
+        ray.shutdown()
+        try:
+            with pytest.raises(FeedError, match=r"ray.shutdown\(\) was called"):
+                list(iterator)
+        finally:
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+@pytest.mark.slow
+def test_an_actor_reuses_its_memory() -> None:
+    """Slots are written again after Ray has copied them: batches of 4 MiB, 200 of them."""
+    with Feeder(parts.Numbers(800), decode=parts.large, batch_size=4, engine="ray:1") as feeder:
+        for _ in feeder:
+            [actor] = ray_parts.actors(feeder)
+        mapped = Path(f"/proc/{ray_parts.pid_of(actor)}/maps").read_text().count("memfd:aiofeed")
+    assert 1 <= mapped <= 30
