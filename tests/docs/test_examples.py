@@ -467,6 +467,14 @@ def test_torchrun_ddp_shows_its_command() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.slow
+def test_ray_train_resumes_with_more_workers() -> None:
+    """Two workers see 40 samples each, then three see the rest of the 300, with two repeated."""
+    pytest.importorskip("ray")
+    assert "self-test: 302 samples seen: 300, and 2 repeated" in run("ray_train.py", "--self-test")
+
+
+@pytest.mark.integration
 def test_checkpoint_dcp_sees_each_sample_once() -> None:
     """A distributed checkpoint restores the feeder's position and the weights."""
     output = run("checkpoint_dcp.py")
