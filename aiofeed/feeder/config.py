@@ -597,7 +597,7 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
     if config.engines:
         raise ValueError(
             f'cache="host" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
-            f'pass cache=DiskCache(path), which those of a machine share, or engine="thread"'
+            f'pass cache=DiskCache(path), which they share on each machine, or engine="thread"'
         )
     assert isinstance(cache, HostCache)
     return HostStore(length, cache, machine.free_memory)
@@ -618,7 +618,7 @@ def _check_cache_on_device(config: FeederConfig, codec: SampleCodec, static_batc
     if config.engines:
         raise ValueError(
             f'cache="device" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
-            f'pass engine="thread", or cache=DiskCache(path), which those of a machine share'
+            f'pass engine="thread", or cache=DiskCache(path), which they share on each machine'
         )
     if isinstance(config.backend, DeviceGroup):
         raise ValueError(

@@ -81,6 +81,7 @@ class ActorPool(WorkerPool[ActorHandle]):
 
         check_cluster(engine)
         self._engine = engine
+        self._connection = ray.get_runtime_context().get_worker_id()
         self._config = ray.put(cloudpickle.dumps(worker_config))
         options = {"num_cpus": engine.cpus_per_actor, "scheduling_strategy": "SPREAD", **engine.options}
         self._actors: Any = ray.remote(FeedActor).options(**options)
@@ -143,6 +144,9 @@ class ActorPool(WorkerPool[ActorHandle]):
         """An actor has died, or cannot be reached: replace it, and give its batches to others."""
         if self._stopping or self._error is not None:
             return
+        if not self._connected():
+            self._fail_disconnected()
+            return
         self._workers.remove(worker)
         worker.close()
         self._deaths += 1
@@ -183,22 +187,29 @@ class ActorPool(WorkerPool[ActorHandle]):
 
     def _check(self) -> None:
         """Check every ``CHECK_S`` for late batches, and for actors that do not start."""
-        import ray
-
         if self._stopping or self._error is not None:
+            return
+        if not self._connected():
+            self._fail_disconnected()
             return
         free_dropped_slots(self.borrowed)
         now = time.monotonic()
         ready = [worker for worker in self._workers if worker.ready]
-        if not ray.is_initialized():
-            self._fail(FeedError('ray.shutdown() was called while engine="ray" was in use: close the feeder before'))
-            return
         if ready:
             self._none_ready_since = now
             self._duplicate_late(ready, now)
         elif now - self._none_ready_since > min(SLOW_START_S, self._engine.start_timeout_s):
             self._report_none_ready(now - self._none_ready_since)
         asyncio.get_running_loop().call_later(CHECK_S, self._check)
+
+    def _connected(self) -> bool:
+        """Whether this process has the connection that the actors were made in; Ray would start a new cluster."""
+        import ray
+
+        return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._connection)
+
+    def _fail_disconnected(self) -> None:
+        self._fail(FeedError('ray.shutdown() was called while engine="ray" was in use: close the feeder before'))
 
     def _report_none_ready(self, seconds: float) -> None:
         import ray
@@ -235,10 +246,8 @@ class ActorPool(WorkerPool[ActorHandle]):
 
     async def aclose(self) -> None:
         """Have the actors close their sources, within ``GRACE_S``, and end them."""
-        import ray
-
         self._stopping = True
-        if ray.is_initialized():
+        if self._connected():
             stops = [asyncio.ensure_future(worker.stop()) for worker in self._workers if worker.ready]
             if stops:
                 _, running = await asyncio.wait(stops, timeout=GRACE_S)
