@@ -423,6 +423,7 @@ def test_accelerate_loop_sees_each_sample_once() -> None:
     assert "epoch 0, each sample once: True" in output
 
 
+@pytest.mark.slow  # tests/integration has these frameworks, too
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("package", "example"),

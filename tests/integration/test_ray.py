@@ -26,7 +26,6 @@ from aiofeed import (
     Feeder,
     FeedError,
     ImageFolder,
-    Limits,
     RayEngine,
     ReadError,
     WorkerDiedError,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 ray = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.slow,  # a cluster takes 10 to 20 s to start
     # Ray leaves files and sockets to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -235,7 +235,6 @@ async def test_async_for_of_a_lambda_and_a_dropped_feeder() -> None:
     del feeder, iterator
 
 
-@pytest.mark.slow
 def test_batches_of_ray_data_are_prefetched() -> None:
     """The batches of ``iter_torch_batches``, in order, on the device, for each of two epochs."""
     data = ray.data.range(32, override_num_blocks=2).map_batches(lambda batch: {"x": batch["id"] * 2})
@@ -246,43 +245,6 @@ def test_batches_of_ray_data_are_prefetched() -> None:
 
 
 # --- refused ---
-
-
-def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command."""
-    monkeypatch.setattr("aiofeed.feeder.config.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'aiofeed\[ray\]'"):
-        Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray")
-
-
-@pytest.mark.parametrize("engine", ["ray:", "ray:0", "ray:x", "rays"])
-def test_an_unknown_engine_is_refused(engine: Any) -> None:
-    """The message has the value and the allowed ones."""
-    with pytest.raises(ValueError, match=r"engine='ray.*RayEngine"):
-        Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine=engine)
-
-
-def test_options_are_checked() -> None:
-    """Each error names the option and the value."""
-    for options in ({"actors": 0}, {"cpus_per_actor": 0}, {"retries": -1}, {"start_timeout_s": 0}):
-        with pytest.raises(
-            ValueError, match=f"RayEngine\\({next(iter(options))}=...\\).*got {next(iter(options.values()))}"
-        ):
-            RayEngine(**options)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="cpus_per_actor"):
-        RayEngine(num_cpus=1)  # type: ignore[call-arg]
-
-
-def test_what_cannot_be_sent_is_refused_by_the_constructor() -> None:
-    """The message has the argument, the reason and what to do."""
-    source = parts.Numbers(4)
-    source.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match=r"source=.*cannot be sent to an actor.*lock.*engine=\"thread\""):
-        Feeder(source, decode=parts.number, batch_size=2, engine="ray")
-    with pytest.raises(ValueError, match=r'cache="host".*engine="ray" decodes in other processes'):
-        Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray", cache="host")
-    with pytest.raises(ValueError, match=r"decode_threads=1.*ray:2.*at least 2"):
-        Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray:2", limits=Limits(decode_threads=1))
 
 
 def test_a_cluster_that_is_not_there_or_too_small_is_an_error_of_iter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +295,6 @@ def test_an_actor_that_cannot_start_is_an_error(source: Any, kind: Any, message:
 # --- long ---
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_hundred_kills_lose_no_batch(cluster: Any, tmp_path: Path) -> None:
     """Actors at random, and every tenth time a node: nothing is lost, doubled or wrong."""
@@ -361,7 +322,6 @@ def test_a_hundred_kills_lose_no_batch(cluster: Any, tmp_path: Path) -> None:
     cluster.remove_node(node)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -394,7 +354,6 @@ def test_equality_with_threads(options: dict[str, Any], error: Any) -> None:
     assert_same(*seen)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cache", [DiskCache, lambda path: EncodedCache(path, 1 << 20)])
 def test_caches_are_filled_and_used_by_actors(cache: Any, tmp_path: Path) -> None:
     """Two epochs of two actors that share a file."""
@@ -404,7 +363,6 @@ def test_caches_are_filled_and_used_by_actors(cache: Any, tmp_path: Path) -> Non
             assert numbers(feeder) == [list(range(at, at + 4)) for at in range(0, 24, 4)]
 
 
-@pytest.mark.slow
 def test_a_state_of_every_position_is_resumed_and_epochs_are_read_ahead() -> None:
     """The rest of the epoch is the same from every position; ``epochs`` gives those of threads."""
     options: dict[str, Any] = {"decode": parts.number, "batch_size": 4, "shuffle": True}
@@ -423,7 +381,6 @@ def test_a_state_of_every_position_is_resumed_and_epochs_are_read_ahead() -> Non
             assert taken + (numbers(actors) if position < 6 else []) == whole
 
 
-@pytest.mark.slow
 def test_an_actor_reuses_its_memory() -> None:
     """Slots are written again after Ray has copied them: batches of 4 MiB, 200 of them."""
     with Feeder(parts.Numbers(800), decode=parts.large, batch_size=4, engine="ray:1") as feeder:
@@ -433,7 +390,6 @@ def test_an_actor_reuses_its_memory() -> None:
     assert 1 <= mapped <= 30
 
 
-@pytest.mark.slow
 def test_a_fork_keeps_the_batch_that_its_parent_drops() -> None:
     """Ray does not use its memory again."""
     with Feeder(parts.Numbers(80), decode=parts.large, batch_size=4, engine="ray:1") as feeder:
@@ -454,7 +410,6 @@ def test_a_fork_keeps_the_batch_that_its_parent_drops() -> None:
 
 
 # Last: in a process that has shut Ray 2.60 down with calls in flight, new actors of any kind may end at once.
-@pytest.mark.slow
 def test_the_end_of_rays_connection_is_an_error(cluster: Any) -> None:
     """The message says what to do, and the feeder ends."""
     with Feeder(parts.Numbers(8000), decode=parts.number, batch_size=4, engine="ray:1") as feeder:
