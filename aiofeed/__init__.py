@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from aiofeed.feeder.feeder import Feeder
     from aiofeed.feeder.prefetch import prefetch
     from aiofeed.feeder.serve import serve
+    from aiofeed.processes.actors.options import RayEngine
     from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.exporters import OpenTelemetryMetrics, PrometheusCollector
@@ -113,6 +114,7 @@ _HOMES = {
     "SharedTensors": "aiofeed.processes.shared_tensors.api",
     # what may be used, and what was
     "Limits": "aiofeed.core.limits",
+    "RayEngine": "aiofeed.processes.actors.options",
     "FailurePolicy": "aiofeed.core.failure_policy",
     "FeedStatistics": "aiofeed.core.statistics",
     "StorageStatistics": "aiofeed.core.statistics",
@@ -180,6 +182,7 @@ __all__ = [  # noqa: RUF022 - grouped as above
     "attach_tensors",
     "SharedTensors",
     "Limits",
+    "RayEngine",
     "FailurePolicy",
     "FeedStatistics",
     "StorageStatistics",

@@ -99,12 +99,40 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def markdown(results: Sequence[Result], conditions: str) -> str:
-    """All figures, benchmark by benchmark, for docs/benchmarks.md."""
-    parts = [conditions, "![The ratios that have a target](benchmarks.png)", tally(results)]
-    for result in results:
-        parts += [f"### {result.title}", markdown_table(HEADER, [row(figure) for figure in result.figures])]
-    return "\n\n".join(parts)
+def section(result: Result, note: str = "") -> str:
+    """All figures of a benchmark, for docs/benchmarks.md; ``note`` comes first."""
+    return "\n\n".join(filter(None, [f"### {result.title}", note, markdown_table(HEADER, map(row, result.figures))]))
+
+
+def markdown(sections: Sequence[str], conditions: str) -> str:
+    """The results in docs/benchmarks.md."""
+    text = "\n\n".join(sections)
+    return "\n\n".join([conditions, "![The ratios that have a target](benchmarks.png)", tally(text), text])
+
+
+def updated(old: str, results: Sequence[Result], conditions: str) -> str:
+    """The results ``old`` of docs/benchmarks.md, with new sections for some benchmarks, which note their conditions."""
+    head, *sections = old.strip().split("\n\n### ")
+    found = {text.partition("\n")[0]: f"### {text}" for text in sections}
+    found |= {result.title: section(result, conditions) for result in results}
+    return markdown([*found.values()], head.partition("\n")[0])
+
+
+_RATIO = re.compile(r"\| (.+?) \| ([\d.,]+) \| ([\d.,]+) to ([\d.,]+) \| (?:([≥≤]) ([\d.,]+))? *\|.*")
+
+
+def ratios_in(text: str) -> list[tuple[str, Figure]]:
+    """The ratios in the sections of docs/benchmarks.md, each with the title of its section."""
+    found: list[tuple[str, Figure]] = []
+    title = ""
+    for line in text.splitlines():
+        if line.startswith("### "):
+            title = line.removeprefix("### ")
+        if ratio := _RATIO.fullmatch(line):
+            median, low, high = (float(ratio[group].replace(",", "")) for group in (2, 3, 4))
+            target = Target(float(ratio[6].replace(",", "")), at_least=ratio[5] == "≥") if ratio[5] else None
+            found.append((title, Figure(ratio[1], (low, median, high), target=target)))
+    return found
 
 
 def ratios_of_page(page: str) -> list[tuple[str, Figure]]:
@@ -112,18 +140,13 @@ def ratios_of_page(page: str) -> list[tuple[str, Figure]]:
 
     A figure that the page lacks is left out: its benchmark may need a library that the machine does not have.
     """
-    found: list[tuple[str, Figure]] = []
-    title = ""
-    for line in page.splitlines():
-        if line.startswith("### "):
-            title = line.removeprefix("### ")
-        if ratio := re.fullmatch(r"\| (.+? / .+?) \| ([\d.,]+) \| ([\d.,]+) to ([\d.,]+) \|.*", line):
-            low, median, high = (float(ratio[group].replace(",", "")) for group in (3, 2, 4))
-            found.append((f"{title}\n{ratio[1]}", Figure(ratio[1], (low, median, high))))
     rows = []
     for label, wanted, ending in SUMMARY_ROWS:
-        figures = [figure for name, figure in found if name.startswith(f"{wanted}\n") and name.endswith(ending)]
-        rows += [(label, figure) for figure in figures[:1]]
+        rows += [
+            (label, figure)
+            for title, figure in ratios_in(page)
+            if title == wanted and figure.what.endswith(ending) and " / " in figure.what
+        ][:1]
     return rows
 
 
@@ -133,32 +156,31 @@ def summary_table(page: str) -> str:
         (label, f"**{number(figure.median)}**", f"{number(figure.low)} to {number(figure.high)}")
         for label, figure in ratios_of_page(page)
     ]
-    _, _, results = page.partition("<!-- results:begin -->")
-    machine = results.strip().partition("\n")[0]
+    machine = between(page, "results").partition("\n")[0]
     return "\n\n".join([markdown_table(SUMMARY_HEADER, rows), machine])
 
 
-def tally(results: Sequence[Result]) -> str:
-    """The number of targets that are met, and the names of those that are not."""
-    judged = [(result, figure) for result in results for figure in result.figures if figure.target is not None]
-    short = [f"{result.name}: {figure.what}" for result, figure in judged if figure.verdict != "met"]
-    line = f"{len(judged) - len(short)} of {len(judged)} targets met"
-    return line + ("." if not short else "; short: " + "; ".join(short) + ".")
+def tally(text: str) -> str:
+    """The number of targets that are met in sections of docs/benchmarks.md, and the names of those that are not."""
+    met, title, short = 0, "", []
+    for line in text.splitlines():
+        if line.startswith("### "):
+            title = line.removeprefix("### ")
+        met += line.endswith("| met |")
+        if line.endswith("| SHORT |"):
+            short.append(f"{title}: {line.split('|')[1].strip()}")
+    counted = f"{met} of {met + len(short)} targets met"
+    return counted + ("." if not short else "; short:\n\n" + "\n".join(f"- {name}" for name in short))
 
 
-def picture(results: Sequence[Result], path: Path) -> None:
+def picture(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
     """Draw the ratios with a target as bars with their spread; a line marks the target."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = [
-        (f"{figure.what}\n{result.title}", figure)
-        for result in results
-        for figure in result.figures
-        if figure.target is not None and figure.unit == RATIO
-    ]
+    bars = [(f"{figure.what}\n{title}", figure) for title, figure in ratios if figure.target is not None]
     chart, axes = pyplot.subplots(figsize=(9, 1 + 0.55 * len(bars)), layout="constrained")
     for position, (_, figure) in enumerate(bars):
         assert figure.target is not None
@@ -213,6 +235,11 @@ def readme_chart(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
     pyplot.close(chart)
 
 
+def between(text: str, name: str) -> str:
+    """What is between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
+    return text.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0].strip()
+
+
 def replace_between(text: str, name: str, new: str) -> str:
     """``text`` with ``new`` between its ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -221,11 +248,21 @@ def replace_between(text: str, name: str, new: str) -> str:
     return text[: text.index(begin) + len(begin)] + "\n" + new.strip() + "\n" + text[text.index(end) :]
 
 
-def write(results: Sequence[Result], conditions: str, project: Path) -> list[Path]:
-    """Put the results into docs/benchmarks.md, draw them beside it, and update its summary; returns the files."""
+def write(results: Sequence[Result], conditions: str, project: Path, *, some: bool = False) -> list[Path]:
+    """Put the results into docs/benchmarks.md, draw them beside it, and update its summary; returns the files.
+
+    Args:
+        results: Results.
+        conditions: The machine and the number of rounds.
+        project: The root of the project.
+        some: Keep the results of other benchmarks.
+    """
     page, image = project / PAGE, project / "docs/benchmarks.png"
-    _replace_in(page, "results", markdown(results, conditions))
-    picture(results, image)
+    text = markdown([section(result) for result in results], conditions)
+    if some:
+        text = updated(between(page.read_text(encoding="utf-8"), "results"), results, conditions)
+    _replace_in(page, "results", text)
+    picture(ratios_in(text), image)
     return [page, image, write_summary(project)]
 
 

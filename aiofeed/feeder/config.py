@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
+    from aiofeed.processes.actors.options import RayEngine
 
 log = logging.getLogger("aiofeed.feeder")
 
@@ -91,7 +93,8 @@ class FeederConfig:
     """The checked arguments of a feeder.
 
     Args:
-        engines: Number of worker processes; 0: threads of this process.
+        engines: Number of worker processes or actors; 0: threads of this process.
+        ray: The options of ``engine="ray"``.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
         tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
     """
@@ -111,6 +114,17 @@ class FeederConfig:
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
     tokens_resident: bool = False
+    ray: RayEngine | None = None
+
+    @property
+    def engine(self) -> str | RayEngine:
+        """The engine, as ``Feeder(engine=)`` takes it."""
+        return self.ray or (f"process:{self.engines}" if self.engines else "thread")
+
+    @property
+    def engine_kind(self) -> str:
+        """ "thread", "process" or "ray"."""
+        return "ray" if self.ray else "process" if self.engines else "thread"
 
 
 def complete_config(
@@ -129,8 +143,8 @@ def complete_config(
         )
     if config.in_order == "samples" and config.engines:
         raise ValueError(
-            'in_order="samples" fills batches from samples of this process; engine="process" gets whole batches from '
-            'its workers: pass engine="thread", or in_order=False'
+            f'in_order="samples" fills batches from samples of this process; engine="{config.engine_kind}" gets whole '
+            f'batches from its workers: pass engine="thread", or in_order=False'
         )
     if isinstance(config.source, Tensors):
         _check_tensors(config, cache, static_batches, listed=listed)
@@ -152,7 +166,9 @@ def complete_config(
     if config.engines:
         from aiofeed.processes.workers import spawn
 
-        spawn.check_picklable(source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+        spawn.check_picklable(
+            config.engine_kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn
+        )
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config, static_batches))
     if static_batches:
@@ -339,25 +355,35 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
     return decode  # type: ignore[no-any-return]
 
 
-def an_engine(value: object) -> int:
-    """Return the number of worker processes that ``engine=`` requests; 0 for threads.
+def an_engine(value: object) -> tuple[int, RayEngine | None]:
+    """Return the number of worker processes or actors that ``engine=`` requests, and the options of Ray.
 
     Raises:
-        TypeError, ValueError: The value is not "thread", "process" or of the form "process:4".
+        TypeError, ValueError: The value is not "thread", "process", of the form "process:4", "ray" or a ``RayEngine``.
+        ImportError: Ray is not installed.
     """
-    expected = 'expected "thread", "process", or "process:4" for four processes'
-    if not isinstance(value, str):
-        raise TypeError(f"engine must be a str, got {value!r}; {expected}")
-    kind, colon, number = value.partition(":")
+    expected = 'expected "thread", "process", or "process:4" for four processes; for a Ray cluster "ray" or RayEngine()'
     if value == "thread":
-        return 0
-    if kind != "process" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+        return 0, None
+    kind, colon, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if isinstance(value, str) and (
+        kind not in ("process", "ray") or (colon and not (number.isascii() and number.isdigit() and int(number) > 0))
+    ):
         raise ValueError(f"engine={value!r}: {expected}")
+    if kind != "process":
+        from aiofeed.processes.actors.options import RayEngine
+
+        ray = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
+        if not isinstance(ray, RayEngine):
+            raise TypeError(f"engine must be a str, got {value!r}; {expected}")
+        if find_spec("ray") is None:
+            raise ImportError(f"engine={value!r} needs Ray: pip install 'aiofeed[ray]'")
+        return ray.actors, ray
     if not machine.passes_descriptors():
         raise ValueError(
             f'engine={value!r} needs Unix sockets that pass descriptors, which Windows lacks: use engine="thread"'
         )
-    return int(number) if colon else 1
+    return int(number) if colon else 1, None
 
 
 def a_batch_size(value: object) -> int:
@@ -404,7 +430,7 @@ def check_stream(source: object, **arguments: Any) -> None:
         ("batch_size", isinstance(arguments["batch_size"], LengthPlan), "has no list of lengths: pass a number"),
         ("cache", arguments["cache"] is not None, "has no indices, by which a cache finds samples: leave it out"),
         ("in_order", arguments["in_order"] == "samples", "gives the items of a batch together: pass in_order=False"),
-        ("engine", an_engine(arguments["engine"]), 'is read in this process: pass engine="thread"'),
+        ("engine", an_engine(arguments["engine"])[0], 'is read in this process: pass engine="thread"'),
         (
             "on_error",
             policy.retries or policy.read_timeout_s is not None,
@@ -420,8 +446,10 @@ def check_stream(source: object, **arguments: Any) -> None:
             raise ValueError(f"{name}={arguments[name]!r} is not possible with {source!r}: a stream {why}")
 
 
-def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int) -> ResolvedLimits:
-    """Return all limits as numbers for this machine and source.
+def limits_for(
+    limits: Limits | None, batch_size: int, source: object, engines: int, ray: RayEngine | None = None
+) -> ResolvedLimits:
+    """Return all limits as numbers for this machine or the actors of ``ray``, and for a source.
 
     Raises:
         TypeError: ``limits`` is not a ``Limits``.
@@ -433,14 +461,15 @@ def limits_for(limits: Limits | None, batch_size: int, source: object, engines: 
         for name in ("read_concurrency", "decode_threads"):
             given = getattr(limits, name)
             if given is not None and given < engines:
+                kind, what = ("ray", "actors") if ray else ("process", "processes")
                 raise ValueError(
-                    f'Limits({name}={given}) with engine="process:{engines}": the processes share the limit, and each '
-                    f'needs 1; use at least {engines}, or fewer processes, as engine="process:{given}"'
+                    f'Limits({name}={given}) with engine="{kind}:{engines}": the {what} share the limit, and each '
+                    f'needs 1; use at least {engines}, or fewer {what}, as engine="{kind}:{given}"'
                 )
     return resolve_limits(
         limits or Limits(),
         batch_size=batch_size,
-        cpus=machine.cpus(),
+        cpus=ray.actors * ray.cpus_per_actor if ray else machine.cpus(),
         free_memory=machine.free_memory(),
         most_threads=source.threads if isinstance(source, FromDataset) else None,
         engines=engines,
@@ -472,7 +501,7 @@ def _check_tensors(config: FeederConfig, cache: object, static_batches: bool, *,
             "copy them into tensors of your own if addresses must not change"
         )
     if config.engines:
-        raise ValueError('the data of Tensors are decoded already: engine="process" has no work to do')
+        raise ValueError(f'the data of Tensors are decoded already: engine="{config.engine_kind}" has no work to do')
 
 
 def _check_tokens_on_device(
@@ -487,7 +516,7 @@ def _check_tokens_on_device(
     for name, given in {
         "batch_sampler= or a plan": listed,
         "collate_fn=": config.collate_fn is not None,
-        'engine="process"': config.engines,
+        f'engine="{config.engine_kind}"': config.engines,
         "static_batches=True": static_batches,
         "a list of devices": isinstance(config.backend, DeviceGroup),
     }.items():
@@ -593,8 +622,8 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
         return DiskStore(length, cache, fingerprint_of(source, length), identity(decode))
     if config.engines:
         raise ValueError(
-            'cache="host" is memory of this process, and engine="process" decodes in other processes: pass '
-            'cache=DiskCache(path), which they share, or engine="thread"'
+            f'cache="host" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
+            f'pass cache=DiskCache(path), which they share on each machine, or engine="thread"'
         )
     assert isinstance(cache, HostCache)
     return HostStore(length, cache, machine.free_memory)
@@ -614,8 +643,8 @@ def _check_cache_on_device(config: FeederConfig, codec: SampleCodec, static_batc
         )
     if config.engines:
         raise ValueError(
-            'cache="device" is memory of this process, and engine="process" decodes in other processes: pass '
-            'engine="thread", or cache=DiskCache(path), which they share'
+            f'cache="device" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
+            f'pass engine="thread", or cache=DiskCache(path), which they share on each machine'
         )
     if isinstance(config.backend, DeviceGroup):
         raise ValueError(

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from aiofeed.decoders.media.clips import Clips
     from aiofeed.devices.resolve import Device
     from aiofeed.diagnostics.progress import BarKind, ProgressFeed
+    from aiofeed.processes.actors.options import RayEngine
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
     from aiofeed.sources.dataset import MapDataset
@@ -87,8 +88,8 @@ if TYPE_CHECKING:
         "process:15", "process:16", "process:17", "process:18", "process:19", "process:20", "process:21",
         "process:22", "process:23", "process:24", "process:25", "process:26", "process:27", "process:28",
         "process:29", "process:30", "process:31", "process:32", "process:48", "process:64", "process:96",
-        "process:128",
-    ]
+        "process:128", "ray",
+    ] | RayEngine
     # fmt: on
 
     class _Options(TypedDict, total=False):
@@ -172,7 +173,7 @@ class Feeder(Generic[BatchT]):
             96 and 128; for a computed number write ``cast(Any, f"process:{n}")``. The processes share
             ``read_concurrency`` and ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``.
             Each process has its own copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and
-            ``collate_fn`` are pickled at ``iter()``.
+            ``collate_fn`` are pickled at ``iter()``. "ray", or ``RayEngine(...)``, uses actors of a Ray cluster.
         static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
             until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
@@ -315,7 +316,7 @@ class Feeder(Generic[BatchT]):
             order = replace(order, batch_size=typical)
         self._order = new_order(self._source, order, sampler, shard, lister if batches is None else batches)
         self._order.events = new_events(check_bool("timeline", timeline))
-        engines = an_engine(engine)
+        engines, ray = an_engine(engine)
         config = FeederConfig(
             source=self._source,
             length=self._length,
@@ -325,10 +326,11 @@ class Feeder(Generic[BatchT]):
             backend=resolve_devices(device),
             transform=check_callable("transform", transform),
             policy=as_policy(on_error),
-            limits=limits_for(limits, typical, self._source, engines),
+            limits=limits_for(limits, typical, self._source, engines, ray),
             user_limits=limits or Limits(),
             in_order=in_order,
             engines=engines,
+            ray=ray,
         )
         config = complete_config(
             config,
@@ -400,10 +402,8 @@ class Feeder(Generic[BatchT]):
     def __repr__(self) -> str:
         config, order = self._config, self._order.describe()
         decode = "" if config.decode is None else f"decode={config.decode!r}, "
-        engine = f"process:{config.engines}" if config.engines else "thread"
-        return (
-            f"Feeder({self._source!r}, {decode}{order}, device={self._device!r}, engine={engine!r}, epoch={self.epoch})"
-        )
+        engine = f"device={self._device!r}, engine={config.engine!r}"
+        return f"Feeder({self._source!r}, {decode}{order}, {engine}, epoch={self.epoch})"
 
     @property
     def batch_size(self) -> int:

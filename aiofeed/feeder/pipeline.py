@@ -114,8 +114,10 @@ class StreamingPipeline(LoopProducer):
             from aiofeed.processes.workers.parent_engine import MultiprocessEngine
 
             make = partial(MultiprocessEngine, processes=self._processes, tuner=self.tuner)
-            # One more batch per process beyond the first, so that each can decode one.
-            limits = replace(limits, prefetch_batches=limits.prefetch_batches + config.engines - 1)
+            # One more batch per process beyond the first, so that each can decode one; and one more per actor, to
+            # decode while the batch before it is on its way.
+            more = config.engines - 1 + (config.engines if config.ray else 0)
+            limits = replace(limits, prefetch_batches=limits.prefetch_batches + more)
         self._engine = make(
             stream,
             batch_size=config.batch_size,
@@ -268,10 +270,10 @@ def _faster_decoders(decode: Any) -> Iterator[tuple[str, float | None]]:
         yield "install Pillow-SIMD in place of Pillow: `python -m aiofeed doctor` shows the command", None
 
 
-def _new_workers(config: FeederConfig) -> WorkerPool | None:
+def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
     if not config.engines:
         return None
-    from aiofeed.processes.workers.pool import WorkerPool
+    from aiofeed.processes.workers.pool import ProcessPool
     from aiofeed.processes.workers.spawn import WorkerConfig, check_not_starting
 
     check_not_starting()
@@ -293,9 +295,13 @@ def _new_workers(config: FeederConfig) -> WorkerPool | None:
         reads_given=config.user_limits.read_concurrency is not None,
         threads_given=config.user_limits.decode_threads is not None,
     )
+    if config.ray is not None:
+        from aiofeed.processes.actors.pool import ActorPool
+
+        return ActorPool(worker_config, config.ray)
     backend = config.backend
     # All devices of one kind can copy from memory that one of them has page-locked.
-    return WorkerPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
+    return ProcessPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
 
 
 def _new_tuner(config: FeederConfig) -> Tuner:

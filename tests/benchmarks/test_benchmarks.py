@@ -91,9 +91,9 @@ def test_the_plain_table_shows_median_spread_target_and_verdict() -> None:
 
 
 def test_the_markdown_lists_every_figure_and_the_missed_targets() -> None:
-    text = report.markdown(RESULTS, "A machine.")
+    text = report.markdown([report.section(result) for result in RESULTS], "A machine.")
     assert text.startswith("A machine.\n")
-    assert "1 of 2 targets met; short: speed: speed / other." in text
+    assert "1 of 2 targets met; short:\n\n- A race: speed / other\n" in text
     assert "| speed / other | 1.10 | 0.900 to 1.20 | ≥ 1.15 | SHORT |" in text
     assert "| rate: other | 31,000/s | 31,000/s to 31,000/s |  |  |" in text
 
@@ -117,6 +117,25 @@ A machine.
 
 | speed: aiofeed, process:2 / DataLoader, persistent | 0.846 | 0.827 to 1.16 | ≥ 1.30 | SHORT |
 """
+
+
+def test_the_results_of_some_benchmarks_leave_the_others_on_the_page() -> None:
+    """A section is replaced or added, with its conditions, and the targets of the whole page are counted."""
+    old = report.between(PAGE, "results")
+    found = report.updated(old, RESULTS, "Another machine.")
+    assert found.startswith("A machine.\n")
+    assert old.partition("### ")[2] in found
+    assert "### A race\n\nAnother machine.\n\n|" in found
+    assert "2 of 4 targets met" in found
+    again = report.updated(found, RESULTS, "A third machine.")
+    assert again == found.replace("Another", "A third")
+
+
+def test_ratios_of_a_page_have_their_targets() -> None:
+    ratios = {figure.what: figure for _, figure in report.ratios_in(PAGE)}
+    assert ratios["uint8: speed / index per batch"].target == at_least(3.0)
+    assert ratios["uint8: speed / DataLoader, no workers"].verdict == "met"
+    assert "uint8 epoch: DataLoader" not in ratios
 
 
 def test_the_summary_has_the_ratios_to_dataloader_and_no_targets() -> None:
@@ -157,7 +176,7 @@ def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let matplotlib open the font files, which it keeps open."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("picture")
-    report.picture(RESULTS, folder / "first.png")
+    report.picture(report.ratios_in(PAGE), folder / "first.png")
     report.readme_chart(report.ratios_of_page(PAGE), folder / "first.svg")
 
 
@@ -194,9 +213,8 @@ def test_the_page_has_the_markers() -> None:
     [
         (["jpg"], "no benchmark named jpg; there are jpeg,"),
         (["--rounds", "0"], "must be at least 1, got 0"),
-        (["--write", "--quick"], "--write needs all benchmarks"),
-        (["--write", "jpeg"], "--write needs all benchmarks"),
-        (["--write", "--rounds", "4"], "5 rounds or more"),
+        (["--write", "--quick"], "--write needs real inputs"),
+        (["--write", "jpeg", "--rounds", "4"], "5 rounds or more"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

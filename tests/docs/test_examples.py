@@ -423,6 +423,7 @@ def test_accelerate_loop_sees_each_sample_once() -> None:
     assert "epoch 0, each sample once: True" in output
 
 
+@pytest.mark.slow  # tests/integration has these frameworks, too
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("package", "example"),
@@ -464,6 +465,14 @@ def test_torchrun_ddp_resumes_with_more_processes() -> None:
 def test_torchrun_ddp_shows_its_command() -> None:
     """Without torchrun the error shows the command to use."""
     assert "torchrun --nproc-per-node=2" in run("torchrun_ddp.py", code=2)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_ray_train_resumes_with_more_workers() -> None:
+    """Two workers see 40 samples each, then three see the rest of the 300, with two repeated."""
+    pytest.importorskip("ray")
+    assert "self-test: 302 samples seen: 300, and 2 repeated" in run("ray_train.py", "--self-test")
 
 
 @pytest.mark.integration

@@ -177,7 +177,7 @@ def test_a_break_cancels_requests(files, object_server):
     object_server.schedule = lambda request: Fault(stall=True) if request.number >= 40 else None
     feeder = new_feeder(files)
     next(iter(feeder))
-    until(lambda: object_server.count > 60)
+    until(lambda: object_server.count > 41)
     feeder.close()
     assert not open_requests
 

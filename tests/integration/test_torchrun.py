@@ -122,7 +122,7 @@ def test_resume_with_as_many_processes(
     assert torch.equal(resumed.checkpoint["model"]["weight"], whole.checkpoint["model"]["weight"])
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resume_with_other_processes(
     torchrun: TorchRun, killed: tuple[Path, Run], whole: Run, tmp_path: Path, workers: int
 ) -> None:

@@ -272,6 +272,10 @@ class Slot:
                 return segment.number, address - segment.address
         return None
 
+    def introduce(self, known: set[int]) -> tuple[list[NewSegment], list[int], list[int]]:
+        """What a reader has to learn before it reads the slot; see ``SlotPool.introduce``."""
+        return self._pool.introduce(self.segments, known)
+
     def give_back(self, reusable: bool = True) -> None:
         """Free the slot; idempotent. ``reusable``: no process reads its memory any more, so it may be written again."""
         with self._lock:

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from aiofeed.core.types import BatchPlan
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
@@ -28,25 +28,69 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
 
 
-@dataclass(eq=False)
-class AssignedBatch:
-    """A batch that a worker assembles.
+class Handle(Protocol):
+    """A worker, as the trainer's loop sees it.
 
-    Args:
-        serial: Identifies the batch in messages.
-        reply: Set when the batch is finished.
-        was_read: Called when the worker reports that all samples have been read.
+    Attributes:
+        number: Number of the worker, from 0.
+        name: The worker, for an error message.
+        lane: The worker, in the timeline.
+        ring: The memory of the batch that it has finished last.
+        ready: Whether its source is open.
+        assigned: The batches that it assembles, by serial.
+        decoding: How many of them it may decode.
     """
 
-    worker: WorkerHandle
-    serial: int
+    number: int
+    name: str
+    lane: str
+    ring: Ring
+    ready: bool
+    assigned: dict[int, AssignedBatch]
+    decoding: int
+
+    def send(self, message: ToWorker) -> None:
+        """Send a message; does nothing if the worker has ended."""
+        ...
+
+    def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
+        """Give the memory of a batch back to the worker; see ``ReleaseSlot``."""
+        ...
+
+    def kill(self) -> None:
+        """End the worker at once."""
+        ...
+
+
+@dataclass(eq=False)
+class AssignedBatch:
+    """A batch that a worker assembles, or several, of which the first to finish it counts.
+
+    Args:
+        reply: Set when the batch is finished.
+        was_read: Called when a worker reports that all samples have been read.
+        may_decode, permitted_at: Whether it may be decoded, and since when on the clock of ``monotonic``.
+        losses: How many workers have died that had it.
+        copies: The workers, each with the serial that identifies the batch in its messages.
+        finished_by: The worker that has finished it.
+        serial: Its serial there.
+        ring: The memory in which it lies.
+    """
+
     plan: BatchPlan
     reply: asyncio.Future[BatchFinished]
     was_read: Callable[[], None]
+    may_decode: bool
+    permitted_at: float
+    losses: int = 0
+    copies: list[tuple[Handle, int]] = field(default_factory=list)
+    finished_by: Handle | None = None
+    serial: int = -1
+    ring: Ring | None = None
 
 
 class WorkerHandle:
-    """One worker process. Created on the running loop.
+    """One worker process, a ``Handle``. Created on the running loop.
 
     Args:
         number, count: Number of the worker, from 0, of how many.
@@ -56,10 +100,6 @@ class WorkerHandle:
         lost: Called once when the connection has ended; see ``Connection``.
 
     Attributes:
-        name: The process, for an error message.
-        ready: Whether its source is open.
-        assigned: The batches that it assembles, by serial.
-        decoding: How many of them it may decode.
         exit_status: Negative for a signal; ``None`` while it runs, or if the status could not be obtained.
     """
 
@@ -74,6 +114,7 @@ class WorkerHandle:
         lost: Callable[[WorkerHandle, Exception | None], None],
     ) -> None:
         self.number = number
+        self.lane = f"worker {number + 1}"
         self.ring = Ring(backend)
         self.ready = False
         self.assigned: dict[int, AssignedBatch] = {}
@@ -102,7 +143,7 @@ class WorkerHandle:
         """Send a message; does nothing if the worker has ended."""
         self._connection.send(encode(message))
 
-    def release_slot(self, serial: int, reusable: bool = True) -> None:
+    def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the slot of a batch back to the worker; see ``ReleaseSlot``."""
         self.send(ReleaseSlot(serial, reusable))
 

@@ -8,37 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
-import numpy as np
+from msgspec import structs
 
-from aiofeed.core.errors import CollateError, FeedError, add_note
+from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_error
-from aiofeed.core.statistics import EpochStats, new_events
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, Connection, ProtocolError, close_all, send_message
+from aiofeed.processes.ipc.framing import Connection, ProtocolError, close_all, send_message
+from aiofeed.processes.ipc.ring import Slot
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.workers.protocol import (
-    BatchFinished,
-    FromWorker,
-    PlanBatch,
-    ReplacementAnswer,
-    ReplacementRequest,
-    StopWorker,
-    WorkerEnded,
-    WorkerReady,
-    decode_to_worker,
-)
+from aiofeed.processes.workers.protocol import FromWorker, WorkerEnded, decode_to_worker
 from aiofeed.processes.workers.spawn import WorkerConfig, read_config
-from aiofeed.processes.workers.worker_engine import RemoteOrder, WorkerEngine, WorkerPlan
-from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread, reserve_standard_descriptors
-from aiofeed.sampling.epochs import EpochStart, Step
+from aiofeed.processes.workers.worker import Worker, encode_finished, new_loop_thread
+from aiofeed.runtime.event_loop import EventLoopThread, reserve_standard_descriptors
 
 # Interval of the checks for a trainer whose end the connection does not show.
 HEARTBEAT_S = 0.25
@@ -58,10 +45,7 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
     status = 1
     try:
         worker_config = read_config(config)
-        loop_thread = EventLoopThread(
-            read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
-            decode_threads=worker_config.share(worker_config.decode_threads, number),
-        )
+        loop_thread = new_loop_thread(worker_config, number)
         worker = _Worker(loop_thread, worker_config, parent, number)
         loop_thread.launch(import_torch=False)
         loop_thread.start(partial(worker.serve, sock))
@@ -92,112 +76,40 @@ def _exit_with(parent: int) -> None:
         os._exit(1)
 
 
-class _Worker:
+class _Worker(Worker):
     """A worker process, on its event loop."""
 
     def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, parent: int, number: int) -> None:
-        self._loop_thread = loop_thread
-        self._config = worker_config
+        super().__init__(loop_thread, worker_config, number)
         self._parent = parent
-        self._number = number
-        self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
-        self._tickets = itertools.count()
-        self._requests: dict[int, asyncio.Future[ReplacementAnswer]] = {}
         self._connection: Connection | None = None
-        self._engine: WorkerEngine | None = None
+        # Segments that the trainer has mapped.
+        self._mapped: set[int] = set()
 
     async def serve(self, sock: socket.socket) -> None:
         """Open the source and assemble batches, until cancelled."""
         self._connection = Connection(sock, received=self._received, lost=self._lost)
         self._check_parent()
-        source = self._config.source
-        try:
-            if (opener := getattr(source, "open", None)) is not None:
-                await opener()
-        except BaseException as error:  # the user's coroutine may raise anything; the trainer raises it
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            add_note(error, f"in {type(source).__name__}.open()")
-            self.send(WorkerEnded(describe(error)))
-            return
-        if (closer := getattr(source, "aclose", None)) is not None:
-            self._loop_thread.at_stop(closer)
-        self._engine = WorkerEngine(
-            self._steps(),
-            worker_config=self._config,
-            number=self._number,
-            executor=self._loop_thread.decode_pool,
-            send=self.send,
-            late_s=self._loop_thread.late_s,
-        )
-        self.send(WorkerReady())
-        await self._engine.run()
+        await self.run()
 
-    async def _steps(self) -> AsyncGenerator[Step, None]:
-        while True:
-            if self._engine is not None and self._plans.empty():
-                self._engine.out_of_plans()
-            plan = await self._plans.get()
-            yield EpochStart(EpochStats(events=new_events()))  # statistics of this batch alone
-            yield plan
-
-    async def request_index(self, serial: int, position: int) -> int:
-        """The index at a position of the epoch's order, which the trainer has; ``FeedError`` if there is no order."""
-        ticket = next(self._tickets)
-        self._requests[ticket] = asyncio.get_running_loop().create_future()
-        self.send(ReplacementRequest(ticket, serial, position))
-        try:
-            answer = await self._requests[ticket]
-        finally:
-            del self._requests[ticket]
-        if answer.index is None:
-            raise FeedError(f"the epoch has no order with a position {position}")
-        return answer.index
-
-    def send(self, message: FromWorker, descriptors: Sequence[int] = ()) -> None:
-        """Send a message to the trainer; a batch whose description is too long for one is sent as failed."""
+    def send(self, message: FromWorker, slot: Slot | None = None) -> None:
+        """Send a message to the trainer, with the segments of a slot that are new to it."""
         assert self._connection is not None
-        payload = encode(message)
-        if len(payload) > MAX_MESSAGE_BYTES and isinstance(message, BatchFinished):
+        descriptors: list[int] = []
+        if slot is not None:
+            segments, descriptors, retired = slot.introduce(self._mapped)
+            message = structs.replace(message, segments=segments, retired=retired)
+        payload, fits = encode_finished(message)
+        if not fits:
             close_all(descriptors)
-            descriptors = ()
-            error = CollateError(
-                f"the numbers and strings of a batch take {len(payload)} bytes beside its arrays; at most "
-                f"{MAX_MESSAGE_BYTES} can be sent to another process: put them into arrays"
-            )
-            payload = encode(BatchFinished(message.serial, message.stats, message.nbytes, [], describe(error)))
+            descriptors = []
         self._connection.send(payload, descriptors)
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
         message = decode_to_worker(payload)
         if descriptors:
             raise ProtocolError("a message to a worker has no descriptors")
-        if isinstance(message, StopWorker):
-            self._loop_thread.stop()
-        elif isinstance(message, ReplacementAnswer):
-            if (request := self._requests.get(message.ticket)) is not None and not request.done():
-                request.set_result(message)
-        elif isinstance(message, PlanBatch):
-            if self._engine is None:
-                raise ProtocolError("a plan before the source is open")
-            if message.may_decode:
-                self._engine.permits.may_decode.add(message.serial)
-            self._plans.put_nowait(self._plan(message))
-        elif self._engine is not None:
-            self._engine.received(message)
-
-    def _plan(self, message: PlanBatch) -> WorkerPlan:
-        if len(message.indices) % 8 or len(message.indices) != len(message.positions) or not message.indices:
-            raise ProtocolError("a plan whose indices and positions do not match")
-        if len(message.pieces) % (5 * 8):
-            raise ProtocolError("a plan with an incomplete piece of a sample")
-        indices: list[int] = np.frombuffer(message.indices, np.int64).tolist()
-        positions: list[int] = np.frombuffer(message.positions, np.int64).tolist()
-        request = partial(self.request_index, message.serial)
-        order = RemoteOrder(message.order_length, request) if message.order_length else None
-        pieces = np.frombuffer(message.pieces, np.int64).reshape(-1, 5) if message.pieces else None
-        plan = message.number, indices, positions, message.epoch_seed, order
-        return WorkerPlan(*plan, pieces=pieces, serial=message.serial)
+        self.received(message)
 
     def _lost(self, error: Exception | None) -> None:
         os._exit(1)  # the trainer is gone; or it sent an invalid message, and sees this process end

@@ -1,4 +1,4 @@
-"""The engine in the trainer's process when ``engine="process"``: it plans and delivers; workers read and decode.
+"""The engine in the trainer's process when workers read and decode: it plans and delivers.
 
 A batch comes back from a worker in ``MultiprocessEngine._assemble``; ``WorkerEngine`` has sent it (``protocol.py``).
 """
@@ -20,9 +20,9 @@ from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, RingLease
 from aiofeed.processes.pickling import unpickle
-from aiofeed.processes.workers.handle import AssignedBatch
+from aiofeed.processes.workers.handle import AssignedBatch, Handle
 from aiofeed.processes.workers.pool import WorkerPool
-from aiofeed.processes.workers.protocol import BatchFinished, StartDecoding
+from aiofeed.processes.workers.protocol import BatchFinished
 from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
 from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
 from aiofeed.runtime.queue import ReadyBatch, release
@@ -31,7 +31,7 @@ from aiofeed.sampling.epochs import Step
 
 
 class MultiprocessEngine(Engine):
-    """Turns batch plans into finished batches by worker processes.
+    """Turns batch plans into finished batches by workers.
 
     Args:
         memory: Memory for arrays that are copied out of the ring.
@@ -44,7 +44,7 @@ class MultiprocessEngine(Engine):
         self,
         steps: Iterable[Step],
         *,
-        processes: WorkerPool,
+        processes: WorkerPool[Any],
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
@@ -109,16 +109,13 @@ class MultiprocessEngine(Engine):
     async def _assemble(self, batch: Batch, assigned: AssignedBatch, may_decode: bool) -> None:
         if not may_decode:
             await batch.decode_permit.wait()
-            assigned.worker.send(StartDecoding(assigned.serial))
-        assigned.worker.decoding += 1
-        try:
-            reply = await assigned.reply
-        finally:
-            assigned.worker.decoding -= 1
+            self._pool.start_decoding(assigned)
+        reply = await assigned.reply
+        assert assigned.finished_by is not None
         for name in reply.stats.__struct_fields__:
             setattr(batch.counters, name, getattr(batch.counters, name) + getattr(reply.stats, name))
-        worker = f"worker {assigned.worker.number + 1}"
-        events = [(what, f"{worker}: {lane}", *rest) for what, lane, *rest in reply.events]
+        worker = assigned.finished_by
+        events = [(what, f"{worker.lane}: {lane}", *rest) for what, lane, *rest in reply.events]
         batch.counters.events.extend(events)  # type: ignore[arg-type]
         borrowed: BorrowedSlot | None = None
         if reply.error is not None:
@@ -126,7 +123,7 @@ class MultiprocessEngine(Engine):
             batch.error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         else:
             batch.kept = reply.remaining
-            borrowed = await self._receive(batch, assigned, reply)
+            borrowed = await self._receive(batch, worker, assigned, reply)
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.failure_counter.know(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
@@ -136,13 +133,16 @@ class MultiprocessEngine(Engine):
             borrowed.track()
         self._release_taken()
 
-    async def _receive(self, batch: Batch, assigned: AssignedBatch, reply: BatchFinished) -> BorrowedSlot | None:
+    async def _receive(
+        self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished
+    ) -> BorrowedSlot | None:
         """Decode a batch from its slot; returns the slot if it is to be tracked once the batch is delivered."""
         self.chunk_size = reply.chunk_size
-        self._follow_reads(assigned, reply.reads)
-        ring = assigned.worker.ring
+        self._follow_reads(worker, reply.reads)
+        ring = assigned.ring
+        assert ring is not None
         # Not a method of `assigned`, which refers to the batch: the slot would keep itself.
-        free = partial(assigned.worker.release_slot, assigned.serial)
+        free = partial(worker.release_slot, assigned.serial, ring)
         free_dropped_slots(self._pool.borrowed)
         try:
             if ring.pinned:
@@ -150,7 +150,8 @@ class MultiprocessEngine(Engine):
                 batch.result = batch_in_ring(ring, reply.batch, unpickle=unpickle)
                 return None
             batch.lease = self._memory.lease()
-            borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=self._zero_copy)
+            zero_copy = self._zero_copy and len(self._pool.borrowed) < self._pool.most_borrowed
+            borrowed = BorrowedSlot(self._pool.borrowed, ring, free, zero_copy=zero_copy)
             leaf = partial(borrowed.leaf, batch.lease)
             take_out = partial(decode_and_wrap, reply.batch, leaf, self._wrap, unpickle=unpickle)
             if borrowed.copied_bytes(reply.batch) <= INLINE_BYTES:
@@ -158,16 +159,16 @@ class MultiprocessEngine(Engine):
             else:
                 batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, take_out)
         except ProtocolError as error:
-            assigned.worker.kill()
-            self._fail(FeedError(f"{assigned.worker.name} sent an invalid batch: {error}"))
+            worker.kill()
+            self._fail(FeedError(f"{worker.name} sent an invalid batch: {error}"))
             return None
         batch.counters.copy_s += seconds
         return borrowed
 
-    def _follow_reads(self, assigned: AssignedBatch, reads: int) -> None:
+    def _follow_reads(self, worker: Handle, reads: int) -> None:
         """Plan for as many concurrent reads as the workers do."""
         if self._tuner is not None and not self._tuner.reading.given:
-            self._tuner.reading.concurrency = self._pool.set_reads(assigned.worker.number, reads)
+            self._tuner.reading.concurrency = self._pool.set_reads(worker.number, reads)
             self._concurrency.apply(self._tuner)
 
 

@@ -1,7 +1,9 @@
-"""The worker processes of a feeder, as the trainer's loop sees them: started, given batches, monitored and stopped.
+"""The workers of a feeder, as the trainer's loop sees them: started, given batches, monitored and stopped.
 
-Shutdown: ``aclose`` asks all workers to stop, gives them ``GRACE_S`` to close their sources, kills those that are left,
-and reaps every one. A worker that ends without being asked raises ``WorkerDiedError`` in the consumer.
+``WorkerPool`` gives them batches, whatever they are; ``ProcessPool`` has worker processes.
+
+Shutdown of processes: ``aclose`` asks all workers to stop, gives them ``GRACE_S`` to close their sources, kills those
+that are left, and reaps every one. A worker that ends without being asked raises ``WorkerDiedError`` in the consumer.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -20,7 +25,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.workers.handle import AssignedBatch, WorkerHandle
+from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
     FromWorker,
@@ -28,6 +33,7 @@ from aiofeed.processes.workers.protocol import (
     ReadReport,
     ReplacementAnswer,
     ReplacementRequest,
+    StartDecoding,
     StopWorker,
     WorkerEnded,
     WorkerReady,
@@ -41,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiofeed.processes")
 
+HandleT = TypeVar("HandleT", bound=Handle)
+
 # Time for a worker to close its source before it is killed.
 GRACE_S = 3.0
 # A killed process is gone within milliseconds, unless the kernel is busy freeing its memory.
@@ -50,34 +58,34 @@ CHECK_S = 0.2
 _POLL_S = 0.005
 
 
-class WorkerPool:
-    """All worker processes of a feeder.
-
-    Args:
-        worker_config: Pickled by this constructor.
-        backend: The device that copies from their rings; ``None`` for none.
+class WorkerPool(ABC, Generic[HandleT]):
+    """All workers of a feeder.
 
     Attributes:
-        borrowed: Slots that batches of the user lie in.
+        borrowed: The memory of workers that batches of the user lie in.
+        most_borrowed: Most segments of it that the user may have; the batches of others are copied.
     """
 
-    def __init__(self, worker_config: WorkerConfig, backend: DeviceBackend | None) -> None:
+    most_borrowed: float = math.inf
+
+    def __init__(self, worker_config: WorkerConfig) -> None:
         self.borrowed: DropTracker[BorrowedSlot] = DropTracker()
         self._count = worker_config.engines
         self._reads = [worker_config.share(worker_config.read_concurrency, number) for number in range(self._count)]
-        self._config: int | None = write_config(worker_config)
-        self._backend = backend
-        self._workers: list[WorkerHandle] = []
+        self._workers: list[HandleT] = []
         self._serials = itertools.count()
         self._ready: asyncio.Future[None] | None = None
         self._error: FeedError | None = None
         self._on_error: Callable[[FeedError], None] | None = None
         self._stopping = False
 
-    def __del__(self) -> None:
-        # A pool that was never started is not closed.
-        if self._config is not None:
-            os.close(self._config)
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the workers and wait until batches can be assigned. Idempotent."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Stop all workers."""
 
     @property
     def busy(self) -> bool:
@@ -89,6 +97,94 @@ class WorkerPool:
         """Note how many samples a worker reads at a time; returns how many all of them read."""
         self._reads[number] = max(1, min(reads, max(READS_MOST, self._reads[number])))
         return sum(self._reads)
+
+    def call_on_error(self, callback: Callable[[FeedError], None]) -> None:
+        """Call back, at once or later, when a worker has failed."""
+        self._on_error = callback
+        if self._error is not None:
+            callback(self._error)
+
+    def assign(self, plan: BatchPlan, *, may_decode: bool, was_read: Callable[[], None]) -> AssignedBatch:
+        """Give a batch to the worker that has the fewest."""
+        reply: asyncio.Future[BatchFinished] = asyncio.get_running_loop().create_future()
+        batch = AssignedBatch(plan, reply, was_read, may_decode, time.monotonic())
+        self._dispatch(batch, self._workers)
+        return batch
+
+    def _dispatch(self, batch: AssignedBatch, workers: Sequence[HandleT]) -> None:
+        """Send the plan of a batch to that of some workers that has the fewest."""
+        worker = min(workers, key=lambda each: (len(each.assigned), each.number))
+        plan, serial = batch.plan, next(self._serials)
+        worker.assigned[serial] = batch
+        worker.decoding += batch.may_decode
+        batch.copies.append((worker, serial))
+        indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
+        length = 0 if plan.order is None else plan.order.length
+        pieces = b"" if plan.pieces is None else plan.pieces.tobytes()
+        samples = indices.tobytes(), positions.tobytes()
+        worker.send(PlanBatch(serial, plan.number, plan.epoch_seed, *samples, batch.may_decode, length, pieces))
+
+    def start_decoding(self, batch: AssignedBatch) -> None:
+        """Permit its workers to decode a batch."""
+        batch.may_decode, batch.permitted_at = True, time.monotonic()
+        for worker, serial in batch.copies:
+            worker.decoding += 1
+            worker.send(StartDecoding(serial))
+
+    def received(self, worker: HandleT, message: FromWorker) -> None:
+        """Process a message of a worker; ``ProtocolError`` if it is about a batch that the worker does not have."""
+        if isinstance(message, BatchFinished):
+            batch = _assigned(worker, message.serial)
+            del worker.assigned[message.serial]
+            worker.decoding -= batch.may_decode
+            if not batch.reply.done():
+                batch.finished_by, batch.serial, batch.ring = worker, message.serial, worker.ring
+                batch.reply.set_result(message)
+        elif isinstance(message, ReadReport):
+            _assigned(worker, message.serial).was_read()
+        elif isinstance(message, WorkerReady):
+            worker.ready = True
+            self._worker_ready(worker)
+        elif isinstance(message, ReplacementRequest):
+            order = _assigned(worker, message.serial).plan.order
+            index = None if order is None or message.position < 0 else order.index_at(message.position)
+            assert index is None or isinstance(index, int)
+            worker.send(ReplacementAnswer(message.ticket, index))
+        elif isinstance(message, WorkerEnded):
+            self._fail(rebuild(message.error))
+
+    def _worker_ready(self, worker: HandleT) -> None:
+        """A worker takes plans."""
+        if self._ready is not None and not self._ready.done() and all(each.ready for each in self._workers):
+            self._ready.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        self._error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)  # an error of the source's open() reaches the user unchanged
+        if self._on_error is not None:
+            self._on_error(self._error)
+
+
+class ProcessPool(WorkerPool[WorkerHandle]):
+    """The worker processes of a feeder.
+
+    Args:
+        worker_config: Pickled by this constructor.
+        backend: The device that copies from their rings; ``None`` for none.
+    """
+
+    def __init__(self, worker_config: WorkerConfig, backend: DeviceBackend | None) -> None:
+        super().__init__(worker_config)
+        self._config: int | None = write_config(worker_config)
+        self._backend = backend
+
+    def __del__(self) -> None:
+        # A pool that was never started is not closed.
+        if self._config is not None:
+            os.close(self._config)
 
     async def start(self) -> None:
         """Start the workers and wait until all are ready. Idempotent.
@@ -111,46 +207,6 @@ class WorkerPool:
                 os.close(config)
             self._check_workers()
         await self._ready
-
-    def call_on_error(self, callback: Callable[[FeedError], None]) -> None:
-        """Call back, at once or later, when a worker has failed."""
-        self._on_error = callback
-        if self._error is not None:
-            callback(self._error)
-
-    def assign(self, plan: BatchPlan, *, may_decode: bool, was_read: Callable[[], None]) -> AssignedBatch:
-        """Give a batch to the worker that has the fewest."""
-        worker = min(self._workers, key=lambda each: (len(each.assigned), each.number))
-        serial = next(self._serials)
-        batch = AssignedBatch(worker, serial, plan, asyncio.get_running_loop().create_future(), was_read)
-        worker.assigned[serial] = batch
-        indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
-        length = 0 if plan.order is None else plan.order.length
-        pieces = b"" if plan.pieces is None else plan.pieces.tobytes()
-        samples = indices.tobytes(), positions.tobytes()
-        worker.send(PlanBatch(serial, plan.number, plan.epoch_seed, *samples, may_decode, length, pieces))
-        return batch
-
-    def received(self, worker: WorkerHandle, message: FromWorker) -> None:
-        """Process a message of a worker; ``ProtocolError`` if it is about a batch that the worker does not have."""
-        if isinstance(message, BatchFinished):
-            batch = _assigned(worker, message.serial)
-            del worker.assigned[message.serial]
-            if not batch.reply.done():
-                batch.reply.set_result(message)
-        elif isinstance(message, ReadReport):
-            _assigned(worker, message.serial).was_read()
-        elif isinstance(message, WorkerReady):
-            worker.ready = True
-            if self._ready is not None and not self._ready.done() and all(each.ready for each in self._workers):
-                self._ready.set_result(None)
-        elif isinstance(message, ReplacementRequest):
-            order = _assigned(worker, message.serial).plan.order
-            index = None if order is None or message.position < 0 else order.index_at(message.position)
-            assert index is None or isinstance(index, int)
-            worker.send(ReplacementAnswer(message.ticket, index))
-        elif isinstance(message, WorkerEnded):
-            self._fail(rebuild(message.error))
 
     def _lost(self, worker: WorkerHandle, error: Exception | None) -> None:
         """The connection of a worker has ended."""
@@ -192,15 +248,6 @@ class WorkerPool:
         lost = f"; {len(numbers)} of its batches were unfinished, the first is batch {numbers[0]}" if numbers else ""
         self._fail(WorkerDiedError(worker.describe_end() + lost, exit_status=worker.exit_status))
 
-    def _fail(self, error: Exception) -> None:
-        if self._error is not None:
-            return
-        self._error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)  # an error of the source's open() reaches the user unchanged
-        if self._on_error is not None:
-            self._on_error(self._error)
-
     async def aclose(self) -> None:
         """Stop all workers; see the top of this module."""
         self._stopping = True
@@ -225,7 +272,7 @@ class WorkerPool:
         release_unused()
 
 
-def _assigned(worker: WorkerHandle, serial: int) -> AssignedBatch:
+def _assigned(worker: Handle, serial: int) -> AssignedBatch:
     try:
         return worker.assigned[serial]
     except KeyError:

@@ -85,13 +85,16 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def check_picklable(**arguments: Any) -> None:
-    """Check that arguments can be sent to a worker process.
+def check_picklable(kind: str, **arguments: Any) -> None:
+    """Check that arguments can be sent to a worker of ``engine=kind``.
 
     Raises:
         TypeError: One cannot; the message has its name, the reason and what to do.
     """
     for name, value in arguments.items():
+        if kind == "ray":
+            _check_ray_pickles(name, value)
+            continue
         try:
             with open(os.devnull, "wb") as discarded:
                 _dump(value, discarded, name)
@@ -118,6 +121,18 @@ def _dump(value: Any, file: Any, name: str) -> bool:
     if pickler.of_main is not None:
         _check_main(name, pickler.of_main)
     return pickler.of_main is not None
+
+
+def _check_ray_pickles(name: str, value: Any) -> None:
+    from ray import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:  # the user's objects may raise anything when they are pickled
+        raise TypeError(
+            f'{name}={value!r} cannot be sent to an actor of engine="ray": {type(error).__name__}: {error}; create '
+            f"locks, open files and connections when they are first used, {_OR_THREADS}"
+        ) from error
 
 
 def _cloudpickle() -> Any:
@@ -191,6 +206,12 @@ def write_config(worker_config: WorkerConfig) -> int:
     return descriptor
 
 
+def unpickle_config(data: bytes) -> WorkerConfig:
+    """Unpickle the configuration that the trainer has pickled."""
+    worker_config: WorkerConfig = pickle.loads(data)
+    return worker_config
+
+
 def read_config(descriptor: int) -> WorkerConfig:
     """Unpickle what ``write_config`` has written; imports the script first if an object is defined in it."""
     global starting
@@ -204,8 +225,7 @@ def read_config(descriptor: int) -> WorkerConfig:
                 from multiprocessing import spawn
 
                 spawn.prepare(preparation)
-            worker_config: WorkerConfig = pickle.loads(data[end:])
-            return worker_config
+            return unpickle_config(data[end:])
     finally:
         starting = False
         os.close(descriptor)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,8 +42,8 @@ from aiofeed.sampling.epochs import Step
 _UNBOUNDED = 1 << 30
 _ADVICE = 'make collate_fn (or the decoder) return tensors and plain values, or use engine="thread"'
 
-Send = Callable[[FromWorker, Sequence[int]], None]
-"""Sends a message with descriptors to the trainer."""
+Send = Callable[[FromWorker, Slot | None], None]
+"""Sends a message to the trainer, with the slot of its batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class PermittedBuffer(ReorderBuffer):
                 self.permitted += 1
             if self._send is not None and batch.uncounted and not batch.unread and serial not in self.reported:
                 self.reported.add(serial)
-                self._send(ReadReport(serial), ())
+                self._send(ReadReport(serial), None)
 
 
 class WorkerEngine(Engine):
@@ -154,9 +154,7 @@ class WorkerEngine(Engine):
         )
         self._reads = tuner.reading
         self._send = send
-        self._slots = slots
-        # Segments that the trainer has mapped, and slots that it uses, by serial number.
-        self._mapped: set[int] = set()
+        # Slots that the trainer uses, by serial number.
         self._in_use: dict[int, Slot] = {}
 
     def received(self, message: StartDecoding | ReleaseSlot) -> None:
@@ -185,10 +183,9 @@ class WorkerEngine(Engine):
         if batch.error is not None:
             if slot is not None:
                 slot.give_back()
-            self._send(BatchFinished(serial, stats, batch.nbytes, failures, describe(batch.error)), ())
+            self._send(BatchFinished(serial, stats, batch.nbytes, failures, describe(batch.error)), None)
             return
         assert slot is not None
-        segments, descriptors, retired = self._slots.introduce(slot.segments, self._mapped)
         self._in_use[serial] = slot
         message = BatchFinished(
             serial,
@@ -197,13 +194,11 @@ class WorkerEngine(Engine):
             failures,
             batch=batch.result,
             chunk_size=self.chunk_size,
-            segments=segments,
-            retired=retired,
             remaining=None if batch.kept is None else list(batch.kept),
             reads=self._reads.concurrency,
             events=list(counters.events),
         )
-        self._send(message, descriptors)
+        self._send(message, slot)
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
@@ -211,7 +206,7 @@ class WorkerEngine(Engine):
         """Report an error of the engine itself."""
         if not self._admission.closed:
             self._admission.closed = True
-            self._send(WorkerEnded(describe(error)), ())
+            self._send(WorkerEnded(describe(error)), None)
 
 
 def _dump(value: Any, slot: Slot) -> tuple[bytes, list[Extent]]:

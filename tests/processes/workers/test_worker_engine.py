@@ -17,7 +17,7 @@ from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.workers.handle import WorkerHandle
 from aiofeed.processes.workers.main import _Worker
-from aiofeed.processes.workers.pool import WorkerPool
+from aiofeed.processes.workers.pool import ProcessPool
 from aiofeed.processes.workers.protocol import FromWorker, decode_from_worker
 from aiofeed.processes.workers.spawn import WorkerConfig
 from aiofeed.runtime.event_loop import EventLoopThread
@@ -29,7 +29,7 @@ CONFIG = WorkerConfig(parts.Numbers(4), parts.number, None, 4, 1, 1, 1, 2, True,
 class Trainer:
     """The trainer's side of a worker in this process."""
 
-    def __init__(self, sock: socket.socket, pool: WorkerPool) -> None:
+    def __init__(self, sock: socket.socket, pool: ProcessPool) -> None:
         self.number = 0
         self.assigned: dict[int, Any] = {}
         self._pool = pool
@@ -49,7 +49,7 @@ class Trainer:
 async def request(order: Any) -> list[int]:
     """The answers to two concurrent requests of batch 0."""
     ours, theirs = socket.socketpair()
-    pool = WorkerPool(CONFIG, None)
+    pool = ProcessPool(CONFIG, None)
     trainer = Trainer(ours, pool)
     trainer.assigned[0] = SimpleNamespace(plan=BatchPlan(7, [0, 1, 2, 3], [4, 5, 6, 7], 1, order))
     worker = _Worker(cast("EventLoopThread", None), CONFIG, os.getppid(), 0)

@@ -1,0 +1,156 @@
+"""One actor, as the trainer's loop sees it: its calls, the memory of its batches, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import structs
+
+from aiofeed.processes.actors.worker import Parcel, Place, versions
+from aiofeed.processes.ipc.ring import Ring
+from aiofeed.processes.ipc.schema import encode
+from aiofeed.processes.ipc.shared_memory import Segment
+from aiofeed.processes.workers.handle import AssignedBatch
+from aiofeed.processes.workers.protocol import BatchFinished, FromWorker, ToWorker, decode_from_worker
+
+if TYPE_CHECKING:
+    from aiofeed.runtime.buffers import Bytes
+
+# Calls of `receive` in flight: while one result is on its way, the actor answers the next.
+_RECEIVING = 2
+# Calls that compare the clocks of two machines; that with the shortest way counts.
+_CLOCK_CALLS = 5
+# Memory that a fork of this process has, too, and that Ray must not use again.
+_inherited: list[Ring] = []
+
+
+class ActorHandle:
+    """One actor, a ``Handle``. Created on the running loop, which waits for the actor.
+
+    Args:
+        number, count: Number of the actor, from 0, of how many.
+        actor: Ray's handle.
+        config: Ray's reference to the pickled configuration.
+        received: Called with each message.
+        lost: Called once when the actor has died.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        actor: Any,
+        config: Any,
+        *,
+        received: Callable[[ActorHandle, FromWorker], None],
+        lost: Callable[[ActorHandle, Exception], None],
+    ) -> None:
+        self.number = number
+        self.lane = f"actor {number + 1}"
+        self.name = f'actor {number + 1} of {count} (engine="ray", not placed on a node yet)'
+        self.ring = Ring()
+        self.ready = False
+        self.assigned: dict[int, AssignedBatch] = {}
+        self.decoding = 0
+        self._title = f'actor {number + 1} of {count} (engine="ray"'
+        self._actor = actor
+        self._on_message = received
+        self._on_loss: Callable[[ActorHandle, Exception], None] | None = lost
+        self._clock_ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        self._tasks = {loop.create_task(self._serve(config))}
+
+    def send(self, message: ToWorker) -> None:
+        """Send a message; does nothing if the actor has died."""
+        self._actor.send.remote(encode(message))
+
+    def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
+        """Keep memory that a fork of the trainer may read; Ray frees the other when nothing refers to it."""
+        if not reusable:
+            _inherited.append(ring)
+
+    def kill(self) -> None:
+        """End the actor at once."""
+        import ray
+
+        ray.kill(self._actor)
+
+    async def stop(self) -> None:
+        """Have the actor close its source; see ``FeedActor.stop``."""
+        await self._actor.stop.remote()
+
+    def close(self) -> None:
+        """Wait for no more messages, and end the actor."""
+        self._on_loss = None
+        for task in self._tasks:
+            task.cancel()
+        self.kill()
+
+    async def _serve(self, config: Any) -> None:
+        try:
+            place: Place = await self._actor.start.remote(config, versions())
+            self.name = f"{self._title}, node {place.ip} [{place.node}], pid {place.pid})"
+            await self._compare_clocks(place)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_RECEIVING):
+                    group.create_task(self._receive())
+        except ExceptionGroup as errors:
+            self._lose(errors.exceptions[0])
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds of errors if an actor, its node or its results are lost
+            self._lose(error)
+
+    async def _compare_clocks(self, place: Place) -> None:
+        """Find by how much the actor's clock is ahead of this one; machines start theirs when they boot."""
+        import ray
+
+        if place.node == ray.get_runtime_context().get_node_id()[:8]:
+            return
+        found = []
+        for _ in range(_CLOCK_CALLS):
+            asked = time.perf_counter()
+            clock_s = await self._actor.clock.remote()
+            answered = time.perf_counter()
+            found.append((answered - asked, clock_s - (asked + answered) / 2))
+        self._clock_ahead_s = min(found)[1]
+
+    async def _receive(self) -> None:
+        while True:
+            parcel: Parcel = await self._actor.receive.remote()
+            payload, arrays = parcel
+            message = decode_from_worker(payload)
+            if isinstance(message, BatchFinished):
+                self.ring = ObjectRing(arrays)
+                if ahead_s := self._clock_ahead_s:
+                    events = [
+                        (what, lane, a - ahead_s, b - ahead_s, *rest) for what, lane, a, b, *rest in message.events
+                    ]
+                    message = structs.replace(message, events=events)
+            del parcel, arrays
+            self._on_message(self, message)
+            self.ring = Ring()
+
+    def _lose(self, error: Exception) -> None:
+        lost, self._on_loss = self._on_loss, None
+        if lost is not None:
+            lost(self, error)
+
+
+class ObjectRing(Ring):
+    """The memory of one batch, in Ray's object store if the batch is large.
+
+    Ray gives arrays that cannot be written, because other processes may have the same object. This object is the result
+    of one call, and only this process gets it, so its memory may be written.
+    """
+
+    def __init__(self, arrays: dict[int, Bytes]) -> None:
+        super().__init__()
+        for number, array in arrays.items():
+            address: int = array.__array_interface__["data"][0]
+            block: Any = (ctypes.c_uint8 * array.nbytes).from_address(address)
+            block.keeps = array
+            self._segments[number] = Segment(number, np.frombuffer(block, np.uint8), address)

@@ -1,0 +1,260 @@
+"""The actors of a feeder: started in the cluster, given batches, replaced when they die, and stopped.
+
+A batch whose actor has died is given to another one, up to ``RayEngine.retries`` times. A new actor then takes the
+place of the dead one, on any node with room: Ray starts pending actors as nodes join, and its autoscaler counts them as
+demand. Samples are the same wherever they are decoded, so a batch may be decoded twice, and the first result counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from aiofeed.core.errors import FeedError, WorkerDiedError
+from aiofeed.processes.actors.handle import ActorHandle
+from aiofeed.processes.actors.options import RayEngine
+from aiofeed.processes.actors.worker import FeedActor
+from aiofeed.processes.workers.handle import AssignedBatch
+from aiofeed.processes.workers.pool import GRACE_S, WorkerPool
+from aiofeed.processes.workers.protocol import BatchFinished, FromWorker
+from aiofeed.processes.workers.spawn import WorkerConfig
+from aiofeed.processes.workers.zero_copy import free_dropped_slots
+
+log = logging.getLogger("aiofeed.processes")
+
+# Interval of the checks for late batches, dropped batches and actors that do not start.
+CHECK_S = 0.2
+# A start that takes longer is logged.
+SLOW_START_S = 10.0
+# Late batches are noticed after this many batches, and take at least this long.
+_KNOWN_AFTER = 8
+_LATE_S = 1.0
+# Batches that the user keeps beyond these are copied, because Ray's object store has a fixed size.
+_MOST_BORROWED = 8
+
+
+def check_cluster(engine: RayEngine) -> None:
+    """Connect to the cluster of an engine, or start one on this machine.
+
+    Raises:
+        FeedError: There is no cluster at the address, or no node has enough CPUs for one actor.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            found = ray.init(address=engine.address, ignore_reinit_error=True)
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            where = "" if engine.address is None else f" at {engine.address!r}"
+            raise FeedError(
+                f"RayEngine found no cluster{where}: {error}; start one with `ray start --head`, pass its address as "
+                f'RayEngine(address="host:6379"), or leave address= out to use one on this machine'
+            ) from error
+        log.info("connected to the Ray cluster at %s", found.address_info["gcs_address"])
+    most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    if most < engine.cpus_per_actor:
+        raise FeedError(
+            f"RayEngine(cpus_per_actor={engine.cpus_per_actor}): no node of the Ray cluster has as many CPUs, the "
+            f"largest has {most:g}: pass cpus_per_actor={max(int(most), 1)}, or add larger nodes"
+        )
+
+
+class ActorPool(WorkerPool[ActorHandle]):
+    """The actors of a feeder.
+
+    Args:
+        worker_config: Pickled by this constructor, which also connects to the cluster.
+        engine: The options.
+    """
+
+    most_borrowed = _MOST_BORROWED
+
+    def __init__(self, worker_config: WorkerConfig, engine: RayEngine) -> None:
+        super().__init__(worker_config)
+        import ray
+        from ray import cloudpickle
+
+        check_cluster(engine)
+        self._engine = engine
+        self._connection = ray.get_runtime_context().get_worker_id()
+        self._config = ray.put(cloudpickle.dumps(worker_config))
+        options = {"num_cpus": engine.cpus_per_actor, "scheduling_strategy": "SPREAD", **engine.options}
+        self._actors: Any = ray.remote(FeedActor).options(**options)
+        # Batches that no actor can take until one is ready.
+        self._waiting: list[AssignedBatch] = []
+        # Seconds that the latest batches took from their permit to decode.
+        self._seconds: deque[float] = deque(maxlen=64)
+        # Actors that died since a batch was finished, the last of them, and since when none is ready.
+        self._deaths = 0
+        self._last_death = ""
+        self._none_ready_since = 0.0
+        self._warned = False
+
+    async def start(self) -> None:
+        """Start the actors and wait until the first one is ready. Idempotent.
+
+        Raises:
+            Exception: An actor could not load its configuration, or its source could not be opened.
+        """
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._none_ready_since = time.monotonic()
+            for number in range(self._count):
+                self._add(number)
+            self._check()
+        await self._ready
+
+    def _add(self, number: int) -> None:
+        actor = self._actors.remote(number)
+        self._workers.append(
+            ActorHandle(number, self._count, actor, self._config, received=self.received, lost=self._lost)
+        )
+
+    def _dispatch(self, batch: AssignedBatch, workers: Sequence[ActorHandle]) -> None:
+        """Give a batch to that of some actors that has the fewest; keep it until one is ready."""
+        if ready := [worker for worker in workers if worker.ready]:
+            super()._dispatch(batch, ready)
+        else:
+            self._waiting.append(batch)
+
+    def received(self, worker: ActorHandle, message: FromWorker) -> None:
+        """Process a message of an actor."""
+        if isinstance(message, BatchFinished):
+            self._deaths = 0
+            batch = worker.assigned[message.serial]
+            if not batch.reply.done():
+                self._seconds.append(time.monotonic() - batch.permitted_at)
+        super().received(worker, message)
+
+    def _worker_ready(self, worker: ActorHandle) -> None:
+        """Give an actor the batches that wait for one. The feeder starts with the first actor."""
+        log.info("%s is ready", worker.name)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
+        waiting, self._waiting = self._waiting, []
+        for batch in waiting:
+            self._dispatch(batch, self._workers)
+
+    def _lost(self, worker: ActorHandle, error: Exception) -> None:
+        """An actor has died, or cannot be reached: replace it, and give its batches to others."""
+        if self._stopping or self._error is not None:
+            return
+        if not self._connected():
+            self._fail_disconnected()
+            return
+        self._workers.remove(worker)
+        worker.close()
+        self._deaths += 1
+        self._last_death = f"{worker.name} died: {' '.join(str(error).split())}"
+        batches = [batch for batch in worker.assigned.values() if not batch.reply.done()]
+        log.warning("%s; %d batches are given to other actors", self._last_death, len(batches))
+        if "ModuleNotFoundError" in self._last_death:
+            self._fail(
+                FeedError(
+                    f"{self._last_death}; every node needs aiofeed, and the same version: install it there, or pass "
+                    f'RayEngine(options={{"runtime_env": {{"pip": ["aiofeed"]}}}})'
+                )
+            )
+            return
+        for batch in batches:
+            batch.losses += 1
+            if batch.losses > self._engine.retries:
+                number = batch.plan.number
+                self._fail(
+                    WorkerDiedError(
+                        f"batch {number} was given to {batch.losses} actors, and all died; the last: {self._last_death}"
+                    )
+                )
+                return
+        if self._deaths > self._engine.retries + self._count:
+            self._fail(
+                WorkerDiedError(
+                    f"{self._deaths} actors died, and none of them finished a batch; the last: {self._last_death}"
+                )
+            )
+            return
+        self._add(worker.number)
+        for batch in batches:
+            batch.copies = [(each, serial) for each, serial in batch.copies if each is not worker]
+            batch.permitted_at = time.monotonic()
+            if not batch.copies:
+                self._dispatch(batch, self._workers)
+
+    def _check(self) -> None:
+        """Check every ``CHECK_S`` for late batches, and for actors that do not start."""
+        if self._stopping or self._error is not None:
+            return
+        if not self._connected():
+            self._fail_disconnected()
+            return
+        free_dropped_slots(self.borrowed)
+        now = time.monotonic()
+        ready = [worker for worker in self._workers if worker.ready]
+        if ready:
+            self._none_ready_since = now
+            self._duplicate_late(ready, now)
+        elif now - self._none_ready_since > min(SLOW_START_S, self._engine.start_timeout_s):
+            self._report_none_ready(now - self._none_ready_since)
+        asyncio.get_running_loop().call_later(CHECK_S, self._check)
+
+    def _connected(self) -> bool:
+        """Whether this process has the connection that the actors were made in; Ray would start a new cluster."""
+        import ray
+
+        return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._connection)
+
+    def _fail_disconnected(self) -> None:
+        self._fail(FeedError('ray.shutdown() was called while engine="ray" was in use: close the feeder before'))
+
+    def _report_none_ready(self, seconds: float) -> None:
+        import ray
+
+        if self._warned and seconds <= self._engine.start_timeout_s:
+            return
+        free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources().get("CPU", 0)
+        wanted = f"{self._engine.cpus_per_actor} CPUs"
+        if self._engine.options:
+            wanted += f" and {self._engine.options}"
+        what = (
+            f'no actor of engine="ray" is ready after {seconds:.0f} s: each reserves {wanted}, and {free:g} of the Ray '
+            f"cluster's {total:g} CPUs are free"
+        )
+        if self._last_death:
+            what += f"; {self._last_death}"
+        if seconds > self._engine.start_timeout_s:
+            self._fail(WorkerDiedError(what) if self._last_death else FeedError(what))
+        self._warned = True
+        log.warning("%s", what)
+
+    def _duplicate_late(self, ready: list[ActorHandle], now: float) -> None:
+        """Give batches that take much longer than usual to a second actor."""
+        if len(self._seconds) < _KNOWN_AFTER:
+            return
+        late_s = max(self._engine.straggler_factor * statistics.median(self._seconds), _LATE_S)
+        for worker in ready:
+            for batch in list(worker.assigned.values()):
+                late = batch.may_decode and not batch.reply.done() and now - batch.permitted_at > late_s
+                others = [each for each in ready if each is not worker]
+                if late and others and len(batch.copies) == 1:
+                    log.info("batch %d is late at %s: another actor also gets it", batch.plan.number, worker.name)
+                    self._dispatch(batch, others)
+
+    async def aclose(self) -> None:
+        """Have the actors close their sources, within ``GRACE_S``, and end them."""
+        self._stopping = True
+        if self._connected():
+            stops = [asyncio.ensure_future(worker.stop()) for worker in self._workers if worker.ready]
+            if stops:
+                _, running = await asyncio.wait(stops, timeout=GRACE_S)
+                if running:
+                    log.warning('ending %d actors of engine="ray" that did not stop in %.0f s', len(running), GRACE_S)
+                for stop in stops:
+                    stop.cancel()
+            for worker in self._workers:
+                worker.close()
+        self._config = self._on_error = None

@@ -1,0 +1,72 @@
+"""Sources and decoders for actors, and what the tests do to actors and nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.support.process_parts import Numbers, append_line
+
+
+class Unloadable(Numbers):
+    """Cannot be unpickled in another process."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, (os.getpid(),)
+
+
+def _refuse(pid: int) -> Any:
+    if os.getpid() == pid:
+        return Unloadable(4)
+    raise ImportError("no module named 'secret'")
+
+
+class Late:
+    """Decodes numbers; the first process that gets a certain number waits until a file exists."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.number, self.path = number, path
+
+    def __call__(self, data: bytes) -> Any:
+        if int(data) == self.number:
+            try:
+                os.close(os.open(f"{self.path}.first", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                while not os.path.exists(self.path):
+                    time.sleep(0.01)
+        return np.array(int(data))
+
+
+class Logged:
+    """Decodes numbers in a millisecond; logs each with the process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, data: bytes) -> Any:
+        time.sleep(0.001)
+        append_line(self.path, f"{os.getpid()} {int(data)}")
+        return np.full(2048, int(data))
+
+
+def kills_at_nine(data: bytes) -> Any:
+    """Kills its process at number 9."""
+    if int(data) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.array(int(data))
+
+
+def actors(feeder: Any) -> list[Any]:
+    """The handles of a feeder's actors that are ready."""
+    return [each for each in feeder._session.pipeline._processes._workers if each.ready]
+
+
+def pid_of(handle: Any) -> int:
+    """The process id of an actor."""
+    return int(handle.name.rpartition("pid ")[2].rstrip(")"))
