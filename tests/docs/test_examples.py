@@ -135,6 +135,7 @@ def test_demo_shows_where_the_time_went(demo: DemoRun) -> None:
     assert seconds["decode"] > 0
 
 
+@pytest.mark.slow
 def test_demo_generates_its_images_once(demo: DemoRun) -> None:
     """The demo writes sixty JPEGs of 1600 x 1280 in ten classes; the next run does not change them."""
     [folder] = demo.data.glob("photographs-*")
@@ -221,6 +222,7 @@ def test_train_images_saves_a_model(jpeg_folder: Path, tmp_path: Path) -> None:
     assert all(torch.isfinite(weights).all() for weights in checkpoint["model"].values())
 
 
+@pytest.mark.slow
 def test_train_images_without_a_path_mentions_the_demo() -> None:
     """Without PATH the error says how to generate images."""
     assert "`make demo` creates one" in run("train_images.py", code=2)
@@ -301,6 +303,7 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
 # --- packed_text ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
     output = run("packed_text.py", attempts=3)
@@ -403,6 +406,7 @@ def test_shared_tensors_are_one_copy() -> None:
 # --- training frameworks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/integration has this framework, too
 @pytest.mark.integration
 def test_lightning_resume_sees_each_sample_once() -> None:
     """The Trainer sees 40 samples before it stops, the other 60 after it resumes, then the next epoch."""
@@ -413,6 +417,7 @@ def test_lightning_resume_sees_each_sample_once() -> None:
     assert "epoch 0, each sample once: True" in output
 
 
+@pytest.mark.slow  # tests/integration has this framework, too
 @pytest.mark.integration
 def test_accelerate_loop_sees_each_sample_once() -> None:
     """After ``load_state`` the training continues in mid-epoch and sees each sample once."""
