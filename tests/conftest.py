@@ -131,13 +131,6 @@ def arrow_started() -> None:
         csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_collections() -> None:
-    """Exclude what imported packages keep from garbage collections: with torch and Lightning they take 0.5 s each."""
-    gc.collect()
-    gc.freeze()
-
-
 passed_key = pytest.StashKey[bool]()
 
 
@@ -170,9 +163,9 @@ def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> It
         join_threads(left, 0.2)
     if left:
         pytest.fail("threads still run after the test: " + ", ".join(sorted(thread.name for thread in left)))
-    if len(open_descriptors()) > len(descriptors_before):
-        gc.collect()
-    descriptors = open_descriptors()
+    while len(descriptors := open_descriptors()) > len(descriptors_before) and time.monotonic() < deadline:
+        gc.collect()  # repeatedly, too: a thread that another test keeps may be reading a file
+        time.sleep(0.01)
     if len(descriptors) > len(descriptors_before):
         opened = {fd: target for fd, target in descriptors.items() if descriptors_before.get(fd) != target}
         pytest.fail(f"file descriptors still open after the test: {opened}")

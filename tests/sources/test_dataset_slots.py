@@ -8,6 +8,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,9 +129,9 @@ def kept(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
 
 def dropped(feeder: Feeder[Any], items: Items) -> Feeder[Any]:
     begin(feeder, items)
-    source = feeder._source
+    source, left = feeder._source, weakref.ref(feeder)
     del feeder
-    gc.collect()
+    until(lambda: (gc.collect(), left() is None)[-1])  # a thread may refer to it for a moment
     return Feeder(source, batch_size=4)  # type: ignore[arg-type]
 
 
