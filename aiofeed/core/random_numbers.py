@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
 MASK64 = (1 << 64) - 1
 INCREMENT = 0x9E3779B97F4A7C15
 
@@ -34,3 +39,12 @@ class SplitMix64:
         """The next number, uniform in [0, 1), 53 bits."""
         self._state = state = (self._state + INCREMENT) & MASK64
         return (finalize64(state) >> 11) * 2.0**-53
+
+
+def seed_from(rng: torch.Generator | None, decoder: object) -> int:
+    """The 64-bit seed that a random decoder draws from ``rng``; ``ValueError`` if that is ``None``."""
+    if rng is None:
+        raise ValueError(f"{decoder!r} is random: it needs rng, a torch.Generator")
+    import torch
+
+    return int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))

@@ -21,7 +21,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from aiofeed.core.random_numbers import SplitMix64
+from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.decoders.formats.kept import decode_kept
@@ -193,11 +193,7 @@ class DecodeImage:
         """Decode to a uint8 CPU tensor, [3, H, W] over [H, W, 3] memory; ``rng`` gives a random decoder its seed."""
         import torch
 
-        seed = None
-        if self.takes_seed:
-            if rng is None:
-                raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
-            seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
+        seed = seed_from(rng, self) if self.takes_seed else None
         if self.mode == "keep":
             size = None if self.size is None else self._shape[::-1]
             choose_view = functools.partial(self.view, seed=seed)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from aiofeed.core.random_numbers import seed_from
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.decoders.boxes import Objects
@@ -158,11 +159,7 @@ class DecodePair:
     def _seed(self, rng: torch.Generator | None) -> int | None:
         if not self.image.takes_seed and self.augment is None:
             return None
-        if rng is None:
-            raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
-        import torch
-
-        return int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
+        return seed_from(rng, self)
 
     def _files(self, data: Any) -> tuple[bytes, bytes | None]:
         """The bytes of the image and of the mask."""

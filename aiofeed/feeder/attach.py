@@ -202,8 +202,7 @@ class AttachedFeed:
         """
         from aiofeed.reports.timeline import write_timeline
 
-        merged = None if merge is None else Path(merge)
-        write_timeline(self._events, Path(path), seconds=seconds, merge=merged)
+        write_timeline(self._events, path, seconds=seconds, merge=merge)
 
     def state_dict(self) -> dict[str, Any]:
         """Not supported.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
@@ -533,8 +532,7 @@ class Feeder(Generic[BatchT]):
         """
         from aiofeed.reports.timeline import write_timeline
 
-        merged = None if merge is None else Path(merge)
-        write_timeline(self._order.events, Path(path), seconds=seconds, merge=merged)
+        write_timeline(self._order.events, path, seconds=seconds, merge=merge)
 
     def explain(self, *, ranks: bool = False) -> Explanation:
         """Explain where the time of the current or last epoch went: ``print(feeder.explain())``.

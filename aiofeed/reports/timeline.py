@@ -41,7 +41,12 @@ class Lane:
 
 
 def write_timeline(
-    events: deque[Event], path: Path, *, seconds: float, merge: Path | None = None, title: str = "aiofeed"
+    events: deque[Event],
+    path: str | os.PathLike[str],
+    *,
+    seconds: float,
+    merge: str | os.PathLike[str] | None = None,
+    title: str = "aiofeed",
 ) -> None:
     """Write the events of the last seconds.
 
@@ -56,6 +61,7 @@ def write_timeline(
         ValueError: ``path`` has another suffix, ``merge`` is no trace, or there are no events.
         ImportError: A ``.png`` needs Pillow.
     """
+    path, merge = Path(path), None if merge is None else Path(merge)
     latest = sorted(events.copy(), key=lambda event: event[2])
     if not latest:
         raise ValueError("there is nothing to show: no batch was read, or the feeder was made with timeline=False")

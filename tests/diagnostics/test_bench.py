@@ -34,7 +34,7 @@ def given_rates(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     rates: dict[str, float] = {"read": 9000.0, "decode": 900.0, "threads": 800.0, "process": 700.0, "limits": 850.0}
 
     def feed(source: Any, **options: Any) -> tuple[float, float]:
-        if options["decode"] is bench_command._nothing:
+        if options["decode"] is bench_command.nothing:
             return rates["read"], 2.0**20
         if isinstance(source, bench_command._InMemory):
             return rates["decode"], 0.0

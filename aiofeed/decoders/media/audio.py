@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from aiofeed.core.random_numbers import SplitMix64
+from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.decoders.media.container import Media, import_av, open_media, packets_of
@@ -95,11 +95,7 @@ class DecodeAudio:
         """Decode to a float32 CPU tensor; ``rng`` chooses a random crop."""
         import torch
 
-        seed = None
-        if self.takes_seed:
-            if rng is None:
-                raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
-            seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
+        seed = seed_from(rng, self) if self.takes_seed else None
         out = np.empty(self.row.shape, np.float32)
         self.decode_into(data, out, seed)
         return torch.from_numpy(out)

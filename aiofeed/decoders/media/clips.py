@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from aiofeed.core.random_numbers import SplitMix64
+from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_positive_int, explain_arguments
 from aiofeed.decoders.media.container import Media, import_av, open_media, packets_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # A seek discards the frames in the decoder's queue, usually 2 to 4, which then have to be decoded again.
 SEEK_FRAMES = 4
-# Decoders that can be told with each packet whether to skip it. That of AV1 takes what it is told first.
+# Decoders for which `skip_frame` may change from packet to packet. That of AV1 keeps the first value.
 SKIPPING = frozenset({"h264", "hevc", "mpeg4"})
 # Frames in the indexes that a decoder keeps: 8 bytes each.
 MOST_INDEXED = 8 << 20
@@ -127,11 +127,7 @@ class ClipDecoder:
         """Decode to a uint8 CPU tensor; ``rng`` chooses a random clip."""
         import torch
 
-        seed = None
-        if self.takes_seed:
-            if rng is None:
-                raise ValueError(f"{self!r} is random: it needs rng, a torch.Generator")
-            seed = int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
+        seed = seed_from(rng, self) if self.takes_seed else None
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
         return torch.from_numpy(out)

@@ -18,7 +18,7 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits
 from aiofeed.core.validation import check_positive_int
-from aiofeed.diagnostics.commands.data_set import DataSet, open_data_set, quoted
+from aiofeed.diagnostics.commands.data_set import DataSet, nothing, open_data_set, quoted
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import machine
 
@@ -71,7 +71,7 @@ def _measure(data: DataSet, size: int, batch_size: int) -> dict[str, Any]:
     common = {"batch_size": batch_size, "shuffle": data.shuffle}
 
     _say(f"{data.source!r}, {cores} cores; reading alone")
-    rates["read"], read_bytes = _feed(data.source, decode=_nothing, seed=0, **common)
+    rates["read"], read_bytes = _feed(data.source, decode=nothing, seed=0, **common)
     _say("decoding alone")
     rates["decode"], _ = _feed(_InMemory(_some_samples(data.source, batch_size)), decode=decode, batch_size=batch_size)
     if rates["read"] < rates["decode"]:
@@ -132,10 +132,6 @@ def _feed(source: Any, **options: Any) -> tuple[float, float]:
         rate = _rate(feeder.steps(_ENDLESS))
         found = feeder.statistics(total=True)
     return rate, rate * found.bytes_read / max(found.samples, 1)
-
-
-def _nothing(data: Any) -> int:
-    return 0
 
 
 def _unchanged(data: Any) -> Any:

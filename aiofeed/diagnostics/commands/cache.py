@@ -13,7 +13,7 @@ from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache
 from aiofeed.core.errors import CacheError, FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_bytes
-from aiofeed.diagnostics.commands.data_set import open_data_set, quoted
+from aiofeed.diagnostics.commands.data_set import nothing, open_data_set, quoted
 from aiofeed.feeder.feeder import Feeder
 
 # The cache stores samples in the background and drops those that the disk is too slow for: another pass reads them.
@@ -78,7 +78,7 @@ def _store(source: Any, cache: EncodedCache) -> int:
     misses, failed = len(source) + 1, 0
     for _ in range(_PASSES):
         with Feeder(
-            source, decode=_nothing, batch_size=64, cache=cache, on_error=FailurePolicy("skip", max_failures=1.0)
+            source, decode=nothing, batch_size=64, cache=cache, on_error=FailurePolicy("skip", max_failures=1.0)
         ) as feeder:
             for _batch in feeder.progress("cache"):
                 pass
@@ -87,7 +87,3 @@ def _store(source: Any, cache: EncodedCache) -> int:
         if misses == failed or misses >= before:  # all are stored, or the cache is full
             break
     return failed
-
-
-def _nothing(data: Any) -> int:
-    return 0

@@ -64,3 +64,8 @@ def open_data_set(paths: Sequence[str]) -> DataSet:
 def quoted(value: str | list[str]) -> str:
     """A Python literal with double quotes."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def nothing(data: Any) -> int:
+    """A decoder that does nothing, to read alone."""
+    return 0

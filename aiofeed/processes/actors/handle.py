@@ -67,7 +67,10 @@ class ActorHandle:
 
     def send(self, message: ToWorker) -> None:
         """Send a message; does nothing if the actor has died."""
-        self._actor.send.remote(encode(message))
+        try:
+            self._call("send", encode(message))
+        except Exception as error:  # noqa: BLE001 - Ray raises plain exceptions if the actor cannot be reached
+            self._lose(error)
 
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Keep memory that a fork of the trainer may read; Ray frees the other when nothing refers to it."""
@@ -82,7 +85,7 @@ class ActorHandle:
 
     async def stop(self) -> None:
         """Have the actor close its source; see ``FeedActor.stop``."""
-        await self._actor.stop.remote()
+        await self._call("stop")
 
     def close(self) -> None:
         """Wait for no more messages, and end the actor."""
@@ -91,9 +94,17 @@ class ActorHandle:
             task.cancel()
         self.kill()
 
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor. Without a connection Ray would start or join a cluster for the call."""
+        import ray
+
+        if not ray.is_initialized():
+            raise ConnectionError("the connection to the Ray cluster has ended")
+        return getattr(self._actor, method).remote(*arguments)
+
     async def _serve(self, config: Any) -> None:
         try:
-            place: Place = await self._actor.start.remote(config, versions())
+            place: Place = await self._call("start", config, versions())
             self.name = f"{self._title}, node {place.ip} [{place.node}], pid {place.pid})"
             await self._compare_clocks(place)
             async with asyncio.TaskGroup() as group:
@@ -113,14 +124,14 @@ class ActorHandle:
         found = []
         for _ in range(_CLOCK_CALLS):
             asked = time.perf_counter()
-            clock_s = await self._actor.clock.remote()
+            clock_s = await self._call("clock")
             answered = time.perf_counter()
             found.append((answered - asked, clock_s - (asked + answered) / 2))
         self._clock_ahead_s = min(found)[1]
 
     async def _receive(self) -> None:
         while True:
-            parcel: Parcel = await self._actor.receive.remote()
+            parcel: Parcel = await self._call("receive")
             payload, arrays = parcel
             message = decode_from_worker(payload)
             if isinstance(message, BatchFinished):
