@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 import torch.distributed
 import torch.distributed.checkpoint as dcp
-from conftest import Numbers, augment
+from conftest import Numbers, augment, leave_group
 
 from aiofeed import Feeder
 
@@ -27,7 +27,7 @@ def main(folder: str) -> None:
         dcp.load({"feeder": again}, checkpoint_id=folder)
         seen += [batch.tolist() for batch in again]
     print(f"rank {torch.distributed.get_rank()}: {'equal' if seen == expected else 'differs'}\n", end="", flush=True)
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from conftest import Numbers, augment
+from conftest import Numbers, augment, leave_group
 from torch.nn.parallel import DistributedDataParallel
 
 from aiofeed import Feeder
@@ -65,7 +65,7 @@ def main() -> None:
                         threading.Event().wait()
                     state = {"model": linear.state_dict(), "feeder": feeder.state_dict(), "step": step}
                     write_atomically(options.checkpoint, state)
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

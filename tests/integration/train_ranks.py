@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from conftest import leave_group
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import aiofeed
@@ -186,7 +187,7 @@ def main() -> None:
         results[name] = FRAMEWORKS[options.framework](new_loader)
         results[name]["random"] = torch.rand(1)
     torch.save(results, options.folder / f"{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
