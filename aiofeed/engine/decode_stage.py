@@ -27,6 +27,7 @@ from aiofeed.engine.concurrency import JobTimer
 from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.threads import ThreadTuner
+from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import BufferLease, BufferPool
 from aiofeed.runtime.thread_pool import ThreadPool, gil_wait_s
 from aiofeed.runtime.time_limits import (
@@ -88,7 +89,7 @@ class DecodeStage:
         self._read_slot = read_slot
         self._tuner = tuner
         # Only where waits for a core, and not for the GIL, can be told apart.
-        self._probe_at = 0.0 if sys.platform == "linux" else math.inf
+        self._probe_at = 0.0 if sys.platform == "linux" and machine.has_gil() else math.inf
 
     async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Decode the samples at ``start``, ``start + 1``, ...; the job of a batch's last chunk finishes the batch."""

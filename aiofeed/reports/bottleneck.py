@@ -13,6 +13,7 @@ from math import ceil, inf
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.reports.explanation import StageTimes
+from aiofeed.runtime import machine
 
 # Fewer batches do not show where the time goes.
 LEAST_BATCHES = 3
@@ -231,7 +232,7 @@ class Bottleneck:
             return "cores"
         if not measured.threads_tuned:
             return "threads"
-        return "GIL" if seconds < TINY_S else "memory bandwidth"
+        return "GIL" if seconds < TINY_S and machine.has_gil() else "memory bandwidth"
 
     def _jobs_are_uneven(self) -> bool:
         """Whether the times of decode jobs vary so much that threads wait for the slow ones."""

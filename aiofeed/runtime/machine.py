@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,14 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 # Version 1 reports a number near the largest one if there is no limit.
 _NO_LIMIT = 1 << 60
 _UNKNOWN_MEMORY = 8 << 30
+
+# Whether this is a free-threaded build of Python, whose GIL is off unless an extension module or the user turns it on.
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def has_gil() -> bool:
+    """Whether only one thread at a time runs Python code; on a free-threaded build an import may change it."""
+    return not FREE_THREADED or sys._is_gil_enabled()  # type: ignore[attr-defined, unused-ignore]
 
 
 def passes_descriptors() -> bool:

@@ -35,6 +35,9 @@ BACKLOG_RUNS = 4
 # beside busy decoders it is a half or less; on storage with a latency of a millisecond it is nearly 1.
 WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
+# On a free-threaded build an object that another thread dropped is freed when the thread that made it next runs. So
+# idle threads run this often, and the memory of dropped batches is not kept for longer.
+IDLE_S = 0.5 if machine.FREE_THREADED else None
 
 
 def gil_wait_s() -> float:
@@ -274,7 +277,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     def _run_jobs(self) -> None:
         work: _Work | Callable[[], None] | None = None
-        while (work := work or self._ready.get()) is not None:
+        while (work := work or self._next()) is not None:
             if not isinstance(work, tuple):
                 work()  # for the host
                 work = None
@@ -297,6 +300,13 @@ class ThreadPool(ThreadPoolExecutor):
             del future, fn, args, kwargs
             if self.host is not None and self._hand_over(work):
                 return
+
+    def _next(self) -> _Work | Callable[[], None] | None:
+        while True:
+            try:
+                return self._ready.get(timeout=IDLE_S)
+            except Empty:
+                pass
 
     def _done(self, job: _Job, wall: float, cpu: float) -> _Work | None:
         """Count a job as ended; return the next one, which runs in the same thread so that no other is woken."""

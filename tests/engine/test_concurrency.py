@@ -61,6 +61,7 @@ class FakeTimer(JobTimer):
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpus", lambda: 4)
+    monkeypatch.setattr(machine, "has_gil", lambda: True)
     # Otherwise one thread would decode samples this cheap, whatever the tuner chooses.
     monkeypatch.setattr("aiofeed.engine.fetch.source.TINY_DECODE_S", 0.0)
     FakeTimer.created = 0

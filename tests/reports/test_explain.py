@@ -17,6 +17,7 @@ from aiofeed.reports.bottleneck import FeedMeasurements
 from aiofeed.reports.explanation import RankTimes
 from aiofeed.reports.ranks import compare, figures_of
 from aiofeed.reports.remedies import explain
+from aiofeed.runtime import machine
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers, Plant
 
@@ -160,6 +161,16 @@ def test_decoding_runs_into(changes: dict[str, Any], settings: dict[str, Any], r
     found = explain(measured(heavy_decode(**changes), **settings))
     assert (found.stage, found.resource) == ("decode", resource)
     assert wanted in advice(found)
+
+
+@pytest.mark.parametrize(("has_gil", "resource"), [(True, "GIL"), (False, "memory bandwidth")])
+def test_tiny_samples_run_into_the_gil_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, has_gil: bool, resource: str
+) -> None:
+    """Tuned threads below the number of cores, and samples that are mostly work of Python."""
+    monkeypatch.setattr(machine, "has_gil", lambda: has_gil)
+    found = explain(measured(heavy_decode(samples_decoded=800_000), threads_tuned=True))
+    assert found.resource == resource
 
 
 def test_memory_is_named_if_no_stage_is_busy_and_planning_waits_for_it() -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from aiofeed import Feeder, Limits
+from aiofeed.runtime import machine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,7 +116,9 @@ def test_samples_of_one_size_stay_within_memory_bytes(batch_size: int, decode_th
     most = 16 * MIB
     with source.feeder(batch_size, memory_bytes=most, prefetch_batches=8, decode_threads=decode_threads) as feeder:
         for _ in range(3):
-            assert source.epoch(feeder) <= most + batch_size * MIB
+            # On a free-threaded build a sample that was dropped is freed when the thread that made it runs again.
+            late = decode_threads * machine.FREE_THREADED
+            assert source.epoch(feeder) <= most + (batch_size + late) * MIB
 
 
 def test_a_sample_larger_than_memory_bytes_proceeds_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from aiofeed.runtime.thread_pool import (
     ThreadPool,
     gil_wait_s,
 )
+from tests.support.waiting import until
 
 
 def threads_of(pool: ThreadPool) -> list[threading.Thread]:
@@ -45,6 +47,17 @@ def test_a_single_stream_of_jobs_uses_a_single_thread() -> None:
     for number in range(50):
         assert pool.submit(lambda number=number: number).result(5) == number
     assert len(threads_of(pool)) == 1
+    pool.stop()
+    assert pool.join(5)
+
+
+def test_an_idle_thread_keeps_nothing_that_it_made() -> None:
+    """An object made by a job is freed soon after its last reference is dropped elsewhere, although no job follows."""
+    pool = ThreadPool("test", 1)
+    made = pool.submit(threading.Event).result(5)
+    reference = weakref.ref(made)
+    del made
+    until(lambda: reference() is None, 10)
     pool.stop()
     assert pool.join(5)
 
@@ -227,6 +240,7 @@ def test_waits_for_cores_count_while_threads_run_and_after_they_ended(monkeypatc
     assert pool.busy_s > 0.0
 
 
+@pytest.mark.skipif(not machine.has_gil(), reason="needs a GIL")
 def test_a_wait_for_the_gil_is_measured() -> None:
     """While another thread holds the GIL for 5 ms at a time it is waited for; otherwise it is free."""
     usleep = ctypes.PyDLL(None).usleep

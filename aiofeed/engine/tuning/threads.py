@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from aiofeed.engine.tuning.gil import MORE_BRING, GilLimit, gil_limit
 from aiofeed.engine.tuning.score import JobTiming, Score
+from aiofeed.runtime import machine
 
 # A smaller count is chosen if it gives this part of the best rate. The gap between this and MORE_BRING keeps
 # neighbouring counts from alternating.
@@ -105,7 +106,8 @@ class ThreadTuner:
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
         self._chosen, self._search, self._since_s, self._jobs = search.best, None, 0.0, LATER_JOBS
-        self.gil = gil_limit(search.best, search.above) if search.best.threads < self.most else None
+        fewer = search.best.threads < self.most
+        self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
         self._run(search.best.threads)
 
     def _give_up(self) -> None:

@@ -12,6 +12,7 @@ from aiofeed.engine.tuning.gil import GilLimit, gil_limit, gil_message
 from aiofeed.engine.tuning.score import JobTiming, Score
 from aiofeed.engine.tuning.threads import ThreadTuner
 from aiofeed.engine.tuning.tuner import REPORT_AFTER_S, Tuner
+from aiofeed.runtime import machine
 
 BATCH = 64
 
@@ -247,6 +248,12 @@ def test_known_work_is_measured_seldom() -> None:
     assert sum(pool.tuner.listening for _ in range(80)) == 10
 
 
+@pytest.fixture(autouse=True)
+def with_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated threads share a GIL, also if Python has none."""
+    monkeypatch.setattr(machine, "has_gil", lambda: True)
+
+
 # --- the GIL ----------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +319,15 @@ def test_threads_that_slow_each_other_on_the_processor_are_not_gil_bound(cpu_2_m
     one.add(JobTiming(100, 0.140, 0.139, 1))
     two.add(JobTiming(100, 0.1 * cpu_2_ms / 0.75, 0.1 * cpu_2_ms, 2))
     assert (gil_limit(one, two) is not None) == blamed
+
+
+def test_without_a_gil_it_is_never_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a free-threaded build, threads that decode no more than one wait for something else."""
+    monkeypatch.setattr(machine, "has_gil", lambda: False)
+    pool = Pool(ThreadTuner(4))
+    pool.batches(GIL_BOUND, 20)
+    assert pool.tuner.threads == 1
+    assert pool.tuner.gil is None
 
 
 def test_the_gil_is_forgotten_where_work_changes() -> None:
