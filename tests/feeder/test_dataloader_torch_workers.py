@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import threading
@@ -193,9 +194,10 @@ def test_multiprocessing_contexts(context: str) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def resource_tracker_started() -> None:
-    """Start multiprocessing's process that spawned workers need, which keeps a pipe."""
+def processes_of_multiprocessing_started() -> None:
+    """Start multiprocessing's processes that spawned and forked workers need, which keep pipes."""
     multiprocessing.resource_tracker.ensure_running()
+    multiprocessing.forkserver.ensure_running()
 
 
 def test_a_spawned_worker_does_the_same() -> None:

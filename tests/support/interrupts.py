@@ -20,6 +20,8 @@ class Interrupt:
         self._into_python: set[FrameType] = set()
 
     def __enter__(self) -> Interrupt:
+        # Python 3.12 and 3.13 trace no opcodes if no frame has asked for them before.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._call)
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import Subset
@@ -39,11 +40,23 @@ def _failed_sample(error: Exception, fetcher: Any) -> tuple[Any, Any] | None:
         if called.f_code.co_name == "__getitem__":
             variables = frame.f_locals
             if frame.f_code.co_filename == _FETCH_FILE:
-                return fetcher.dataset, variables.get("idx", variables.get("possibly_batched_index"))
+                if "idx" in variables:
+                    return fetcher.dataset, variables["idx"]
+                return fetcher.dataset, _failed_index(called, variables.get("possibly_batched_index"))
             if frame.f_code.co_filename == _SUBSET_FILE and "idx" in variables:
                 return variables.get("self"), variables["idx"]
         trace = trace.tb_next
     return None
+
+
+def _failed_index(called: FrameType, indices: Any) -> Any:
+    """The index with which ``__getitem__`` was called, from its frame, because torch's frame has it up to Python 3.11.
+
+    All indices of the batch if it is none of them, because the method has changed the variable.
+    """
+    names = called.f_code.co_varnames[: called.f_code.co_argcount]
+    index = called.f_locals.get(names[1]) if len(names) > 1 else None
+    return index if isinstance(indices, list) and any(index is each for each in indices) else indices
 
 
 def _name(dataset: Any, index: Any) -> str:
