@@ -15,6 +15,7 @@ MODULES = (
     "tuning",
     "stages",
     "gil",
+    "free_threading",
     "jpeg_backends",
     "handover",
     "startup",
