@@ -1,12 +1,15 @@
-"""Cores and memory of the cgroups of this process."""
+"""Cores and memory of the cgroups of this process, and whether Python has a GIL."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from aiofeed.runtime import machine
+from tests.support.paths import environment
 
 MIB = 1 << 20
 
@@ -74,3 +77,26 @@ def test_a_path_of_the_host_that_a_container_does_not_see(cgroups: Path) -> None
     (cgroups / "own").write_text("0::/../../docker/abc\n")
     write(cgroups, memory__max=900 * MIB, memory__current=0)
     assert machine.free_memory() == 900 * MIB
+
+
+EPOCH = """
+import sys
+import aiofeed
+images = aiofeed.ImageFolder(sys.argv[1])
+with aiofeed.Feeder(images, decode=aiofeed.DecodeImage(32), batch_size=4, cache="host") as feeder:
+    for _ in feeder.epochs(2):
+        for pixels, labels in feeder:
+            assert pixels.shape[1:] == (3, 32, 32)
+from aiofeed.runtime import machine
+print(machine.has_gil())
+"""
+
+
+def test_the_gil_stays_off(jpeg_folder: Path) -> None:
+    """Importing aiofeed and two epochs of images do not turn on the GIL of a free-threaded build."""
+    run = subprocess.run(
+        [sys.executable, "-c", EPOCH, str(jpeg_folder)], capture_output=True, text=True, env=environment(), timeout=100
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(not machine.FREE_THREADED)]
+    assert "global interpreter lock" not in run.stderr
