@@ -210,6 +210,10 @@ class EventLoopThread:
         loop.set_exception_handler(self._on_error)
         self.loop = loop
         self._created.put(None)
+        with threads.halted_at_exit(loop):
+            self._run(loop)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             for step in (self._serve, self._wind_down):
                 try:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import _thread
 import asyncio
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -28,6 +29,8 @@ JOIN_S = 5.0
 POLL_INTERVAL_S = 0.1
 # After an interrupted start(), a thread that has not begun within this time does not exist.
 BEGIN_S = 0.2
+# The time that interpreter exit waits for one event loop to halt: it is busy with a callback that blocks.
+HALT_S = 0.1
 # The names of decode threads begin with this.
 DECODE_THREAD_NAME = "aiofeed-decode"
 
@@ -215,6 +218,7 @@ class Stoppable(Protocol):
 _live: set[weakref.ref[Stoppable]] = set()
 _inherited: list[Stoppable] = []
 _running: set[DaemonThread] = set()
+_loops: set[asyncio.AbstractEventLoop] = set()
 _forked = False
 # Also if this module is imported by an atexit handler: then `_stop_all` is registered too late to be called.
 _ending = not threading.main_thread().is_alive()
@@ -240,6 +244,16 @@ def unregister(threads: Stoppable) -> None:
     _live.discard(weakref.ref(threads))
 
 
+@contextlib.contextmanager
+def halted_at_exit(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """In this context an event loop runs, which the interpreter's exit halts if it cannot be stopped in time."""
+    _loops.add(loop)
+    try:
+        yield
+    finally:
+        _loops.discard(loop)
+
+
 def _registered() -> list[Stoppable]:
     return [threads for reference in list(_live) if (threads := reference()) is not None]
 
@@ -255,6 +269,25 @@ def _stop_all() -> None:
     if sys.version_info < (3, 14):
         _interrupt_decode_threads()
     _join_all(list(_running), EXIT_S / 2)
+    _halt_loops()
+
+
+def _halt_loops() -> None:
+    """Block the threads of event loops that still run, because they wait for user code that does not return.
+
+    A timer of uvloop that fires after the interpreter was finalized ends the process with a segmentation fault.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        for loop in list(_loops):
+            halted = _Flag()
+            with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
+                loop.call_soon_threadsafe(_halt, halted)
+                halted.wait(HALT_S)
+
+
+def _halt(halted: _Flag) -> None:
+    halted.set()
+    _Flag().wait(threading.TIMEOUT_MAX)
 
 
 def _interrupt_decode_threads() -> None:
@@ -309,6 +342,7 @@ def _after_fork_in_child() -> None:
     _inherited.extend(_registered())
     _live.clear()
     _running.clear()
+    _loops.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -744,3 +744,23 @@ print(next(iter(feeder)).tolist())
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's on_exit")
+def test_no_timer_fires_after_exit_while_next_blocks() -> None:
+    """An event loop that waits for the iterable is halted: its timers would crash a finalized interpreter."""
+    program = """
+import ctypes, sys, time, aiofeed
+from aiofeed.runtime import thread_pool
+thread_pool.RESIZE_INTERVAL_S = thread_pool.STARVING_INTERVAL_S = 2.0
+def blocks():
+    yield from range(3)
+    time.sleep(600)
+feeder = aiofeed.Feeder(aiofeed.Stream(blocks), batch_size=2)
+print(next(iter(feeder)).tolist())
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.sleep, None)  # called with the exit status, after the interpreter was finalized
+sys.exit(2)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "[0, 1]\n", "")
