@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
 
-log = logging.getLogger("aiofeed.devices")
+log: logging.Logger = logging.getLogger("aiofeed.devices")
 
 # Tensors that work on the side stream reads, each list with an event after that work.
 _Sources = deque[tuple["Event", list["torch.Tensor"]]]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
     from aiofeed.devices.copier import AnyCopier
 
-log = logging.getLogger("aiofeed.devices")
+log: logging.Logger = logging.getLogger("aiofeed.devices")
 
 T = TypeVar("T")
 

@@ -110,7 +110,7 @@ class DeviceWindows:
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
         if (memory := free_and_total(backend)) is not None:
             bounds.append(memory[0] // FREE_SHARE)
-        self.max_batches = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
+        self.max_batches: int = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
 
     def wait_for_caller(self) -> None:
         """Make the side stream wait for the calling thread's queued work, e.g. data computed on the device."""
