@@ -146,8 +146,8 @@ class DeviceBackend(Protocol):
         """Return an event after all work queued on a stream so far."""
         ...
 
-    def wait(self, stream: Stream, event: Event, /) -> None:
-        """Make later work on a stream wait for an event. Does not block the host."""
+    def wait(self, stream: Stream, event: Any, /) -> None:
+        """Make later work on a stream wait for an event of ``record``. Does not block the host."""
         ...
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:

@@ -55,7 +55,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        sources: Mapping[str, Source[Any] | MapDataset[Any] | FromDataset],
         weights: Weights | Callable[[int], Weights] | None = None,
         *,
         until: Until = "all",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from aiofeed.core.random_numbers import SplitMix64, seed_from
-from aiofeed.core.types import Row, public
+from aiofeed.core.types import Row, Source, public
 from aiofeed.core.validation import check_positive_int, explain_arguments
 from aiofeed.decoders.media.container import Media, import_av, open_media, packets_of
 
@@ -72,7 +72,7 @@ class Clips:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    source: Any
+    source: Source[Any]
     frames: int
     stride: int = 1
     per_video: Literal["random"] | int = "random"
