@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
     from aiofeed.devices.copier import Copier, PendingCopy
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # A device permutes that much in a fraction of a millisecond, which is longer than the host takes to queue it.
 DEVICE_WINDOW_BYTES = 64 << 20
@@ -163,8 +166,8 @@ class DeviceWindows:
                 poll(lambda: made.query() or time.monotonic() >= deadline)
             self._give_back_copied()
             self._copier.release()
-        except Exception:  # noqa: BLE001 - the device has failed; its next use raises the error
-            pass
+        except Exception as error:  # noqa: BLE001 - the device has failed; its next use raises the error
+            log.debug("%s failed while its last windows were awaited: %s", self._backend.name, error)
         self._indices.close()
 
     def _at_most_queued(self, windows: int) -> bool:
